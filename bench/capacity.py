@@ -1,20 +1,21 @@
-"""What the HTTP side carries: many streams of one server-sent event a token, no model behind them.
+"""The capacity of the HTTP side: many streams with one event for each token, without a model.
 
-    python -m bench.capacity [--streams 64 256 1000] [--json FILE]   # our server, an instant model
+    python -m bench.capacity [--streams 64 256 1000] [--json FILE]   # an instant model
     python -m bench.capacity --url http://127.0.0.1:8000 --pid PID   # any OpenAI-compatible server
-    python -m bench.capacity --calibrate                             # what the load client can take
+    python -m bench.capacity --calibrate             # the load client
 
-The client must not be what is measured: it is several processes with raw sockets and epoll that
-only count where events begin. On a small machine it still takes time from the server, so each
-process's CPU time is told apart: what a token costs the HTTP side does not depend on who else runs.
+The client must be cheaper than the server: the client is several processes with raw sockets and
+epoll that only count the starts of events. On a small machine the client still takes time from the
+server, so the result has the CPU time of each process.
 
-Without a pace the clients look every 2 ms instead of at each token: woken for each, they would
-cost as much as the server. (TTFT and ITL are then as coarse; with a pace they look at once.)
+Without a pace the clients poll every 2 ms, because a wake-up for each token would cost as much as
+the server. TTFT and ITL then have that resolution. With a pace the clients read at once.
 
 Closed loop: every stream is open before the clock starts, sends one request, and is read to its
 end. TTFT and ITL are on the client's side; tokens that arrive together share their gap. With
-`--pace MS` our engine gives a step its time, as a real one would, and every token says when it was
-made: the added latency is from there to the client. Prints a table, ends with one JSON line.
+`--pace MS` each step of our engine takes that time, and every token contains the time at which it
+was made: the added latency is the time from there to the client. Prints a table, ends with one JSON
+line.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ STALL_S = 60.0
 CONTEXT = multiprocessing.get_context("fork")
 
 
-class Target(NamedTuple):
+class LoadTarget(NamedTuple):
     host: str
     port: int
     path: str
@@ -68,8 +69,8 @@ class Target(NamedTuple):
         return head.encode() + self.body
 
 
-class Seen(NamedTuple):
-    """What one client process saw. Gaps are (seconds, tokens that share them)."""
+class ClientMeasurements(NamedTuple):
+    """The measurements of one client process. Gaps are (seconds, tokens that share them)."""
 
     events: int
     tokens: int  # by the server's own count where it gives one, or else the events
@@ -85,8 +86,8 @@ class Seen(NamedTuple):
 # The load client
 
 
-def client(target: Target, count: int, tick_s: float, started: Connection) -> None:
-    """Open `count` streams, wait for the word, send all requests, read all answers."""
+def client(target: LoadTarget, count: int, tick_s: float, started: Connection) -> None:
+    """Open `count` streams, wait for the start signal, send all requests and read all answers."""
     sockets = {}
     for _ in range(count):
         sock = socket.create_connection((target.host, target.port), timeout=30)
@@ -97,7 +98,7 @@ def client(target: Target, count: int, tick_s: float, started: Connection) -> No
     started.send(_drive(target.request(), sockets, tick_s))
 
 
-def _drive(request: bytes, sockets: dict[int, socket.socket], tick_s: float) -> Seen:
+def _drive(request: bytes, sockets: dict[int, socket.socket], tick_s: float) -> ClientMeasurements:
     now, poll = time.monotonic, select.epoll()
     before = resource.getrusage(resource.RUSAGE_SELF)
     first = now()
@@ -155,7 +156,17 @@ def _drive(request: bytes, sockets: dict[int, socket.socket], tick_s: float) -> 
             tail[fd], held[fd] = piece[-KEEP:], data
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return Seen(events, tokens or events, first, now(), ttft, gaps, added, failed, cpu)
+    return ClientMeasurements(
+        events=events,
+        tokens=tokens or events,
+        first_s=first,
+        last_s=now(),
+        ttft_s=ttft,
+        gaps=gaps,
+        added_s=added,
+        failed=failed,
+        cpu_s=cpu,
+    )
 
 
 def _tokens_said(end: bytes) -> int:
@@ -169,7 +180,7 @@ STAMP_TICKS, STAMP_TICK_S = 10_000, 1e-4
 
 
 def _read_stamps(piece: bytes, at: float, added: list[float]) -> None:
-    """Of the newest token that came; the clock is the machine's, so both sides share it."""
+    """Add the latency of the newest token. Both sides use the same clock of the machine."""
     end = piece.rfind(STAMP)
     ticks = piece[end + 1 : end + 5]
     if ticks.isdigit():
@@ -181,7 +192,7 @@ def _read_stamps(piece: bytes, at: float, added: list[float]) -> None:
 
 
 def measure(
-    target: Target, streams: int, clients: int, tick_s: float, pids: list[int]
+    target: LoadTarget, streams: int, clients: int, tick_s: float, pids: list[int]
 ) -> dict[str, Any]:
     pipes = []
     for index in range(clients):
@@ -233,7 +244,7 @@ def measure(
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Return percentiles in milliseconds."""
     if not values:
         return {}
     found = {f"p{share}": 1e3 * percentile(values, share) for share in (50, 90, 99)}
@@ -241,7 +252,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def _family(pids: list[int]) -> Iterator[int]:
-    """These processes and all below them."""
+    """Yield these processes and their descendants."""
     parents = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -292,7 +303,7 @@ def _authorization() -> str:
 
 @contextlib.contextmanager
 def calibration_server(tokens: int) -> Iterator[tuple[str, int]]:
-    """Writes one event to each stream in turn: a system call a token, and nothing else."""
+    """A server that writes one event to each stream in turn: one system call for each token."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     event = b'data: {"id":"x","choices":[{"index":0,"text":" word"}]}\n\n'
     chunk = b"%x\r\n%s\r\n" % (len(event), event)
@@ -359,7 +370,7 @@ def own_server(streams: int, pace_ms: float) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def make_target(url: str, args: argparse.Namespace) -> Target:
+def make_target(url: str, args: argparse.Namespace) -> LoadTarget:
     split = urlsplit(url)
     assert split.hostname is not None
     body: dict[str, Any] = {
@@ -375,7 +386,7 @@ def make_target(url: str, args: argparse.Namespace) -> Target:
     else:
         body["prompt"] = "Count."
     path = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[args.route]
-    return Target(split.hostname, split.port or 80, path, json.dumps(body).encode())
+    return LoadTarget(split.hostname, split.port or 80, path, json.dumps(body).encode())
 
 
 def _first_model(url: str) -> str:

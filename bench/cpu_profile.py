@@ -1,4 +1,4 @@
-"""What the steps of the native decoder are made of, stage by stage, on this CPU.
+"""A profile of the native decoder's steps by stage on this CPU.
 
     python -m bench.cpu_profile [--model M] [--quantization int8|int4] [--isa NAME] [--threads N]
         [--repeat N] [--json FILE]
@@ -30,7 +30,7 @@ MAX_LEN = 2048
 
 
 def profile(decoder: NativeDecoder, streams: int, prompt: int, repeat: int) -> dict[str, Any]:
-    """`prompt` tokens of one sequence in a step, or one token of each of `streams`."""
+    """Run a step of `prompt` tokens of one sequence, or of one token of each of `streams`."""
     blocks = -(-MAX_LEN // BLOCK_SIZE)
     rows = 1 if prompt else streams
     tables = (1 + np.arange(rows * blocks, dtype=np.int32)).reshape(rows, blocks)

@@ -1,4 +1,4 @@
-"""What `fuzz.py` sends: calls made from a server's own description, and spoilt in many ways.
+"""The calls of `fuzz.py`: made from a server's OpenAPI description, and mutated.
 
 A call follows from (seed, index) alone.
 """
@@ -293,7 +293,7 @@ HOSTILE: dict[str, list[Any]] = {
 
 
 class Maker:
-    """(seed, index) → a call."""
+    """A generator of calls from (seed, index)."""
 
     def __init__(self, described: dict[str, Any], seed: int) -> None:
         self._described, self._seed = described, seed
@@ -302,7 +302,7 @@ class Maker:
             for path, methods in described["paths"].items()
             for method, operation in methods.items()
         ]
-        # What tells is simple: most calls go to what reads a body.
+        # Most calls go to routes that read a body.
         self._weights = [6 if "requestBody" in operation else 1 for _, _, operation in self._routes]
 
     def make(self, index: int) -> Call:
@@ -345,7 +345,7 @@ class Maker:
         return content
 
     def _hostile(self, random: Random, path: str, schema: Any) -> Any:
-        """A good request but for one to three values, which are of their field's type."""
+        """Return a valid request with one to three hostile values of the right type."""
         content = copy.deepcopy(GOOD[path])
         names = [name for name in self._resolved(schema)["properties"] if name in HOSTILE]
         for name in random.sample(names, min(len(names), random.choice([1, 1, 2, 3]))):
@@ -378,7 +378,7 @@ class Maker:
         name: str = "",
         usual: dict[str, list[Any]] = USUAL,
     ) -> Any:
-        """Something the schema allows. Fields with a meaning mostly get a usual value."""
+        """Return a value that the schema allows. Known fields mostly get a usual value."""
         if name in usual and random.random() < 0.85:
             return random.choice(usual[name])
         schema = self._resolved(schema)
@@ -571,14 +571,14 @@ def no_http(body: bytes) -> list[bytes]:
 
 
 def dump(content: Any) -> bytes:
-    """As JSON; half surrogates are escaped. "<deep 900>" stands for what our own parser would not
-    take: 900 objects, one in the other."""
+    """Encode as JSON with escaped half surrogates. "<deep 900>" stands for 900 nested objects,
+    which our own parser would refuse."""
     text = json.dumps(content).encode()
     return DEEP.sub(lambda found: nested(int(found[1]), key="properties").encode(), text)
 
 
 def request(method: str, path: str, body: bytes, *headers: bytes, chunked: Any = None) -> bytes:
-    """One HTTP request. `chunked`: a `Random` that cuts the body into pieces."""
+    """Return an HTTP request. `chunked`: a `Random` that splits the body into chunks."""
     line = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode("latin-1")
     lines = b"".join(header + b"\r\n" for header in headers)
     if not chunked:
@@ -597,7 +597,7 @@ def request(method: str, path: str, body: bytes, *headers: bytes, chunked: Any =
 
 
 def mutated(random: Random, content: Any) -> Any:
-    """With one value, somewhere inside, replaced, removed, doubled, renamed or wrapped."""
+    """Return a copy with one inner value replaced, removed, doubled, renamed or wrapped."""
     places = list(_places(content, 0))
     if not places:
         return copy.deepcopy(random.choice(NASTY))

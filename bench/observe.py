@@ -1,11 +1,11 @@
-"""What watching costs: records, blame, the way to the HTTP process, totals. No model.
+"""The cost of observation, without a model: records, causes of gaps, transfer, totals.
 
     python -m bench.observe [--json FILE]
 
-Turns an engine's loop over an executor that computes nothing and times, for each step, what is
-there only to explain it: the step's record with its gaps by cause (`StepRecorder.add`), packing
-the record for the HTTP process, reading it there, and adding it to the totals; then once a request
-its end, and once a scrape the page. In `commit` each token costs one comparison more, timed apart.
+Runs an engine's loop with an executor that computes nothing, and times the work of observation in
+each step: the step's record with its gaps by cause (`StepRecorder.add`), packing the record for the
+HTTP process, reading the record there, and adding the record to the totals; also the end of a
+request and a scrape. One more comparison for each token in `commit` is timed separately.
 Prints a table, ends with one JSON line.
 """
 
@@ -72,14 +72,14 @@ def measure(running: int) -> dict[str, float]:
 
 
 def per_token_us() -> float:
-    """What `Scheduler.commit` does more for a token: was the last one's step the one before?"""
+    """Time the comparison of `Scheduler.commit` for a token: is its step the next one?"""
     steps, slots = array("q", range(100)), 64
     code = "steps[-1] != 99 or 3 >= slots"
     return 1e6 * min(repeat(code, globals={"steps": steps, "slots": slots}, number=100_000)) / 1e5
 
 
 def measure_end(tokens: int) -> float:
-    """Closing a request of so many tokens: its sums, its worst gap."""
+    """Time the end of a request with this number of tokens: its sums and its worst gap."""
     scheduler = scheduler_with(8, 0, 5000)
     core = EngineCore(scheduler, Instant(), CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5))
     for _ in range(tokens):

@@ -1,13 +1,13 @@
-"""The planner against a real server: predicted beside measured, at three loads of each trace.
+"""A comparison of the planner with a real server at three loads of each trace.
 
     twostroke serve --port 8791 &
     python -m bench.plan_check http://127.0.0.1:8791 TRACE [TRACE …] [--shrink 8] [--seconds 60]
                                [--steps FILE] [--json RESULTS.json]
 
 The server is calibrated for a minute (or `--steps` has its records). Its capacity for a trace is
-what a simulation serves a second of requests that all come at once. Then, at each share of it in
-`LOADS`, the first requests of the trace are predicted, sent, and compared. Nothing is fitted to the
-runs that are compared. Ends with one JSON line.
+the simulated rate for requests that all arrive at once. Then, at each share of the capacity in
+`LOADS`, the first requests of the trace are predicted, sent and compared. Nothing is fitted to
+these runs. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GOALS = Goals(ttft_s=1.0, tpot_s=0.1)
 
 
 def fitting(path: str, shrink: float, layout: EngineLayout) -> list[TraceRequest]:
-    """The requests of a trace that the server can hold."""
+    """Return the requests of a trace that the server can hold."""
     longest = min(layout.shape.max_model_len, layout.shape.kv_tokens)
     found = scaled(read_trace(path), shrink=shrink)
     return [one for one in found if one.prompt_tokens + one.output_tokens <= longest]
@@ -43,7 +43,7 @@ def fitting(path: str, shrink: float, layout: EngineLayout) -> list[TraceRequest
 def capacity(
     trace: list[TraceRequest], layout: EngineLayout, model: StepModel, block: int
 ) -> float:
-    """Requests a second that the layout serves when they wait for it."""
+    """Return the requests a second that the layout serves if all requests wait."""
     at_once = [replace(one, at_s=0.0) for one in trace[:PROBE]]
     return predict(at_once, layout, model, GOALS, block).figures["requests_per_s"].expected
 

@@ -1,16 +1,15 @@
-"""Do a profile's stages add up to the steps, and do the phases lie under the machine's roofs?
+"""A check that a profile's stages add up to the steps and that the phases lie under the roofs.
 
     python -m bench.profile_check [MODEL] [--seconds 10] [--hardware here] [--json FILE]
     python -m bench.profile_check MODEL --hardware h200              on a GPU
 
-Starts `twostroke serve`, loads it with `twostroke bench serve` so that steps of all kinds occur and
-takes a `twostroke profile` meanwhile. The profile's rows are held against the step records, whose
-times come from other readings of the clock: plan to commit, and the executor's own time. Then one
-user alone, and `twostroke roofline MODEL --hardware here --server URL`: no phase, and no single
-step, may be faster than the rates measured here allow. On a GPU the kernels' times, by stage, are
-held against the step by CUDA's events, and the profile must have the ranges that NVIDIA's tools
-show. Ends with one JSON line; exit status 1 if the sums differ by more than 5%, a range is missing
-or something lies above a roof.
+Starts `twostroke serve`, loads the server with `twostroke bench serve` so that steps of all kinds
+occur, and takes a `twostroke profile`. The profile's rows are compared with the step records, whose
+times come from other readings of the clock: plan to commit, and the executor's time. Then one user
+runs alone, and `twostroke roofline MODEL --hardware here --server URL`: no phase and no step may be
+faster than the measured rates allow. On a GPU the kernels' times are compared with the step's CUDA
+events, and the profile must have the ranges that NVIDIA's tools show. Ends with one JSON line; exit
+status 1 if the sums differ by more than 5%, a range is missing or a figure lies above a roof.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def highest(roofline: Json) -> float:
 
 
 def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
-    """By phase: the rows' sum beside what the step records say of the same steps."""
+    """Return by phase the sum of the rows and the time of the step records."""
     known = {step["step"]: step for step in steps}
     names = profile["stage_names"]
     found = []
@@ -90,7 +89,7 @@ def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
 
 
 def kernel_sums(profile: Json) -> list[Json]:
-    """By phase: the kernels' sum beside the step by the device's events."""
+    """Return by phase the sum of the kernels and the step's time by CUDA events."""
     found = []
     for phase, told in profile["phases"].items():
         unaccounted = told["stages"]["unaccounted"]["seconds"] / told["step_s"]
@@ -112,7 +111,7 @@ def missing_ranges(profile: Json) -> list[str]:
 
 
 def under_roofs(steps: list[Json], rate: float, bandwidth: float) -> list[Json]:
-    """By phase: the least time that the work needs over what it took; at most 1 under a roof."""
+    """Return by phase the floor divided by the measured time, which is at most 1 under a roof."""
     found = []
     for phase, other in (PHASES, PHASES[::-1]):
         pure = [s for s in steps if s[phase]["tokens"] and not s[other]["tokens"]]

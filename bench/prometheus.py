@@ -1,13 +1,13 @@
-"""Does a real Prometheus tell of a real server what its clients have seen?
+"""A comparison of Prometheus' figures of a real server with the figures of its clients.
 
     python -m bench.prometheus [MODEL] [--requests 24] [--json FILE]
 
 Starts `twostroke serve` (the default model, unless one is named) and Prometheus (`prometheus` on
-the path) with deploy/monitoring/prometheus.yml, scraping every second. Streams answer; each client
-times its own. Then, over the last five minutes, mean decode, prefill and first-token times as
-Prometheus gives them are compared with the clients'; every query of vLLM's Grafana dashboard and of
-ours must return data; and the server is started again to see that a single request is counted.
-Prints what was asked and told, ends with one JSON line; exit status 1 if something is wrong.
+the path) with deploy/monitoring/prometheus.yml, scraping every second. Clients stream and time
+their requests. Then the mean decode, prefill and first-token times of Prometheus over the last five
+minutes are compared with the clients' times; every query of vLLM's Grafana dashboard and of ours
+must return data; and the server is restarted to check that a single request is counted. Prints the
+queries and the results, ends with one JSON line; exit status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Prometheus:
         self.port = port
 
     def ask(self, query: str) -> list[float]:
-        """The values of an instant vector, without those that are no number."""
+        """Return the values of an instant vector, without NaN."""
         status, body = get(self.port, f"/api/v1/query?query={quote(query)}")
         answer = json.loads(body)
         if status != 200 or answer["status"] != "success":
@@ -158,7 +158,7 @@ class Prometheus:
         return [value for value in values if not math.isnan(value)]
 
     def settle(self) -> None:
-        """Two scrapes more: what has happened by now is in them."""
+        """Wait for two more scrapes, which include everything until now."""
         query = f'count_over_time(vllm:num_requests_running{{model_name="{MODEL_NAME}"}}[10m])'
         scrapes = sum(self.ask(query))
         until("Prometheus", lambda: sum(self.ask(query)) >= scrapes + 2)
@@ -183,7 +183,7 @@ def prometheus(binary: str, target: int, folder: Path) -> Iterator[Prometheus]:
 
 
 def stream(port: int, numbers: Sequence[int], at_once: int) -> list[Sample]:
-    """Requests of these numbers, so many at one time."""
+    """Send the requests with these numbers, `at_once` at one time."""
 
     async def work() -> list[Sample]:
         client = OpenAIClient(Connections(Endpoint(f"http://127.0.0.1:{port}")), MODEL_NAME)
@@ -204,7 +204,7 @@ def planned(number: int) -> PlannedRequest:
 
 
 def compare(one: Prometheus, seen: list[Sample], window: str) -> dict[str, dict[str, float]]:
-    """Mean seconds, as the clients saw them and as Prometheus tells them."""
+    """Return mean seconds of the clients and of Prometheus."""
     queues = [(answer.timings or {})["queue_ms"] / 1e3 for answer in seen]
     firsts = [answer.ttft_s for answer in seen]
     expected = {

@@ -3,8 +3,8 @@
     python -m bench.scheduler [--json FILE]
 
 Fills an engine's scheduler with running and waiting requests and times plan + commit for steps
-that decode everything that runs; then the same with requests that end and are replaced, so that
-admission, prefill and block turnover are in it. Prints a table, ends with one JSON line.
+that decode all running requests; then the same with requests that end and are replaced, which
+includes admission, prefill and block turnover. Prints a table, ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Instant:
 
 
 def time_records(running: int) -> float:
-    """Seconds a step spends on its `StepRecord`, measured inside a turning loop."""
+    """Return the seconds that a step spends on its `StepRecord`, measured inside a running loop."""
     cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
     core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
     record, times = core.recorder.add, []

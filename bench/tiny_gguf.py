@@ -1,4 +1,4 @@
-"""A GGUF model that computes next to nothing, so that another server's HTTP side can be measured.
+"""Writes a GGUF model with almost no computation, to measure the HTTP side of other servers.
 
     python -m bench.tiny_gguf tiny.gguf
     llama-server -m tiny.gguf -c 262144 -np 256 --threads-http 306 -t 1 --cache-ram 0 --port 8124
