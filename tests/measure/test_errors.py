@@ -1,4 +1,4 @@
-"""Whatever is wrong, each command says it in one line that tells what to do."""
+"""Error messages of the measuring commands: one line that says what to do."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
     fails = f"{sys.executable} -c 'import sys; sys.exit(\"no room for {{port}}\")'"
     assert main(["ab", "--a", "http://127.0.0.1:9", "--b", fails]) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "it ended with status 1 while it started no room for" in said
+    assert "exited with status 1 during the start no room for" in said
 
 
 def test_an_arm_with_a_port_is_a_command() -> None:
@@ -284,13 +284,13 @@ def test_an_experiment_changes_b_alone() -> None:
 @pytest.mark.parametrize(
     ("proposed", "a", "says"),
     [
-        (None, "", "the verdict is slow_to_start, and proposes no experiment"),
+        (None, "", "the verdict slow_to_start proposes no experiment"),
         (experiment(metric="beauty"), "", "'beauty' is not measured here"),
         (experiment(predicted_ratio=-1), "", "predicted_ratio must be a number above 0"),
         (experiment(predicted_ratio="half"), "", "predicted_ratio must be a number above 0"),
         (experiment(setting={"rm": "x {port}"}), "", "the experiment sets 'rm'"),
         (experiment(setting={"--x": "{port}"}), "", "the experiment sets '--x'"),
-        (experiment(), "http://127.0.0.1:9", "give those that the server has now as --a"),
+        (experiment(), "http://127.0.0.1:9", "give the options of the diagnosed server as --a"),
     ],
 )
 def test_an_experiment_that_cannot_be_run_is_refused(

@@ -196,10 +196,10 @@ def test_the_command_prints_and_writes(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--seconds", "0"], "--seconds: give a number up to 60"),
-        (["--seconds", "61"], "--seconds: give a number up to 60"),
+        (["--seconds", "0"], "--seconds must be above 0 and at most 60"),
+        (["--seconds", "61"], "--seconds must be above 0 and at most 60"),
         (["--api-key", "wrong"], "answered 401: a valid API key is needed"),
-        ([], "is not a twostroke server"),
+        ([], "the server is not twostroke"),
     ],
 )
 def test_errors_say_what_is_wrong(

@@ -85,7 +85,7 @@ def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
     told = " ".join(capsys.readouterr().out.split())
     assert "parameters: 30.53e9, of them 3.35e9 active for a token; decode at batch 4" in told
     assert "reads 29.1 of a layer's 128 experts" in told
-    assert "if all are equally likely" in told
+    assert "for independent and uniform choices" in told
     assert "3.35e9 active parameters" in told
 
 
