@@ -150,7 +150,7 @@ class FaultedServer:
             raise CaseFailed("SIGTERM did not end the server within 60 s") from None
 
     def check_nothing_left(self, folders: bool = True) -> None:
-        """Check that nothing is left. `folders`: also no socket folders, which a killed server leaves."""
+        """Check that nothing is left. `folders`: also no socket folders (a killed server leaves one)."""
 
         def left() -> list[str]:
             found = [f"process {p}: {s}" for p, s in self.seen.items() if alive(p, s)]

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.witness import Json, Witness, gaps_s, get_json, largest, request_figures, tpot_s
 from twostroke.measure.compare.arms import serving
-from twostroke.measure.compare.imports import import_result
+from twostroke.measure.compare.other_tools import import_result
 from twostroke.measure.load.result import environment
 
 USERS, PROMPT, OUTPUT = 4, 128, 48

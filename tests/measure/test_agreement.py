@@ -1,5 +1,5 @@
-"""The measuring tools against the real server's own records of the same requests. Both read one
-clock here, so that what must come before what can be checked, and no figure depends on speed."""
+"""The measuring tools agree with the server's records of the same requests. Tool and server share
+one clock here, so the order of events can be checked, and no figure depends on speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated pools: the product's hand-over, with copies that take bytes over bandwidth."""
+"""Simulated pools: the product's hand-over with copies of bytes / bandwidth seconds."""
 
 from __future__ import annotations
 

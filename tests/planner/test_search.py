@@ -1,4 +1,4 @@
-"""The search tries few layouts, and finds the cheapest that meets the goals."""
+"""The search simulates few layouts and finds the cheapest layout that meets the goals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated engines keep the schedule's rules, and their times are the step times' sums."""
+"""Simulated engines follow the scheduler, and their times are sums of step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step times learnt from records, and from a data sheet."""
+"""Step times fitted to records, and computed from a data sheet."""
 
 from __future__ import annotations
 

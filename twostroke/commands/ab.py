@@ -15,7 +15,7 @@ from twostroke.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from twostroke.measure.compare.ab import RunFigures, Pilot, Trial
+    from twostroke.measure.compare.ab import Pilot, RunFigures, Trial
     from twostroke.measure.compare.prediction import PredictionOutcome
     from twostroke.measure.doctor.verdict import ProposedExperiment
 

@@ -17,7 +17,7 @@ from twostroke.errors import ConfigError
 if TYPE_CHECKING:
     from twostroke.measure.load.definitions import Goals
     from twostroke.measure.load.traces import TraceRequest
-    from twostroke.planner.layout import EngineShape, EngineLayout
+    from twostroke.planner.layout import EngineLayout, EngineShape
     from twostroke.planner.predict import LayoutForecast
     from twostroke.planner.search import EngineChoice, Search
     from twostroke.planner.steptimes import StepModel

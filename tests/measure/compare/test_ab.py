@@ -1,4 +1,4 @@
-"""Comparisons by pairs: the statistics on numbers, the runs on servers whose delays are known."""
+"""`ab`: the statistics on given numbers, and runs on servers with known delays."""
 
 from __future__ import annotations
 

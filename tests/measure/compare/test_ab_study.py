@@ -1,4 +1,4 @@
-"""The study of `ab`'s verdicts: what it counts, and that its fault is of the size it says."""
+"""The study of `ab`'s verdicts: its counts, and the size of its injected fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's rules, by the numbers: each cause from records, and nothing where there is none."""
+"""The doctor's rules on given records: each cause is found, and healthy records have no cause."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`/start_profile`, `/stop_profile` and `twostroke profile`: on the native kernels with the server
-and its engine in processes of their own, and on torch."""
+"""`/start_profile`, `/stop_profile` and `twostroke profile` on the native kernels, with server and
+engine in separate processes, and on torch."""
 
 from __future__ import annotations
 

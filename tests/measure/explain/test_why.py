@@ -1,4 +1,4 @@
-"""`why`: the ledger sums to the whole, and names who took the time."""
+"""`why`: the parts of the ledger sum to the total, and the causing requests are named."""
 
 from __future__ import annotations
 

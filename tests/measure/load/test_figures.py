@@ -1,4 +1,4 @@
-"""Definitions, statistics, arrivals and validity, on numbers one can check by hand."""
+"""Definitions, statistics, arrival times and certification, on numbers checked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench serve` against a server whose delays are known: what it reports, and when it refuses."""
+"""`bench serve` against a server with known delays: its figures and its refusals."""
 
 from __future__ import annotations
 

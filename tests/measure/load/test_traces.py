@@ -1,4 +1,4 @@
-"""Trace files: read as they are, scaled as asked, refused by line."""
+"""Trace files: reading, scaling, and errors that name the line."""
 
 from __future__ import annotations
 

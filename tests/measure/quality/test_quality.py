@@ -1,4 +1,4 @@
-"""`twostroke quality` on a tiny model: its figures against the same worked out by hand."""
+"""`twostroke quality` on a tiny model, compared with figures computed by hand."""
 
 from __future__ import annotations
 

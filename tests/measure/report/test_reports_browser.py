@@ -1,4 +1,4 @@
-"""Every command's report in a real browser: it loads nothing, fits a phone, and can be read."""
+"""Every report in a real browser: nothing is loaded, and the report is readable on a phone."""
 
 from __future__ import annotations
 

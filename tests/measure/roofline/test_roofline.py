@@ -1,4 +1,4 @@
-"""Floors by arithmetic one can follow."""
+"""Floors of a roofline, compared with arithmetic written out."""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ def test_no_call_breaks_the_server(tmp_path: Path, engine: str, calls: int) -> N
         (HttpAnswer(400, {"content-type": "text/plain"}, b"no", True), "an error as"),
         (HttpAnswer(400, JSON, OPENAI_ERROR.replace(b"no", b"/usr/lib/x.py"), True), "our insides"),
         (HttpAnswer(200, JSON, b'{"a":NaN}', True), "NaN in JSON"),
-        (HttpAnswer(200, {"content-type": "text/event-stream"}, b"data: {}\n\n", True), "ends with"),
+        (
+            HttpAnswer(200, {"content-type": "text/event-stream"}, b"data: {}\n\n", True),
+            "ends with",
+        ),
         (HttpAnswer(200, JSON, b"{}", False), "breaks off"),
         (HttpAnswer(hung=True), "no answer within"),
         (HttpAnswer(), "no answer"),

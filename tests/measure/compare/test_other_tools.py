@@ -1,4 +1,4 @@
-"""Other tools' result files, restated."""
+"""Result files of other tools are converted to our definitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.cli import main
 from twostroke.errors import ConfigError
-from twostroke.measure.compare.imports import import_result
+from twostroke.measure.compare.other_tools import import_result
 
 VLLM = {
     "completed": 10,
