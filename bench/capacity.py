@@ -48,7 +48,7 @@ from twostroke.measure.load.stats import percentile
 
 EVENT = b"\ndata:"  # JSON has no bare line feed, so this is where an event begins and nothing else
 DONE = b"[DONE]"
-KEEP = max(len(EVENT), len(DONE)) - 1  # of what came before, lest a boundary fall between reads
+KEEP = max(len(EVENT), len(DONE)) - 1  # bytes kept from the last read, for a match across two reads
 READ_BYTES = 1 << 14  # more would be mapped and unmapped at every read
 STALL_S = 60.0
 CONTEXT = multiprocessing.get_context("fork")
@@ -73,7 +73,7 @@ class ClientMeasurements(NamedTuple):
     """The measurements of one client process. Gaps are (seconds, tokens that share them)."""
 
     events: int
-    tokens: int  # by the server's own count where it gives one, or else the events
+    tokens: int  # from the server's usage, or else the number of events
     first_s: float  # monotonic, when the first request went out
     last_s: float
     ttft_s: list[float]
@@ -103,8 +103,8 @@ def _drive(request: bytes, sockets: dict[int, socket.socket], tick_s: float) -> 
     before = resource.getrusage(resource.RUSAGE_SELF)
     first = now()
     sent: dict[int, float] = {}
-    last: dict[int, float] = {}  # when it last had an event
-    held: dict[int, bytes] = {}  # what it read last
+    last: dict[int, float] = {}  # socket → time of its last event
+    held: dict[int, bytes] = {}  # socket → its last bytes
     tail = dict.fromkeys(sockets, b"")
     for fd, sock in sockets.items():
         sent[fd] = now()
@@ -174,7 +174,7 @@ def _tokens_said(end: bytes) -> int:
     return int(found[1]) if found else 0
 
 
-# When a token was made, as the engine wrote it into the token's text: see `bench/paced.py`.
+# The time stamp in a token's text, written by `bench/paced.py`.
 STAMP = b"@"
 STAMP_TICKS, STAMP_TICK_S = 10_000, 1e-4
 
@@ -312,7 +312,7 @@ def calibration_server(tokens: int) -> Iterator[tuple[str, int]]:
         while True:
             listener.settimeout(None)
             socks = [listener.accept()[0]]
-            listener.settimeout(0.05)  # a measurement opens all its streams before it begins
+            listener.settimeout(0.05)  # a measurement opens all streams before its start
             with contextlib.suppress(TimeoutError):
                 while True:
                     socks.append(listener.accept()[0])

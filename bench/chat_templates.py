@@ -65,7 +65,7 @@ class Reference:
     that some templates test for."""
 
     def __init__(self) -> None:
-        self.said = ""  # when it refused last
+        self.said = ""  # reason of the last refusal
 
     def render(self, source: str, messages: Any, **settings: Any) -> str | None:
         """Return the text, or None if the template refuses the conversation."""

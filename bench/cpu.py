@@ -39,7 +39,7 @@ from bench.cpu_workers import as_options, tokens
 from bench.output import write_result
 
 PROMPT = 128  # tokens before a decode
-DISTURBED = 0.05  # of the processor: a measurement during which others took more is repeated
+DISTURBED = 0.05  # CPU share of other processes above which a measurement is repeated
 TRIES = 3
 VLLM_OPTIONS = ["dtype=float32", "max_model_len=8192", "gpu_memory_utilization=0.4"]
 WORKERS = Path(__file__).with_name("cpu_workers.py")
@@ -93,7 +93,7 @@ def competitors(args: argparse.Namespace, gguf: str) -> list[Competitor]:
     if args.openvino:
         found.append(worker("openvino", args.openvino, "openvino", gguf, *args.openvino_options))
     if args.vllm and folder:
-        cores = f"0-{(os.cpu_count() or 1) - 1}"  # left alone it keeps one core free
+        cores = f"0-{(os.cpu_count() or 1) - 1}"  # the default leaves one core free
         found.append(
             worker(
                 "vllm",

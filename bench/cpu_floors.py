@@ -54,7 +54,7 @@ class ModelWork:
 class CpuCeilings:
     read_bytes_per_s: float
     fp32_per_s: float
-    bf16_per_s: float | None  # where the CPU has it
+    bf16_per_s: float | None  # None: not supported
     fp16_per_s: float | None
     int8_per_s: float | None
 

@@ -93,7 +93,7 @@ class MeasuredServer:
         joining: list[float] = []
         first_s = long.content_s[0]
         for each in streams:
-            # A stream that stays silent until the end has a gap that reaches to it.
+            # A stream without tokens until the end has a gap up to the end.
             times = [when for when in each.content_s if when < end] + [end]
             for before, after in pairwise(times):
                 if before >= begun and after <= long.scheduled_s:

@@ -18,7 +18,7 @@ class PausedProcess:
     """A process with its children in its own session, stopped except inside `awake()`."""
 
     def __init__(self, command: list[str], environment: dict[str, str], piped: bool) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
         pipe = subprocess.PIPE if piped else subprocess.DEVNULL
         out: Any = pipe if piped else self._log
         self.started_s = perf_counter()

@@ -66,7 +66,7 @@ class VLLMWorker:
         for prompt in prompts:
             name = str(self._count)
             self._count += 1
-            # The engine may lengthen a request's name, and tells which it uses.
+            # The engine may extend a request's name and returns the name.
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
             times[name] = []
         while engine.has_unfinished_requests():
@@ -100,7 +100,7 @@ class OpenVINOWorker:
         assert all(len(each) == output for each in done.tokens)
         steps = list(done.perf_metrics.raw_metrics.m_new_token_times)  # milliseconds of its clock
         decode = (steps[-1] - steps[0]) / 1e3
-        # Where prompts began in different steps, the early ones wrote while others were read.
+        # If prompts start in different steps, the first ones decode during the prefill of the rest.
         assert len(steps) == output, "its streams did not run in step"
         return {
             "first_s": total - decode,

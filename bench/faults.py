@@ -50,7 +50,7 @@ class CaseFailed(Exception):  # noqa: N818
     """A failed case. The message describes the failure."""
 
 
-# ── processes ───────────────────────────────────────────────────────────────────────────────────
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def tree(pid: int) -> dict[int, str]:
@@ -150,7 +150,7 @@ class FaultedServer:
             raise CaseFailed("SIGTERM did not end the server within 60 s") from None
 
     def check_nothing_left(self, folders: bool = True) -> None:
-        """Check that nothing is left. `folders`: also no socket folders (a killed server leaves one)."""
+        """Check that nothing is left. `folders`: also no socket folders."""
 
         def left() -> list[str]:
             found = [f"process {p}: {s}" for p, s in self.seen.items() if alive(p, s)]
@@ -165,7 +165,7 @@ class FaultedServer:
         wait_for(lambda: not left(), f"nothing is left: {left()[:3]}", 30.0)
 
 
-# ── clients ─────────────────────────────────────────────────────────────────────────────────────
+# ── clients ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class StreamedRequest:
@@ -289,7 +289,7 @@ def check_answers(server: FaultedServer) -> None:
         raise CaseFailed(f"afterwards a request ends with: {end}")
 
 
-# ── faults ──────────────────────────────────────────────────────────────────────────────────────
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def at_stage(server: FaultedServer, stage: str, victim: Callable[[], int], how: int) -> int:
@@ -395,7 +395,7 @@ def pools(folder: Path) -> str:
     return "; ".join(said)
 
 
-# ── the HTTP process, the clock, memory ─────────────────────────────────────────────────────────
+# ── the HTTP process, the clock, memory ───────────────────────────────────────────────────────────
 
 
 def http_stopped(folder: Path) -> str:

@@ -61,7 +61,7 @@ LIMITS: dict[str, Any] = {
     "trust_request_chat_template": True,
 }
 
-# ── what comes back ─────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -76,7 +76,7 @@ class HttpAnswer:
 def send(port: int, call: Call) -> HttpAnswer:
     until = time.monotonic() + HANG_S
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as connection:
-        with contextlib.suppress(OSError):  # it may be refused before all of it is out
+        with contextlib.suppress(OSError):  # the server may refuse before the end of the body
             connection.sendall(call.data)
         got = b""
         answer = HttpAnswer()
@@ -131,7 +131,7 @@ def _unchunked(rest: bytes) -> tuple[bytes, bool]:
     return b"".join(body), False
 
 
-# ── whether it is right ─────────────────────────────────────────────────────────────────────────
+# ── checks of answers ─────────────────────────────────────────────────────────────────────────────
 
 INSIDES = re.compile(
     rb"Traceback|File \\?\"|/(?:work|opt|usr|home|tmp|root|var|proc)/[\w./-]+|site-packages"
@@ -264,7 +264,7 @@ def _json(body: bytes) -> Any:
     return json.loads(body, parse_constant=refuse)
 
 
-# ── a run ───────────────────────────────────────────────────────────────────────────────────────
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass

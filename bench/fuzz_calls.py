@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator
 from random import Random
 from typing import Any, NamedTuple
 
-BODY_BYTES = 1 << 20  # the server's limit, so that what is too large costs little to send
+BODY_BYTES = 1 << 20  # the server's limit, small so that too large bodies are cheap to send
 
 
 class Call(NamedTuple):
     number: int
     kind: str
-    route: str  # as the counts name it
+    route: str  # name in the counts
     data: bytes
-    due: bool = True  # it is HTTP: an answer has to come
-    leave_after: int | None = None  # bytes of the answer; None: it is read to its end
+    due: bool = True  # valid HTTP, so an answer must arrive
+    leave_after: int | None = None  # bytes of the answer; None: read to the end
 
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ USUAL: dict[str, list[Any]] = {
     "thinking": [{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}],
     "response_fields": [["content"], []],
 }  # fmt: skip
-# Routes whose fields of the same name mean something else.
+# Routes with other meanings of the same field names.
 USUAL_OF: dict[str, dict[str, list[Any]]] = {
     path: {
         "tools": [None, [{"name": "f", "input_schema": {"type": "object"}}]],
@@ -322,14 +322,16 @@ class Maker:
             method, path, body, *self._headers(random), chunked=random.random() < 0.1 and random
         )
         leave_after = None
-        if random.random() < 0.08:  # while it sends, before the answer, or in its middle
+        if (
+            random.random() < 0.08
+        ):  # disconnect while sending, before the answer, or in the middle of it
             if random.random() < 0.4:
                 data, leave_after = data[: random.randrange(len(data))], 0
             else:
                 leave_after = random.choice([0, 1, 200, 700, 3000])
         return Call(index, kind, route, data, leave_after=leave_after)
 
-    # ── bodies ──────────────────────────────────────────────────────────────────────────────
+    # ── bodies ────────────────────────────────────────────────────────────────────────────────────
 
     def _content(self, random: Random, kind: str, path: str, operation: dict[str, Any]) -> Any:
         if "requestBody" not in operation:
@@ -469,7 +471,7 @@ class Maker:
         many = b",".join(b'"k%d":%d' % (n, n) for n in range(random.choice([100, 20_000])))
         return b"{" + many + b"," + good[1:]
 
-    # ── HTTP ────────────────────────────────────────────────────────────────────────────────
+    # ── HTTP ──────────────────────────────────────────────────────────────────────────────────────
 
     def _headers(self, random: Random) -> tuple[bytes, ...]:
         if random.random() < 0.93:
@@ -541,7 +543,7 @@ HEADERS: list[tuple[bytes, ...]] = [
     ), (b"Cookie: " + b"a=b;" * 500,),
     (b"Content-Type: text/html",), (b"X-Request-Id: \xc3\xa9",), (b"X-Empty:",),
 ]  # fmt: skip
-NO_HTTP: list[tuple[bytes, ...]] = [  # of these the parser may think what it likes
+NO_HTTP: list[tuple[bytes, ...]] = [  # the parser may accept or refuse these
     (b"Content-Length: -1",), (b"Content-Length: 5",), (b"Content-Length: 99999999999999999999",),
     (b"Transfer-Encoding: gzip",),
     (b"Transfer-Encoding: chunked",), (b"no colon",), (b"X: \x00",), (b": x",), (b" X: folded",),

@@ -56,8 +56,8 @@ class AttackTarget:
 
     port: int
     pid: int  # of the HTTP process
-    folder: Path  # for files that it needs
-    log: Path  # what the server has printed
+    folder: Path  # for files of the attack
+    log: Path  # the server's output
 
 
 Fire = Callable[[], str]
@@ -68,11 +68,11 @@ class Attack:
     name: str
     prepare: Callable[
         [AttackTarget], Fire
-    ]  # makes the bodies; the result sends them, tells what came
+    ]  # makes the bodies; the returned function sends the bodies and describes the answers
     flags: Callable[[Path], list[str]] = field(default=lambda folder: [])
     victim: bool = True  # False: the attack is on the engine itself, and every stream ends
     open_files: int | None = None  # the server's limit of file descriptors
-    control: str = ""  # the attack without what is bad in it: the victim's gap is compared to its
+    control: str = ""  # name of a harmless attack to compare the victim's gap with
     max_gap_ms: float = MAX_GAP_MS
     max_growth_mib: float = MAX_GROWTH_MIB
 
@@ -299,7 +299,7 @@ def _measure(attack: Attack, target: AttackTarget, control_ms: float) -> dict[st
     ours, theirs = CONTEXT.Pipe()
     child = CONTEXT.Process(target=_attacker, args=(attack, target, theirs), daemon=True)
     child.start()
-    warm_up(target)  # so that what the server starts once is there before the clock starts
+    warm_up(target)  # start everything that the server starts once before the measurement
     ours.recv()
     victim = Victim(target.port) if attack.victim else None
     memory = Memory(target.pid)

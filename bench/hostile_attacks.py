@@ -22,12 +22,12 @@ from bench.hostile import ATTACK_S, Attack, AttackTarget, Fire, children, engine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
-MODEL = "SmolLM2-135M-Instruct"  # the default; some APIs want it named
+MODEL = "SmolLM2-135M-Instruct"  # the default model; some APIs require its name
 JSON = {"Content-Type": "application/json"}
 RAW_HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 KEYS = ("first-key", "second-key")
 
-# ── asking ──────────────────────────────────────────────────────────────────────────────────
+# ── asking ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ask(
@@ -102,7 +102,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": HELLO, "max_tokens": 4, **fields}
 
 
-# ── bodies ──────────────────────────────────────────────────────────────────────────────────
+# ── bodies ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def nested_metadata() -> bytes:
@@ -131,7 +131,7 @@ def long_prompt(tokens: int) -> list[int]:
     return [(n * 31) % 40_000 + 100 for n in range(tokens)]
 
 
-# ── grammars ────────────────────────────────────────────────────────────────────────────────
+# ── grammars ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def schema(seed: int, patterns: int = 400) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def many_chats(target: AttackTarget, asked: list[dict[str, Any]]) -> Fire:
     return fire
 
 
-# ── connections ─────────────────────────────────────────────────────────────────────────────
+# ── connections ───────────────────────────────────────────────────────────────────────────────────
 
 
 SIXTEEN_TEXTS = {"prompt": "Once", "max_tokens": 4000, "n": 16, "logprobs": 20, "stream": True,
@@ -283,7 +283,7 @@ def many_connections(target: AttackTarget) -> Fire:
     return fire
 
 
-# ── bytes of a connection, before a key is looked at ────────────────────────────────────────
+# ── bytes of a connection, before a key is looked at ──────────────────────────────────────────────
 
 
 def head(method: str, path: str, *lines: str) -> bytes:
@@ -291,7 +291,7 @@ def head(method: str, path: str, *lines: str) -> bytes:
 
 
 CHUNKED = "Transfer-Encoding: chunked"
-TRAILERS_S, TRAILER_BYTES = 15.0, 512 * 1024**2  # when an attacker who is not cut off gives up
+TRAILERS_S, TRAILER_BYTES = 15.0, 512 * 1024**2  # limits after which an attack ends by itself
 
 
 def send_bytes(target: AttackTarget, pieces: Iterable[bytes]) -> tuple[int, bytes, bool]:
@@ -419,7 +419,7 @@ def trickled_bodies(target: AttackTarget) -> Fire:
     return fire
 
 
-# ── templates ───────────────────────────────────────────────────────────────────────────────
+# ── templates ─────────────────────────────────────────────────────────────────────────────────────
 
 BOMBS = (
     "{{ range(99999)|map('string')|join('x'*99999)|length }}",
@@ -461,7 +461,7 @@ def hung_template(target: AttackTarget) -> Fire:
     return fire
 
 
-# ── keys, logs, values ──────────────────────────────────────────────────────────────────────
+# ── keys, logs, values ────────────────────────────────────────────────────────────────────────────
 
 
 def keys(_: Path) -> list[str]:
@@ -534,7 +534,7 @@ def odd_values(target: AttackTarget) -> Fire:
     return fire
 
 
-# ── the engine ──────────────────────────────────────────────────────────────────────────────
+# ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
 def deaths(target: AttackTarget) -> Fire:
@@ -545,7 +545,7 @@ def deaths(target: AttackTarget) -> Fire:
         until = perf_counter() + 150.0
         while perf_counter() < until and killed < 10:
             if not Path(f"/proc/{target.pid}/fd/0").exists():
-                break  # it has ended
+                break  # the server has ended
             if pid := engine_pid(target.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -622,7 +622,7 @@ def engine_process(http_pid: int) -> int:
     return 0
 
 
-# ── abandoned requests ──────────────────────────────────────────────────────────────────────
+# ── abandoned requests ────────────────────────────────────────────────────────────────────────────
 
 MAX_WAIT_MS = 200.0  # that they may add to another client's time to first token
 
@@ -673,7 +673,7 @@ def first_token_ms(target: AttackTarget, n: int) -> float:
     return took_ms
 
 
-# ── other APIs ──────────────────────────────────────────────────────────────────────────────
+# ── other APIs ────────────────────────────────────────────────────────────────────────────────────
 
 
 def many_items() -> Any:
@@ -732,9 +732,9 @@ def many_records(target: AttackTarget) -> Fire:
 ATTACKS = [
     Attack("nested metadata", sending(CHAT, nested_metadata)),
     Attack("nested metadata × 14", sending(CHAT, nested_metadata, 14)),
-    Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # what so many users do to another
+    Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # effect of many users
     Attack("48 schemas", many_schemas, control="48 plain chats"),
-    Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # what so many texts do to another
+    Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # effect of many texts
     Attack("64 texts with slow masks", slow_masks(AMBIGUOUS), control="64 plain texts"),
     Attack("unknown name of 14 MB", sending(CHAT, long_name)),
     Attack("3 M ids detokenized", sending("/detokenize", lambda: {"tokens": [7] * 3_000_000})),
@@ -766,7 +766,7 @@ ATTACKS = [
                                       "max_tokens": 1}),
     ),
     Attack("60,000 items of /v1/responses", sending("/v1/responses", many_items)),
-    Attack("stored responses", stored_responses, max_gap_ms=1e9,  # it is 600 prompts of work
+    Attack("stored responses", stored_responses, max_gap_ms=1e9,  # 600 prompts to compute
            flags=lambda _: ["--max-stored-response-bytes", str(8 << 20)]),
     Attack("200 background responses", background_responses, max_gap_ms=1e9),  # and this 200
     Attack("200,000 blocks of /v1/messages", sending("/v1/messages", many_blocks)),
@@ -781,7 +781,7 @@ ATTACKS = [
         sending("/completion", lambda: {"prompt": "word " * 2_500_000, "n_predict": 4}),
     ),
     Attack("/records 200 times", many_records),
-    # The loop accepts and drops so many connections before it reads the next client's.
+    # The event loop accepts and drops these connections before it reads the next client.
     Attack("1,000 abandoned requests", abandoned(1000), max_gap_ms=MAX_WAIT_MS),
     Attack("2,000 abandoned requests", abandoned(2000), max_gap_ms=MAX_WAIT_MS),
     Attack("16 texts that are read", always_read, max_gap_ms=1e9),  # so many streams of one user

@@ -88,7 +88,7 @@ def requests_at_once(spec: ModelSpec, cache_gib: int, args: argparse.Namespace) 
     memory = plan_memory(config, spec, weight_bytes, ITEMSIZE, ITEMSIZE, 1024 * GIB, True)
     fits = []
     for group, blocks in zip(spec.kv_groups(), memory.group_blocks, strict=True):
-        # While others decode, a sliding layer holds its window and the block it writes.
+        # During decode a sliding layer holds its window and the block that it writes.
         tokens = length if group.window is None else min(length, group.window + BLOCK_SIZE)
         fits.append(blocks * BLOCK_SIZE // (-(-tokens // BLOCK_SIZE) * BLOCK_SIZE))
     return min(fits)

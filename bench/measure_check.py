@@ -106,7 +106,7 @@ def save_tokenizer(model: str, folder: Path) -> Path:
     return target
 
 
-# ── a tool's figures beside the records ─────────────────────────────────────────────────────────
+# ── a tool's figures beside the records ───────────────────────────────────────────────────────────
 
 
 def compared(tool: Json, server: Json) -> list[Json]:

@@ -83,7 +83,7 @@ def child(mutation: Mutation, folder: Path, answer: Path) -> None:
     path = mutation.write(folder)
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + GROWTH_BYTES,) * 2)
-    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)  # nobody handles it, so that it ends us
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)  # without a handler the signal ends the process
     answer.write_text(json.dumps(attempt(path)))
     os._exit(0)
 
@@ -137,7 +137,7 @@ def problem_of(mutation: Mutation, result: dict[str, str]) -> str:
     if result["end"] != "refused":
         return result["end"]
     says = result["says"]
-    if "chat template" in says:  # it came from the one place there is, or from --chat-template
+    if "chat template" in says:  # the template's source is clear
         return ""
     if mutation.file not in says:
         return f"the message does not name {mutation.file}"

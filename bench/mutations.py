@@ -23,7 +23,7 @@ class Mutation:
     kind: str  # for the statistics
     what: str  # for people
     file: str  # the file that a refusal names
-    names: tuple[str, ...]  # one of which it names too
+    names: tuple[str, ...]  # the message must contain one of them, too
     files: Callable[[], Files]
     must_fail: bool = False
 
@@ -35,7 +35,7 @@ class Mutation:
         return folder / GGUF_NAME if GGUF_NAME in files else folder
 
 
-# ── the sound models ────────────────────────────────────────────────────────────────────────────
+# ── the sound models ──────────────────────────────────────────────────────────────────────────────
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
 YARN |= {"beta_fast": 32, "beta_slow": 1, "attention_factor": 1.1, "mscale": 1, "truncate": True}
@@ -98,7 +98,7 @@ DEEPSEEK |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "moe_l
 DEEPSEEK |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
 MINICPM3 = LATENT | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-PACKED = "gpt_oss-mxfp4"  # its experts are packed once it is written
+PACKED = "gpt_oss-mxfp4"  # its experts are packed after writing
 FOLDERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3": {"rope_scaling": LLAMA3},
@@ -182,7 +182,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, EXPERTS = 64, 96, 4, 2, 2, 3
 class GGUF:
     """The parts of a GGUF file, in order."""
 
-    pairs: dict[str, bytes]  # the value with its type, as the file has it
+    pairs: dict[str, bytes]  # type and value, encoded for the file
     tensors: dict[str, tuple[list[int], int, bytes]]  # dimensions as the file has them, type, data
 
     def data(self, infos: dict[str, bytes] | None = None) -> bytes:
@@ -365,7 +365,7 @@ def _q8_0(values: np.ndarray) -> bytes:
     return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
 
 
-# ── what is done to them ────────────────────────────────────────────────────────────────────────
+# ── the mutations ─────────────────────────────────────────────────────────────────────────────────
 
 REMOVED = object()
 NASTY: dict[str, Any] = {"removed": REMOVED, "null": None, "true": True, "'x'": "x", "''": ""}
@@ -627,7 +627,7 @@ def _index(files: Files) -> Iterator[Mutation]:
         "config.json": "config.json",
     }
     for label, value in odd.items():
-        # To name the index is enough, or the file that it names.
+        # The message may name the index or the file in the index.
         mutation = _field(files, file, ("weight_map", "model.embed_tokens.weight"), label, value)
         names = (file, "config.json: cannot be read as safetensors")
         yield Mutation("index", mutation.what, "", names, mutation.files)

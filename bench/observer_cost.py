@@ -56,9 +56,7 @@ METRICS = ("tokens a second", "tokens a second of processor time")
 class ObserverArm(NamedTuple):
     name: str
     url: str
-    look: Callable[
-        [str, float], Coroutine[Any, Any, None]
-    ]  # what is done to the server in a window
+    look: Callable[[str, float], Coroutine[Any, Any, None]]  # the observation in one window
 
 
 async def nothing(url: str, window_s: float) -> None: ...

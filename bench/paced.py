@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from twostroke.engine.core import EngineCore
 
 MAX_LEN = 4096
-PACE_KEY = "bench_pace_ms"  # in the model's config.json, so that the engine's process finds it
+PACE_KEY = "bench_pace_ms"  # in the model's config.json, for the engine's process
 
 
 def write_model(folder: Path, pace_ms: float) -> None:

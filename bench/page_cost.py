@@ -30,7 +30,7 @@ from tests.server.browser import Browser, Page, browser
 from twostroke.measure.compare.arms import serving
 from twostroke.measure.load.http_client import Connections, Endpoint
 
-# A page's address, and the script that says that it can be used.
+# A page's path, and a script that is true when the page is interactive.
 PAGES = {
     "chat": ("/", "document.documentElement.dataset.ready === 'true'"),
     "learn": ("/learn", "document.getElementById('view')?.dataset.ready === 'start'"),
@@ -42,7 +42,7 @@ ATTENDED = list(range(100, 164))
 LOADS = 5
 
 
-# ── what a page asks ────────────────────────────────────────────────────────────────────────────
+# ── page requests ─────────────────────────────────────────────────────────────────────────────────
 
 Ask = Callable[[Connections], Coroutine[Any, Any, Any]]
 
@@ -89,7 +89,7 @@ async def attention(url: str, window_s: float) -> None:
 SERVER_ARMS = {"chat": chat, "learn": learn, "dash": dash, "attention asked once": attention}
 
 
-# ── what a browser does ─────────────────────────────────────────────────────────────────────────
+# ── browser ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Shown:
@@ -111,7 +111,7 @@ def blank_page() -> Iterator[Page]:
         yield page
 
 
-# ── weight ──────────────────────────────────────────────────────────────────────────────────────
+# ── weight ────────────────────────────────────────────────────────────────────────────────────────
 
 WATCH = (
     "(() => {{ const look = () => {{ if ({ready}) window.readyAt = performance.now(); "

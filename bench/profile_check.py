@@ -68,7 +68,7 @@ def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
         ]
         if not rows:
             continue
-        # The record ends when the tokens are known; what comes after is in the rows only.
+        # The record ends when the tokens are known; later work is only in the rows.
         planned = sum(step["committed_s"] - step["planned_s"] for step, _ in rows)
         device = sum(step["device_s"] for step, _ in rows)
         every = sum(sum(row.values()) - row["unaccounted"] - row["commit"] for _, row in rows)
@@ -154,7 +154,7 @@ def main() -> None:
         with Witness(url, 2.0) as alone:
             load(url, 1, 12, 256, 128).wait()
         of_model = "roofline", model_file(args.model or None), "--server", url
-        # The machine's best: whoever else uses it while a roof is measured makes it lower.
+        # The best of several measurements, because other load lowers a measured roof.
         times = range(ROOFS if args.hardware == "here" else 1)
         found = [printed(*of_model, "--hardware", args.hardware) for _ in times]
         roofline = max(found, key=highest)

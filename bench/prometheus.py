@@ -44,7 +44,7 @@ PATIENCE_S = 120.0
 TOLERANCE = 0.05
 OUTPUT = 48
 
-# What vLLM's dashboards ask: the function, and the series it is asked of.
+# Queries of vLLM's dashboards: the function and the series.
 QUANTILES = ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
 MEANS = QUANTILES
 HEATMAPS = ("request_prompt_tokens", "request_generation_tokens")
@@ -90,7 +90,7 @@ def mean(name: str, window: str) -> str:
     return f"increase({series}_sum[{window}]) / increase({series}_count[{window}])"
 
 
-# ── processes ───────────────────────────────────────────────────────────────────────────────────
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def free_port() -> int:
@@ -179,7 +179,7 @@ def prometheus(binary: str, target: int, folder: Path) -> Iterator[Prometheus]:
         yield one
 
 
-# ── load ────────────────────────────────────────────────────────────────────────────────────────
+# ── load ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def stream(port: int, numbers: Sequence[int], at_once: int) -> list[Sample]:

@@ -110,7 +110,7 @@ def figures(records: Sequence[RequestRecord], goals: Goals) -> dict[str, float]:
     }
 
 
-# ── simulated ───────────────────────────────────────────────────────────────────────────────────
+# ── simulated ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def simulated(
@@ -129,7 +129,7 @@ def simulated(
     return found
 
 
-# ── real ────────────────────────────────────────────────────────────────────────────────────────
+# ── real ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def replay(engine: RoutedEngine, trace: Sequence[TraceRequest]) -> list[RequestRecord]:
@@ -176,7 +176,7 @@ async def real(trace: list[TraceRequest], folder: Path, goals: Goals) -> dict[st
     return found
 
 
-# ── overhead ────────────────────────────────────────────────────────────────────────────────────
+# ── overhead ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def cost(engine: EngineClient) -> dict[str, float]:

@@ -85,7 +85,7 @@ def prediction_errors(steps: list[StepRecord]) -> dict[str, float]:
     return {"median": statistics.median(errors), "p90": percentile(errors, 90)}
 
 
-# ── interference ────────────────────────────────────────────────────────────────────────────
+# ── interference ──────────────────────────────────────────────────────────────────────────────────
 
 
 def interfere(machine: ManualEngine, case: str, goal_ms: float | None) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def interference(args: argparse.Namespace) -> list[dict[str, Any]]:
     return done
 
 
-# ── goodput ─────────────────────────────────────────────────────────────────────────────────
+# ── goodput ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def replay(machine: ManualEngine, arrivals: list[Arrival]) -> tuple[list[RequestRecord], float]:

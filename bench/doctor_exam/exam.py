@@ -52,7 +52,7 @@ def find_cases(names: str | None) -> list[Case]:
     return [CASES[name] for name in names.split(",")]
 
 
-# ── the whole exam ──────────────────────────────────────────────────────────────────────────────
+# ── the whole exam ────────────────────────────────────────────────────────────────────────────────
 
 
 class CaseResult(NamedTuple):
@@ -171,7 +171,7 @@ def result_json(answers: Sequence[CaseResult]) -> dict[str, Any]:
     }
 
 
-# ── one case ────────────────────────────────────────────────────────────────────────────────────
+# ── one case ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def run_case(case: Case, model: str | None, watch_s: float | None = None) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _kill_engine(server_pid: int) -> None:
                 os.kill(int(child), signal.SIGKILL)
 
 
-# ── load ────────────────────────────────────────────────────────────────────────────────────────
+# ── load ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _load(loads: Sequence[UserLoad], url: str) -> None:

@@ -202,7 +202,10 @@ def _show_run(console: Console, pair: int, arm: str, figures: RunFigures) -> Non
 
 
 def show(
-    console: Console, trial: Trial, arms: tuple[str, str], prediction: PredictionOutcome | None = None
+    console: Console,
+    trial: Trial,
+    arms: tuple[str, str],
+    prediction: PredictionOutcome | None = None,
 ) -> None:
     from rich.table import Table
     from rich.text import Text
