@@ -152,7 +152,7 @@ def test_a_file_that_is_no_result(
     file = tmp_path / "r.json"
     if content is not None:
         file.write_text(content)
-    says = "no result that is known; there are readers for" if content is not None else "No such"
+    says = "has an unknown format; there are readers for" if content is not None else "No such"
     refused(["import", str(file)], says, capsys)
 
 
