@@ -1,13 +1,13 @@
-"""Can `twostroke ab` be believed? Its own verdicts, many times over, where the truth is known.
+"""A study of the verdicts of `twostroke ab` on servers whose difference is known.
 
     python -m bench.ab_study --model M --reps 40 --jobs 7 --cpus-per-job 2 --json FILE
 
-Two studies on real servers, in turn. `aa`: a server against another of the same options, where
-every WIN or LOSS is false; at most 5% may be. `slow`: against one whose every step takes 10% longer
-(bench/slowed_server.py), which is to be found in at least 90%. A repetition is the command itself
-with both servers started anew, on --cpus-per-job cores of its own; the engine has one thread, so
-that the client has a core. Repetitions that no longer fit into --budget-s are left out and counted.
-FILE is written after each one. Exit status: 0 both goals met, 1 not met, 3 repetitions left out.
+Two studies run on real servers, in turn. `aa` compares two servers with the same options, so every
+WIN or LOSS is false; at most 5% may be false. `slow` compares with a server whose steps take 10%
+longer (bench/slowed_server.py); at least 90% must be a LOSS. A repetition runs the command with
+two new servers on --cpus-per-job cores; the engine has one thread, so that the client has a core.
+Repetitions that do not fit into --budget-s are counted as left out. FILE is written after each
+repetition. Exit status: 0 both goals met, 1 not met, 3 repetitions left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ END_S = 15.0
 
 
 class Repetition:
-    """One `twostroke ab`, running on cores of its own."""
+    """A running `twostroke ab` on its own cores."""
 
     def __init__(
         self, kind: str, number: int, cores: list[int], command: list[str], folder: Path
@@ -56,7 +56,7 @@ class Repetition:
             )
 
     def result(self) -> dict[str, Any]:
-        """Of a repetition that has ended."""
+        """Return the row of a repetition that has ended."""
         row: dict[str, Any] = {"kind": self.kind, "number": self.number, "cores": self.cores}
         row["seconds"] = round(monotonic() - self.began_s, 1)
         row["status"] = self.process.returncode
@@ -68,7 +68,7 @@ class Repetition:
         return row | {key: found[key] for key in ("verdict", "metrics", "pilot", "runs")}
 
     def end(self) -> None:
-        """As Ctrl-C does: the servers end with it."""
+        """End the command like Ctrl-C, so that its servers end, too."""
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(END_S)
@@ -143,14 +143,14 @@ def summary(rows: list[dict[str, Any]], pairs: int) -> dict[str, Any]:
             "false_share" if kind == "aa" else "found_share": share if mine else None,
             "goal": goal,
             "met": share <= goal if kind == "aa" else share >= goal,
-            "metrics": {name: of_metric(mine, name, pairs) for name in METRICS},
+            "metrics": {name: metric_spread(mine, name, pairs) for name in METRICS},
         }
     return found
 
 
-def of_metric(rows: list[dict[str, Any]], name: str, pairs: int) -> dict[str, Any]:
-    """Spreads are standard deviations of logarithms of ratios. `between` above `by_pairs`: two
-    processes of one program differ by more than their runs do."""
+def metric_spread(rows: list[dict[str, Any]], name: str, pairs: int) -> dict[str, Any]:
+    """Return the spreads of a metric: standard deviations of logarithms of ratios. If `between` is
+    above `by_pairs`, two processes of one program differ by more than their runs."""
     told = [one for row in rows for one in row["metrics"] if one["metric"] == name]
     if len(told) < 2:
         return {}

@@ -1,60 +1,60 @@
-"""What the HTTP side carries: many streams of one server-sent event a token, no model behind them.
+"""The capacity of the HTTP side: many streams with one event for each token, without a model.
 
-    python bench/capacity.py [--streams 64 256 1000] [--json FILE]   # our server, an instant model
-    python bench/capacity.py --url http://127.0.0.1:8000 --pid PID   # any OpenAI-compatible server
-    python bench/capacity.py --calibrate                             # what the load client can take
+    python -m bench.capacity [--streams 64 256 1000] [--json FILE]   # an instant model
+    python -m bench.capacity --url http://127.0.0.1:8000 --pid PID   # any OpenAI-compatible server
+    python -m bench.capacity --calibrate             # the load client
 
-The client must not be what is measured: it is several processes with raw sockets and epoll that
-only count where events begin. On a small machine it still takes time from the server, so each
-process's CPU time is told apart: what a token costs the HTTP side does not depend on who else runs.
+The client must be cheaper than the server: the client is several processes with raw sockets and
+epoll that only count the starts of events. On a small machine the client still takes time from the
+server, so the result has the CPU time of each process.
 
-Without a pace the clients look every 2 ms instead of at each token: woken for each, they would
-cost as much as the server. (TTFT and ITL are then as coarse; with a pace they look at once.)
+Without a pace the clients poll every 2 ms, because a wake-up for each token would cost as much as
+the server. TTFT and ITL then have that resolution. With a pace the clients read at once.
 
 Closed loop: every stream is open before the clock starts, sends one request, and is read to its
 end. TTFT and ITL are on the client's side; tokens that arrive together share their gap. With
-`--pace MS` our engine gives a step its time, as a real one would, and every token says when it was
-made: the added latency is from there to the client. Prints a table, ends with one JSON line.
+`--pace MS` each step of our engine takes that time, and every token contains the time at which it
+was made: the added latency is the time from there to the client. Prints a table, ends with one JSON
+line.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` and `tests` are found there
-
-import argparse  # noqa: E402
-import asyncio  # noqa: E402
-import contextlib  # noqa: E402
-import json  # noqa: E402
-import multiprocessing  # noqa: E402
-import os  # noqa: E402
-import platform  # noqa: E402
-import re  # noqa: E402
-import resource  # noqa: E402
-import select  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import subprocess  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from multiprocessing.connection import Connection  # noqa: E402
-from typing import Any, NamedTuple  # noqa: E402
-from urllib.parse import urlsplit  # noqa: E402
-
-from twostroke.measure.load.http_client import Connections, Endpoint  # noqa: E402
-from twostroke.measure.load.sample_client import first_model  # noqa: E402
-from twostroke.measure.load.stats import percentile  # noqa: E402
+from bench.output import write_result
+from twostroke.measure.load.http_client import Connections, Endpoint
+from twostroke.measure.load.sample_client import first_model
+from twostroke.measure.load.stats import percentile
 
 EVENT = b"\ndata:"  # JSON has no bare line feed, so this is where an event begins and nothing else
 DONE = b"[DONE]"
-KEEP = max(len(EVENT), len(DONE)) - 1  # of what came before, lest a boundary fall between reads
+KEEP = max(len(EVENT), len(DONE)) - 1  # bytes kept from the last read, for a match across two reads
 READ_BYTES = 1 << 14  # more would be mapped and unmapped at every read
 STALL_S = 60.0
 CONTEXT = multiprocessing.get_context("fork")
 
 
-class Target(NamedTuple):
+class LoadTarget(NamedTuple):
     host: str
     port: int
     path: str
@@ -69,11 +69,11 @@ class Target(NamedTuple):
         return head.encode() + self.body
 
 
-class Seen(NamedTuple):
-    """What one client process saw. Gaps are (seconds, tokens that share them)."""
+class ClientMeasurements(NamedTuple):
+    """The measurements of one client process. Gaps are (seconds, tokens that share them)."""
 
     events: int
-    tokens: int  # by the server's own count where it gives one, or else the events
+    tokens: int  # from the server's usage, or else the number of events
     first_s: float  # monotonic, when the first request went out
     last_s: float
     ttft_s: list[float]
@@ -86,8 +86,8 @@ class Seen(NamedTuple):
 # The load client
 
 
-def client(target: Target, count: int, tick_s: float, started: Connection) -> None:
-    """Open `count` streams, wait for the word, send all requests, read all answers."""
+def client(target: LoadTarget, count: int, tick_s: float, started: Connection) -> None:
+    """Open `count` streams, wait for the start signal, send all requests and read all answers."""
     sockets = {}
     for _ in range(count):
         sock = socket.create_connection((target.host, target.port), timeout=30)
@@ -98,13 +98,13 @@ def client(target: Target, count: int, tick_s: float, started: Connection) -> No
     started.send(_drive(target.request(), sockets, tick_s))
 
 
-def _drive(request: bytes, sockets: dict[int, socket.socket], tick_s: float) -> Seen:
+def _drive(request: bytes, sockets: dict[int, socket.socket], tick_s: float) -> ClientMeasurements:
     now, poll = time.monotonic, select.epoll()
     before = resource.getrusage(resource.RUSAGE_SELF)
     first = now()
     sent: dict[int, float] = {}
-    last: dict[int, float] = {}  # when it last had an event
-    held: dict[int, bytes] = {}  # what it read last
+    last: dict[int, float] = {}  # socket → time of its last event
+    held: dict[int, bytes] = {}  # socket → its last bytes
     tail = dict.fromkeys(sockets, b"")
     for fd, sock in sockets.items():
         sent[fd] = now()
@@ -156,7 +156,17 @@ def _drive(request: bytes, sockets: dict[int, socket.socket], tick_s: float) -> 
             tail[fd], held[fd] = piece[-KEEP:], data
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return Seen(events, tokens or events, first, now(), ttft, gaps, added, failed, cpu)
+    return ClientMeasurements(
+        events=events,
+        tokens=tokens or events,
+        first_s=first,
+        last_s=now(),
+        ttft_s=ttft,
+        gaps=gaps,
+        added_s=added,
+        failed=failed,
+        cpu_s=cpu,
+    )
 
 
 def _tokens_said(end: bytes) -> int:
@@ -164,13 +174,13 @@ def _tokens_said(end: bytes) -> int:
     return int(found[1]) if found else 0
 
 
-# When a token was made, as the engine wrote it into the token's text: see `bench/paced.py`.
+# The time stamp in a token's text, written by `bench/paced.py`.
 STAMP = b"@"
 STAMP_TICKS, STAMP_TICK_S = 10_000, 1e-4
 
 
 def _read_stamps(piece: bytes, at: float, added: list[float]) -> None:
-    """Of the newest token that came; the clock is the machine's, so both sides share it."""
+    """Add the latency of the newest token. Both sides use the same clock of the machine."""
     end = piece.rfind(STAMP)
     ticks = piece[end + 1 : end + 5]
     if ticks.isdigit():
@@ -182,7 +192,7 @@ def _read_stamps(piece: bytes, at: float, added: list[float]) -> None:
 
 
 def measure(
-    target: Target, streams: int, clients: int, tick_s: float, pids: list[int]
+    target: LoadTarget, streams: int, clients: int, tick_s: float, pids: list[int]
 ) -> dict[str, Any]:
     pipes = []
     for index in range(clients):
@@ -234,7 +244,7 @@ def measure(
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Return percentiles in milliseconds."""
     if not values:
         return {}
     found = {f"p{share}": 1e3 * percentile(values, share) for share in (50, 90, 99)}
@@ -242,7 +252,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def _family(pids: list[int]) -> Iterator[int]:
-    """These processes and all below them."""
+    """Yield these processes and their descendants."""
     parents = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -293,7 +303,7 @@ def _authorization() -> str:
 
 @contextlib.contextmanager
 def calibration_server(tokens: int) -> Iterator[tuple[str, int]]:
-    """Writes one event to each stream in turn: a system call a token, and nothing else."""
+    """A server that writes one event to each stream in turn: one system call for each token."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     event = b'data: {"id":"x","choices":[{"index":0,"text":" word"}]}\n\n'
     chunk = b"%x\r\n%s\r\n" % (len(event), event)
@@ -302,7 +312,7 @@ def calibration_server(tokens: int) -> Iterator[tuple[str, int]]:
         while True:
             listener.settimeout(None)
             socks = [listener.accept()[0]]
-            listener.settimeout(0.05)  # a measurement opens all its streams before it begins
+            listener.settimeout(0.05)  # a measurement opens all streams before its start
             with contextlib.suppress(TimeoutError):
                 while True:
                     socks.append(listener.accept()[0])
@@ -346,7 +356,7 @@ def own_server(streams: int, pace_ms: float) -> Iterator[tuple[str, int]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     line = [sys.executable, "-m", "bench.paced", str(port), str(streams), str(pace_ms)]
-    process = subprocess.Popen(line, cwd=sys.path[0])
+    process = subprocess.Popen(line, cwd=Path(__file__).parents[1])
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_up(url, process)
@@ -360,7 +370,7 @@ def own_server(streams: int, pace_ms: float) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def make_target(url: str, args: argparse.Namespace) -> Target:
+def make_target(url: str, args: argparse.Namespace) -> LoadTarget:
     split = urlsplit(url)
     assert split.hostname is not None
     body: dict[str, Any] = {
@@ -376,7 +386,7 @@ def make_target(url: str, args: argparse.Namespace) -> Target:
     else:
         body["prompt"] = "Count."
     path = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[args.route]
-    return Target(split.hostname, split.port or 80, path, json.dumps(body).encode())
+    return LoadTarget(split.hostname, split.port or 80, path, json.dumps(body).encode())
 
 
 def _first_model(url: str) -> str:
@@ -443,7 +453,7 @@ def main() -> None:
                 del row["added_ms"]  # an engine without a pace only fills queues
             rows.append(row)
             report(row)
-    line = json.dumps(
+    write_result(
         {
             "bench": "http",
             "server": args.url or ("calibration" if args.calibrate else "twostroke"),
@@ -456,12 +466,9 @@ def main() -> None:
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "results": rows,
-        }
+        },
+        args.json,
     )
-    print(line)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":

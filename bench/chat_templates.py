@@ -1,31 +1,27 @@
-"""Chat templates of real models, rendered by twostroke and by transformers: the same text?
+"""A comparison of chat templates of real models, rendered by twostroke and by transformers.
 
-    python bench/chat_templates.py FOLDER [--json FILE]      # FOLDER: *.jinja, at any depth
+    python -m bench.chat_templates FOLDER [--json FILE]      # FOLDER: *.jinja, at any depth
 
 For each template:
 
 - `continue_final_message`: a conversation whose last message is one of `LAST` is cut where that
-  message ends, white space and all, as transformers' apply_chat_template does it; or both refuse.
-- the second turn of an agent's loop: a message with tool calls and a content that is null, then the
-  result, must be rendered as transformers renders it with content and arguments in the shape that
-  the template wants; and where the template shows calls, the call and its result are in it.
+  message ends, including white space, like transformers' apply_chat_template; or both refuse.
+- the second turn of an agent's loop: a message with tool calls and null content, then the result,
+  must be rendered like transformers with content and arguments in the shape that the template
+  expects. If the template shows tool calls, the text contains the call and its result.
 - messages of the role 'developer' are in the text, or refused.
 
-Templates are somebody's work and not kept here: vLLM's source package has some under `examples/`,
-llama.cpp's under `models/templates/`, TRL's under `trl/chat_templates/`. Exit status 1 if anything
+The templates are not part of this repository: vLLM's source package has some under `examples/`,
+llama.cpp under `models/templates/`, TRL under `trl/chat_templates/`. Exit status 1 if anything
 differs. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":  # `bench` is found there
-    sys.path[0] = __file__.rpartition("/bench/")[0] or "."
-
 import argparse
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -35,6 +31,7 @@ from typing import Any
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from bench.output import write_result
 from twostroke.errors import ModelError, RequestError
 from twostroke.model.text.chat_template import ChatTemplate
 
@@ -64,14 +61,14 @@ SHAPES = [(content, as_text) for as_text in (False, True) for content in ("", No
 
 
 class Reference:
-    """transformers: its renderer alone, as its tokenizers drop a content that is null (from 5.23
-    on), which some templates ask for."""
+    """The renderer of transformers without its tokenizers, which (from 5.23 on) drop null content
+    that some templates test for."""
 
     def __init__(self) -> None:
-        self.said = ""  # when it refused last
+        self.said = ""  # reason of the last refusal
 
     def render(self, source: str, messages: Any, **settings: Any) -> str | None:
-        """None if it refuses."""
+        """Return the text, or None if the template refuses the conversation."""
         tokens = {"bos_token": "<s>", "eos_token": "</s>"}
         try:
             (text,), _ = render_jinja_template(
@@ -97,7 +94,7 @@ def ours(source: str, messages: Any, **settings: Any) -> str | None:
 
 
 def conversation(last: str) -> list[dict[str, Any]]:
-    """The last message occurs before, too."""
+    """Return a conversation whose last message also occurs earlier."""
     return [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": last or "a"},
@@ -107,7 +104,7 @@ def conversation(last: str) -> list[dict[str, Any]]:
 
 
 def continues(reference: Reference, source: str, last: str) -> str:
-    """ "same", "refused by both" or what differs."""
+    """Return "same", "refused by both" or what differs."""
     settings = {"add_generation_prompt": False, "continue_final_message": True}
     theirs = reference.render(source, conversation(last), **settings)
     text = ours(source, conversation(last), **settings)
@@ -131,7 +128,7 @@ def agent_turn(content: Any, arguments: Any, result: Any) -> list[dict[str, Any]
 
 
 def second_turn(reference: Reference, source: str) -> str:
-    """ "same", "no calls in this template", "refused by both" or what differs."""
+    """Return "same", "no calls in this template", "refused by both" or what differs."""
     arguments = {"town": "Ulm-by-the-Danube"}
     parts = [{"type": "text", "text": "rain all day"}]
     settings = {"tools": [TOOL], "add_generation_prompt": True}
@@ -158,7 +155,7 @@ def second_turn(reference: Reference, source: str) -> str:
 
 
 def developer(source: str) -> str:
-    """ "shown", "refused" (as a system message would be, or lost) or what is wrong."""
+    """Return "shown", "refused" (as a system message would be, or lost) or what is wrong."""
     said, user = "Always answer in verse.", {"role": "user", "content": "Hello"}
     as_system = ours(source, [{"role": "system", "content": said}, user])
     for before in ([], [{"role": "system", "content": "You are terse."}]):
@@ -179,7 +176,7 @@ GOOD = {
 
 
 def check(reference: Reference, source: str) -> Iterator[tuple[str, str]]:
-    """The names of the checks, and what was found."""
+    """Yield the name and the result of each check."""
     for last in LAST:
         yield "continue_final_message", continues(reference, source, last)
     yield "second_turn", second_turn(reference, source)
@@ -205,9 +202,7 @@ def main() -> int:
     result: dict[str, Any] = {"transformers": transformers.__version__, "templates": len(sources)}
     result |= {"last_messages": len(LAST), "wrong": wrong}
     result |= {name: dict(sorted(count.items())) for name, count in counts.items()}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    write_result(result, args.json, indent=1)
     return 1 if wrong else 0
 
 

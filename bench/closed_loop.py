@@ -1,10 +1,10 @@
-"""From a symptom to a measured gain: a fault, the doctor's verdict, and its experiment, tried.
+"""From a fault to a measured gain: the doctor's verdict on a fault, and a test of its experiment.
 
     python -m bench.closed_loop [--model M] [--cases one-seat,…] [--json FILE] [--markdown FILE]
 
-For each case of the doctor's exam: a server with the fault, under its load; the verdict of a
-doctor who sees nothing but the address; `twostroke ab --from-doctor` with that verdict, the
-server's faulty options as A, and a load of the same kind. FILE is written after each case.
+For each case of the doctor's exam: the verdict of the doctor on a server with the fault, then
+`twostroke ab --from-doctor` with that verdict, with the faulty options as A and a similar load.
+FILE is written after each case.
 """
 
 from __future__ import annotations

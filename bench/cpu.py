@@ -1,4 +1,4 @@
-"""twostroke beside its peers on this CPU: floors first, then both phases, in alternating rounds.
+"""A comparison of twostroke with its peers on this CPU: floors, then both phases, in rounds.
 
     python -m bench.cpu --peer-model FOLDER [--llama BIN_FOLDER] [--openvino PYTHON]
         [--vllm PYTHON] [--transformers PYTHON] [--twostroke key=value ...] [--before FOLDER]
@@ -6,24 +6,23 @@
         [--interference [--budget N]]
         [--json FILE]
 
-A peer is named by the folder of its binaries or by the Python that has it, here or in the
-environment (LLAMA_CPP_BIN, OPENVINO_PYTHON, VLLM_PYTHON, TRANSFORMERS_PYTHON); one that is
-absent is skipped with a word. PEER_MODEL or --peer-model is the model as a folder for those that
-read no GGUF: `python -m bench.cpu_dequantise FOLDER`. --before: another checkout of twostroke, with
-its native module beside its sources.
+A peer is given by the folder of its binaries or by its Python, as an option or in the environment
+(LLAMA_CPP_BIN, OPENVINO_PYTHON, VLLM_PYTHON, TRANSFORMERS_PYTHON). A missing peer is skipped with a
+message. PEER_MODEL or --peer-model is the model as a folder, for peers that do not read GGUF:
+`python -m bench.cpu_dequantise FOLDER`. --before: another checkout of twostroke, with its native
+module beside its sources.
 
-Each engine keeps its model loaded in a process of its own, which is stopped (SIGSTOP) while it is
-not its turn. A measurement that other processes disturbed is repeated. Greedy, no end of text, the
-same token ids for all but llama.cpp, which is timed by its own llama-batched-bench. Prefill: the
-prompt's tokens over the time to the first token. Decode: tokens of all streams a second while all
-of them write. Medians. --interference instead starts the servers: four streams write while a
+Each engine keeps its model loaded in its own process, which is stopped (SIGSTOP) during the turns
+of other engines. A measurement that other processes disturb is repeated. Sampling is greedy without
+end of text, on the same token ids; llama.cpp is measured by its llama-batched-bench. Prefill: the
+prompt's tokens / time to the first token. Decode: tokens of all streams a second while all streams
+decode. Figures are medians. --interference starts servers instead: four streams decode while a
 prompt of 4,000 tokens arrives. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -34,19 +33,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cpu_floors import Ceilings, Work, describe, floor_tokens_per_s, measure_ceilings
+from bench.cpu_floors import CpuCeilings, ModelWork, describe, floor_tokens_per_s, measure_ceilings
 from bench.cpu_process import Worker
 from bench.cpu_workers import as_options, tokens
+from bench.output import write_result
 
 PROMPT = 128  # tokens before a decode
-DISTURBED = 0.05  # of the processor: a measurement during which others took more is repeated
+DISTURBED = 0.05  # CPU share of other processes above which a measurement is repeated
 TRIES = 3
 VLLM_OPTIONS = ["dtype=float32", "max_model_len=8192", "gpu_memory_utilization=0.4"]
 WORKERS = Path(__file__).with_name("cpu_workers.py")
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseWorkload:
     name: str
     streams: int
     prompt: int
@@ -58,32 +58,32 @@ class Phase:
         return answer["decode_tokens"] / answer["decode_s"]
 
 
-def phases_of(args: argparse.Namespace) -> list[Phase]:
-    all_of_them = [Phase(f"prefill {length}", 1, length, 1) for length in (512, 2048)]
+def phases_of(args: argparse.Namespace) -> list[PhaseWorkload]:
+    all_of_them = [PhaseWorkload(f"prefill {length}", 1, length, 1) for length in (512, 2048)]
     for streams in (1, 8, 32):  # the first token of an output is the prefill's
         output = args.output if streams == 1 else args.output // 2  # slow engines take minutes
-        all_of_them.append(Phase(f"decode, batch {streams}", streams, PROMPT, output + 1))
+        all_of_them.append(PhaseWorkload(f"decode, batch {streams}", streams, PROMPT, output + 1))
     return [p for p in all_of_them if not args.phases or any(t in p.name for t in args.phases)]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Competitor:
     name: str
     command: list[str]
     environment: dict[str, str]
 
 
-def worker(name: str, python: str, kind: str, model: str, *options: str, **env: str) -> Contender:
-    return Contender(name, [python, str(WORKERS), kind, model, *options], env)
+def worker(name: str, python: str, kind: str, model: str, *options: str, **env: str) -> Competitor:
+    return Competitor(name, [python, str(WORKERS), kind, model, *options], env)
 
 
-def contenders(args: argparse.Namespace, gguf: str) -> list[Contender]:
-    """Everyone who is here; the others are named."""
+def competitors(args: argparse.Namespace, gguf: str) -> list[Competitor]:
+    """Return the installed engines, and print the names of missing engines."""
     found = [worker("twostroke", sys.executable, "twostroke", gguf, *args.twostroke)]
     if args.before:
         worker_of_then = str(Path(args.before) / "bench" / WORKERS.name)
         command = [sys.executable, worker_of_then, "twostroke", gguf, *args.twostroke]
-        found.append(Contender("before", command, {"PYTHONPATH": args.before}))
+        found.append(Competitor("before", command, {"PYTHONPATH": args.before}))
     folder = args.peer_model
     if args.llama:
         place = f"{args.llama}:{gguf}"
@@ -93,7 +93,7 @@ def contenders(args: argparse.Namespace, gguf: str) -> list[Contender]:
     if args.openvino:
         found.append(worker("openvino", args.openvino, "openvino", gguf, *args.openvino_options))
     if args.vllm and folder:
-        cores = f"0-{(os.cpu_count() or 1) - 1}"  # left alone it keeps one core free
+        cores = f"0-{(os.cpu_count() or 1) - 1}"  # the default leaves one core free
         found.append(
             worker(
                 "vllm",
@@ -115,8 +115,10 @@ def contenders(args: argparse.Namespace, gguf: str) -> list[Contender]:
     return [one for one in found if not args.only or one.name in args.only]
 
 
-def undisturbed(engine: Worker, phase: Phase, prompts: list[list[int]]) -> tuple[float, float]:
-    """Its rate and what others took of the processor meanwhile; the quietest of a few tries."""
+def undisturbed(
+    engine: Worker, phase: PhaseWorkload, prompts: list[list[int]]
+) -> tuple[float, float]:
+    """Return the rate and the CPU share of other processes, of the quietest of a few tries."""
     tries = []
     for _ in range(TRIES):
         answer = engine.ask(prompts, phase.output)
@@ -128,9 +130,12 @@ def undisturbed(engine: Worker, phase: Phase, prompts: list[list[int]]) -> tuple
 
 
 def alternate(
-    running: dict[str, Worker], phases: list[Phase], repeat: int, tell: Callable[[str], None]
+    running: dict[str, Worker],
+    phases: list[PhaseWorkload],
+    repeat: int,
+    tell: Callable[[str], None],
 ) -> dict[str, dict[str, list[float]]]:
-    """Tokens a second: phase → engine → one figure a round. Each round begins with another."""
+    """Return tokens a second: phase → engine → one figure for each round."""
     rates: dict[str, dict[str, list[float]]] = {p.name: {n: [] for n in running} for p in phases}
     names = list(running)
     for turn in range(repeat):
@@ -155,11 +160,11 @@ def alternate(
 
 def summarise(
     rates: dict[str, dict[str, list[float]]],
-    phases: list[Phase],
-    work: Work,
-    ceilings: Ceilings,
+    phases: list[PhaseWorkload],
+    work: ModelWork,
+    ceilings: CpuCeilings,
 ) -> dict[str, dict[str, Any]]:
-    """Phase → the floor, every engine's median and range, the best peer, our ratio to it."""
+    """Return for each phase the floor, medians, ranges, the best peer and our ratio to it."""
     rows: dict[str, dict[str, Any]] = {}
     for phase in phases:
         floor = floor_tokens_per_s(work, ceilings, phase.streams, phase.prompt, phase.output)
@@ -190,7 +195,9 @@ def print_table(names: list[str], rows: dict[str, dict[str, Any]]) -> None:
         print(f"{phase:18}  {row['floor']:8,.0f}  {'  '.join(cells)}  {ends}")
 
 
-def run_phases(args: argparse.Namespace, found: list[Contender], work: Work) -> dict[str, Any]:
+def run_phases(
+    args: argparse.Namespace, found: list[Competitor], work: ModelWork
+) -> dict[str, Any]:
     phases = phases_of(args)
     ceilings = measure_ceilings(work.weight_bytes)
     print(describe(ceilings))
@@ -264,18 +271,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave no engine behind
     args = arguments()
     as_options(args.twostroke)  # refuse a bad pair before anything runs
-    work = Work.of(args.model)
+    work = ModelWork.of(args.model)
     if args.interference:
         from bench.cpu_interference import run_interference
 
         result = run_interference(args, work.path)
     else:
-        result = run_phases(args, contenders(args, work.path), work)
+        result = run_phases(args, competitors(args, work.path), work)
     out = {"bench": "cpu", "machine": platform.machine(), "cores": os.cpu_count(), **result}
-    text = json.dumps({**out, "twostroke": args.twostroke})
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    write_result({**out, "twostroke": args.twostroke}, args.json)
 
 
 if __name__ == "__main__":

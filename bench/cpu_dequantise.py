@@ -1,8 +1,8 @@
-"""A GGUF model as the folder of safetensors that peers without GGUF can read, for bench/cpu.py.
+"""Converts a GGUF model to a folder of safetensors for peers without GGUF (bench/cpu.py).
 
     python -m bench.cpu_dequantise FOLDER [--model FILE.gguf] [--dtype float32|bfloat16]
 
-Llama's family only. Weights and vocabulary are the file's own, read by twostroke's loader.
+Only Llama's family is supported. twostroke's loader reads the weights and the vocabulary.
 """
 
 from __future__ import annotations

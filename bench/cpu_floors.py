@@ -1,4 +1,4 @@
-"""What the work needs and what this CPU can do: the floors of bench/cpu.py."""
+"""The floors of bench/cpu.py: the work of a model and the ceilings of this CPU."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KV_ELEMENT_BYTES = 2  # of the floor: half precision, whatever an engine keeps
 
 
 @dataclass(frozen=True)
-class Work:
-    """A GGUF model's bytes and operations."""
+class ModelWork:
+    """The bytes and operations of a GGUF model."""
 
     path: str
     weight_bytes: int  # packed, as the file has them
@@ -31,7 +31,7 @@ class Work:
     kv_bytes_per_token: float
 
     @classmethod
-    def of(cls, model: str | None) -> Work:
+    def of(cls, model: str | None) -> ModelWork:
         settings = EngineConfig(model=model)
         files = find_model(settings)
         if files.kind != "gguf":
@@ -51,10 +51,10 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class CpuCeilings:
     read_bytes_per_s: float
     fp32_per_s: float
-    bf16_per_s: float | None  # where the CPU has it
+    bf16_per_s: float | None  # None: not supported
     fp16_per_s: float | None
     int8_per_s: float | None
 
@@ -62,22 +62,22 @@ class Ceilings:
     def best_per_s(self) -> float:
         return max(self.fp32_per_s, self.bf16_per_s or 0.0, self.int8_per_s or 0.0)
 
-    def best_of(self, other: Ceilings) -> Ceilings:
+    def best_of(self, other: CpuCeilings) -> CpuCeilings:
         best: dict[str, Any] = {}
         for name, mine in vars(self).items():
             theirs = getattr(other, name)
             best[name] = None if mine is None or theirs is None else max(mine, theirs)
-        return Ceilings(**best)
+        return CpuCeilings(**best)
 
 
-def measure_ceilings(weight_bytes: int) -> Ceilings:
+def measure_ceilings(weight_bytes: int) -> CpuCeilings:
     bf16 = matrix_rate(torch.bfloat16) if has_bf16() else None
     fp32 = matrix_rate(torch.float32)
-    return Ceilings(read_rate(weight_bytes), fp32, bf16, fp16_rate(), int8_rate())
+    return CpuCeilings(read_rate(weight_bytes), fp32, bf16, fp16_rate(), int8_rate())
 
 
 def read_rate(num_bytes: int) -> float:
-    """All threads over one buffer, the best of 20."""
+    """Return the read bandwidth of all threads over one buffer, the best of 20."""
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32)
     return num_bytes / _least(buffer.sum, 20)
 
@@ -92,22 +92,22 @@ def has_bf16() -> bool:
 
 
 def int8_rate() -> float | None:
-    """Operations a second of the CPU's own int8 products, on registers: no product is faster,
-    but for matrix units (AMX), whose rate is the bf16 product's."""
+    """Return operations a second of int8 dot products on registers. Only matrix units (AMX) are
+    faster; their rate is measured with bf16."""
     if not cpu.available():
         return None
     return cpu.module().dot_rate("auto", default_threads()) or None
 
 
 def fp16_rate() -> float | None:
-    """The same of fp16, which attention is computed in on Arm."""
+    """Return operations a second in fp16, which attention uses on Arm."""
     if not cpu.available():
         return None
     return cpu.module().fp16_rate("auto", default_threads()) or None
 
 
 def _flag(*names: str) -> bool:
-    """Whether the CPU says that it has one of these."""
+    """Return True if the CPU has one of these features."""
     try:
         with open("/proc/cpuinfo") as file:
             lines = [line for line in file if line.lower().startswith(("flags", "features"))]
@@ -127,9 +127,9 @@ def _least(call: object, count: int) -> float:
 
 
 def floor_tokens_per_s(
-    work: Work, ceilings: Ceilings, streams: int, prompt: int, output: int
+    work: ModelWork, ceilings: CpuCeilings, streams: int, prompt: int, output: int
 ) -> float:
-    """Tokens a second if nothing cost but arithmetic at the best rate, or reading if that is more.
+    """Return the upper bound on tokens a second from arithmetic and from memory reads.
 
     Products with weights may be in 8 bits; attention is in floating point. `output` of 1: prefill
     of the prompts. Otherwise decode in the middle of the output.
@@ -147,7 +147,7 @@ def floor_tokens_per_s(
     return streams / max(computed, read / ceilings.read_bytes_per_s)
 
 
-def describe(ceilings: Ceilings) -> str:
+def describe(ceilings: CpuCeilings) -> str:
     def rate(value: float | None) -> str:
         return "not measured" if value is None else f"{value / 1e9:,.0f} G/s"
 

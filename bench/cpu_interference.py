@@ -1,13 +1,13 @@
-"""Four streams write while a prompt of 4,000 tokens arrives; for bench/cpu.py --interference.
+"""Four streams decode while a prompt of 4,000 tokens arrives (bench/cpu.py --interference).
 
-Each server is loaded once and stands still while another is measured. A run: four streams of 128
-tokens begin; when all have written for STEADY_S seconds the long prompt is sent. Steady gap: the
-median time between two tokens of a stream before that. Worst gap: the longest from then until a
-second after the long prompt's first token. TTFT: of the long prompt, at the client.
+Each server is loaded once and stopped while another server is measured. In a run, four streams of
+128 tokens start, and the long prompt is sent after all streams have decoded for STEADY_S seconds.
+Steady gap: the median time between two tokens of a stream before that. Worst gap: the longest from
+then until a second after the long prompt's first token. TTFT: of the long prompt, at the client.
 
-The streams' contexts grow while the prompt is prefilled, and then the longest of all joins them: a
-step takes longer for its own work. So two more are told: the worst gap until the prompt's first
-token; and the median gap in the last second before that, with the worst in the second after.
+The contexts grow during the prefill, and then the longest context joins the batch, so a step takes
+longer for its own work. Two more figures show this: the worst gap until the prompt's first token,
+and the median gap in the last second before it with the worst gap in the second after it.
 
 Every server runs with its defaults (llama-server with five slots instead of four: in the fifth is
 the long prompt, which would else wait for a stream to end). With `--budget N` each runs a second
@@ -27,12 +27,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.cpu_process import Quiet
+from bench.cpu_process import PausedProcess
 from bench.cpu_workers import tokens
 from twostroke.measure.load.definitions import Sample
 from twostroke.measure.load.http_client import Connections, Endpoint
 from twostroke.measure.load.sample_client import OpenAIClient
-from twostroke.measure.load.workload import Planned
+from twostroke.measure.load.workload import PlannedRequest
 
 STREAMS, PROMPT, LONG = 4, 128, 4000
 STEADY_S, AFTER_S = 3.0, 1.0
@@ -41,14 +41,14 @@ RUNS = 5
 FIRST_PORT = 8931
 
 
-class Server:
+class MeasuredServer:
     def __init__(
         self, name: str, command: list[str], port: int, model: str, environment: dict[str, str]
     ) -> None:
         self.name, self._model = name, model
         self.url = f"http://127.0.0.1:{port}"
         self._endpoint = Endpoint(self.url)
-        self.process = Quiet(command, environment, piped=False)
+        self.process = PausedProcess(command, environment, piped=False)
         try:
             with self.process.awake():
                 asyncio.run(first_answer(self.process, self._client(), START_S, 0.2))
@@ -67,7 +67,7 @@ class Server:
         seed, client = 1000 * (run + 1), self._client()
         tasks = []
 
-        def begin(request: Planned) -> Sample:
+        def begin(request: PlannedRequest) -> Sample:
             sample = Sample(perf_counter())
             tasks.append(asyncio.create_task(client.send(request, sample.scheduled_s, sample)))
             return sample
@@ -93,7 +93,7 @@ class Server:
         joining: list[float] = []
         first_s = long.content_s[0]
         for each in streams:
-            # A stream that stays silent until the end has a gap that reaches to it.
+            # A stream without tokens until the end has a gap up to the end.
             times = [when for when in each.content_s if when < end] + [end]
             for before, after in pairwise(times):
                 if before >= begun and after <= long.scheduled_s:
@@ -113,9 +113,9 @@ class Server:
 
 
 async def first_answer(
-    process: Quiet, client: OpenAIClient, limit_s: float, pause_s: float
+    process: PausedProcess, client: OpenAIClient, limit_s: float, pause_s: float
 ) -> Sample:
-    """Of a server that is just starting."""
+    """Return the answer of a server that is starting."""
     try:
         while perf_counter() - process.started_s < limit_s:
             sample = await client.send(planned(8, 1, 1), perf_counter())
@@ -129,8 +129,8 @@ async def first_answer(
         client.connections.close()
 
 
-def planned(prompt: int, seed: int, output: int) -> Planned:
-    return Planned(0.0, tokens(prompt, seed), prompt, output)
+def planned(prompt: int, seed: int, output: int) -> PlannedRequest:
+    return PlannedRequest(0.0, tokens(prompt, seed), prompt, output)
 
 
 async def _until(done: Callable[[], bool], samples: list[Sample]) -> None:
@@ -144,7 +144,7 @@ async def _until(done: Callable[[], bool], samples: list[Sample]) -> None:
 
 
 def as_flags(pairs: list[str]) -> list[str]:
-    """key=value as a flag of `serve`."""
+    """Return key=value pairs as flags of `serve`."""
     flags = []
     for pair in pairs:
         key, _, value = pair.partition("=")
@@ -157,7 +157,7 @@ def as_flags(pairs: list[str]) -> list[str]:
 
 
 def commands(args: argparse.Namespace, gguf: str) -> list[tuple[str, list[str], dict[str, str]]]:
-    """Name, command without port, environment."""
+    """Return name, command without port, and environment of each server."""
     ours = [sys.executable, "-c", "from twostroke.cli import main; main()", "serve", gguf]
     ours += [*as_flags(args.twostroke), "--served-model-name", "m"]
     budget = str(args.budget) if args.budget else ""
@@ -187,14 +187,14 @@ def commands(args: argparse.Namespace, gguf: str) -> list[tuple[str, list[str], 
 
 
 def run_interference(args: argparse.Namespace, gguf: str) -> dict[str, Any]:
-    servers: list[Server] = []
+    servers: list[MeasuredServer] = []
     runs: dict[str, list[dict[str, float]]] = {}
     try:
         for n, (name, command, environment) in enumerate(commands(args, gguf)):
             port = FIRST_PORT + n
             try:
                 servers.append(
-                    Server(name, [*command, "--port", str(port)], port, "m", environment)
+                    MeasuredServer(name, [*command, "--port", str(port)], port, "m", environment)
                 )
                 print(f"{name} is loaded", flush=True)
             except (OSError, RuntimeError) as error:

@@ -1,16 +1,16 @@
-"""Decode over long contexts with 8-bit KV caches on this CPU, beside fp16 and llama-server's q8_0.
+"""Decode over long contexts with 8-bit KV caches on this CPU, compared with fp16 and llama-server.
 
     python -m bench.cpu_kv [--llama BIN_FOLDER] [--model GGUF] [--contexts 2048 8064]
         [--streams 32] [--output 48] [--rounds 3] [--shared] [--only NAME ...] [--json FILE]
 
-Each server is loaded once and stands still while another is measured; rounds alternate. A context's
-prompts, all different, are the same in every round: the first round computes them and is not
-counted, the others find them in the servers' caches. Rate: tokens of all streams a second from when
-all of them write until the first has ended. Ends with one JSON line.
+Each server is loaded once and stopped while another server is measured; rounds alternate. Every
+round has the same prompts: the first round computes the prompts and does not count, and later
+rounds find the prompts in the servers' caches. Rate: tokens of all streams a second, from the time
+at which all streams decode until the first stream ends. Ends with one JSON line.
 
---shared: all streams go on with one prompt, which is computed once and found in its cache by the
-others; llama.cpp's are then those of `llama-batched-bench -pps`, a process each round. For contexts
-that many streams would take hours to read.
+--shared: all streams continue one prompt, which is computed once; llama.cpp is then measured by
+`llama-batched-bench -pps`, one process for each round. Use it for contexts that many streams would
+take hours to prefill.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.cpu_floors import Work
-from bench.cpu_interference import Server, planned
+from bench.cpu_floors import ModelWork
+from bench.cpu_interference import MeasuredServer, planned
 from bench.cpu_workers import summary
+from bench.output import write_result
 from twostroke.measure.load.sample_client import OpenAIClient
 
 TIMEOUT_S = 3600.0
 
 
-class LongServer(Server):
-    """Measured by many streams at the end of long prompts."""
+class LongServer(MeasuredServer):
+    """A server that is measured with many streams after long prompts."""
 
     shared = False
 
     def decode(self, context: int, streams: int, output: int) -> float:
-        """Tokens a second of all of them."""
+        """Return tokens a second of all streams."""
         with self.process.awake():
             return asyncio.run(asyncio.wait_for(self._decode(context, streams, output), TIMEOUT_S))
 
@@ -66,7 +67,7 @@ class LongServer(Server):
 
 
 class BatchedBench:
-    """llama.cpp's own tool, whose streams share their prompt; it computes that in every round."""
+    """llama.cpp's own tool, which computes the shared prompt in every round."""
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name, self._command = name, command
@@ -91,7 +92,7 @@ def free_port() -> int:
 
 
 def commands(args: argparse.Namespace, gguf: str) -> dict[str, list[str]]:
-    """Without a port."""
+    """Return the commands without a port."""
     longest = max(args.contexts) + args.output + 16
     ours = [sys.executable, "-c", "from twostroke.cli import main; main()", "serve", gguf]
     ours += ["--served-model-name", "m", "--max-num-seqs", str(args.streams)]
@@ -116,7 +117,7 @@ def commands(args: argparse.Namespace, gguf: str) -> dict[str, list[str]]:
 def measure(
     args: argparse.Namespace, servers: Sequence[LongServer | BatchedBench]
 ) -> dict[str, dict[str, Any]]:
-    """Context → server → the rate of each round that counts."""
+    """Return the rates of the counted rounds: context → server → rates."""
     rates: dict[str, dict[str, Any]] = {}
     for context in args.contexts:
         found = rates.setdefault(str(context), {server.name: [] for server in servers})
@@ -158,7 +159,7 @@ def main() -> None:
     servers: list[LongServer] = []
     tools: list[BatchedBench] = []
     try:
-        for name, command in commands(args, Work.of(args.model).path).items():
+        for name, command in commands(args, ModelWork.of(args.model).path).items():
             if "llama-batched-bench" in command[0]:
                 tools.append(BatchedBench(name, command))
                 continue
@@ -185,10 +186,7 @@ def main() -> None:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
-    text = json.dumps({**out, "tok_s": medians, "rounds": rates, "peak_bytes": peaks})
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    write_result({**out, "tok_s": medians, "rounds": rates, "peak_bytes": peaks}, args.json)
 
 
 if __name__ == "__main__":

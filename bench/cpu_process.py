@@ -1,4 +1,4 @@
-"""Processes that hold an engine, and stand still while it is not their turn; for bench/cpu.py."""
+"""Engine processes that are stopped while other engines are measured, for bench/cpu.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from time import perf_counter
 from typing import Any
 
 
-class Quiet:
-    """A process with its children, in a session of its own, stopped except in `awake()`."""
+class PausedProcess:
+    """A process with its children in its own session, stopped except inside `awake()`."""
 
     def __init__(self, command: list[str], environment: dict[str, str], piped: bool) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
         pipe = subprocess.PIPE if piped else subprocess.DEVNULL
         out: Any = pipe if piped else self._log
         self.started_s = perf_counter()
@@ -52,7 +52,7 @@ class Quiet:
         return f"{signal.Signals(-code).name}: {said}" if code is not None and code < 0 else said
 
     def peak_bytes(self) -> int:
-        """The peaks of the process and its children, added up: shared pages count twice."""
+        """Return the sum of the processes' peak memory; shared pages count twice."""
         return sum(_status(pid, "VmHWM") * 1024 for pid in self._family())
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Quiet:
         self.process.wait()
 
     def _cpu_s(self) -> float:
-        """Processor time of the family, and of children that it has waited for."""
+        """Return the CPU time of the process, its children, and ended children."""
         ticks = 0
         for pid in self._family():
             with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ class Quiet:
                 os.kill(pid, which)
 
     def _family(self) -> list[int]:
-        """Every process of the session."""
+        """Return the ids of the session's processes."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -90,7 +90,7 @@ class Quiet:
 
 
 def _busy_s() -> float:
-    """Processor time that anyone has taken from this machine since it started, neighbours too."""
+    """Return the CPU time of all processes since the machine started, including stolen time."""
     user, nice, system, _idle, _wait, irq, softirq, steal, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -105,8 +105,8 @@ def _status(pid: int, key: str) -> int:
     return 0
 
 
-class Worker(Quiet):
-    """`cpu_workers.py` in a process: loaded when made, then asked line by line."""
+class Worker(PausedProcess):
+    """A process that runs `cpu_workers.py` and answers one line at a time."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         super().__init__(command, environment, piped=True)
@@ -131,7 +131,7 @@ class Worker(Quiet):
         return answer
 
     def peak_bytes(self) -> int:
-        """Also of children that have ended, such as a benchmark called anew each time."""
+        """Return the peak memory, including ended children."""
         return max(super().peak_bytes(), self._child_peak)
 
     def _read(self) -> dict[str, Any]:

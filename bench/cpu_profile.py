@@ -1,4 +1,4 @@
-"""What the steps of the native decoder are made of, stage by stage, on this CPU.
+"""A profile of the native decoder's steps by stage on this CPU.
 
     python -m bench.cpu_profile [--model M] [--quantization int8|int4] [--isa NAME] [--threads N]
         [--repeat N] [--json FILE]
@@ -11,13 +11,13 @@ one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from bench.output import write_result
 from twostroke.config import EngineConfig
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.load import find_model
@@ -30,7 +30,7 @@ MAX_LEN = 2048
 
 
 def profile(decoder: NativeDecoder, streams: int, prompt: int, repeat: int) -> dict[str, Any]:
-    """`prompt` tokens of one sequence in a step, or one token of each of `streams`."""
+    """Run a step of `prompt` tokens of one sequence, or of one token of each of `streams`."""
     blocks = -(-MAX_LEN // BLOCK_SIZE)
     rows = 1 if prompt else streams
     tables = (1 + np.arange(rows * blocks, dtype=np.int32)).reshape(rows, blocks)
@@ -101,10 +101,7 @@ def main() -> None:
             for stage, s in found["stages_s"].items()
         ]
         print("   " + ", ".join(parts))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(out, file, indent=1)
-    print(json.dumps(out))
+    write_result(out, args.json, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""One engine in a process of its own, for bench/cpu.py. Run by the engine's own Python:
+"""A process with one engine, for bench/cpu.py. The engine's own Python runs it:
 
     PYTHON bench/cpu_workers.py {twostroke,vllm,openvino,transformers,llama} MODEL [key=value ...]
 
-Loads, writes one token, says `{"ready": true}`; then answers a line `{"prompts": [[ids]],
-"output": n}` with `{"first_s": ..., "decode_s": ..., "decode_tokens": ...}`, until stdin ends.
-`first_s`: until every prompt has its first token. `decode_*`: from then until the first of them
-ends, so that only steps count in which every stream writes. Needs nothing but the engine.
+Loads the model, generates one token and prints `{"ready": true}`. Then answers each line
+`{"prompts": [[ids]], "output": n}` with `{"first_s": ..., "decode_s": ..., "decode_tokens": ...}`,
+until stdin ends. `first_s`: until every prompt has its first token. `decode_*`: from then until the
+first of them ends, so that only steps count in which every stream writes. Needs nothing but the
+engine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def summary(start: float, times: Times) -> dict[str, float]:
     return {"first_s": first - start, "decode_s": end - first, "decode_tokens": written}
 
 
-class Twostroke:
+class TwostrokeWorker:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         from twostroke import LLM
 
@@ -48,7 +49,7 @@ class Twostroke:
         return summary(min(r.received_s for r in records), [list(r.token_s) for r in records])
 
 
-class VLLM:
+class VLLMWorker:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         from vllm import LLM
 
@@ -65,7 +66,7 @@ class VLLM:
         for prompt in prompts:
             name = str(self._count)
             self._count += 1
-            # The engine may lengthen a request's name, and tells which it uses.
+            # The engine may extend a request's name and returns the name.
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
             times[name] = []
         while engine.has_unfinished_requests():
@@ -75,7 +76,7 @@ class VLLM:
         return summary(start, list(times.values()))
 
 
-class OpenVINO:
+class OpenVINOWorker:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         import openvino_genai
 
@@ -99,7 +100,7 @@ class OpenVINO:
         assert all(len(each) == output for each in done.tokens)
         steps = list(done.perf_metrics.raw_metrics.m_new_token_times)  # milliseconds of its clock
         decode = (steps[-1] - steps[0]) / 1e3
-        # Where prompts began in different steps, the early ones wrote while others were read.
+        # If prompts start in different steps, the first ones decode during the prefill of the rest.
         assert len(steps) == output, "its streams did not run in step"
         return {
             "first_s": total - decode,
@@ -108,7 +109,7 @@ class OpenVINO:
         }
 
 
-class Transformers:
+class TransformersWorker:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -129,8 +130,8 @@ class Transformers:
         return summary(start, [times] * len(prompts))
 
 
-class Llama:
-    """llama.cpp through its own benchmark, which loads anew each time and takes no token ids.
+class LlamaWorker:
+    """llama.cpp's own benchmark, which loads the model each time and accepts no token ids.
 
     `model` is FOLDER_OF_BINARIES:FILE.gguf. Options are flags of llama-batched-bench.
     """
@@ -155,7 +156,7 @@ class Llama:
         return {"first_s": line["t_pp"], "decode_s": line["t_tg"], "decode_tokens": written}
 
     def _start(self, length: int) -> dict[str, float]:
-        """From nothing to one token of a prompt that has as many tokens as words."""
+        """Time a prompt of as many tokens as words up to its first token."""
         flags = ["-p", "the" + " the" * (length - 1), "-n", "1", "-no-cnv", *self._flags]
         start = perf_counter()
         self._call("llama-completion", flags)
@@ -170,16 +171,16 @@ class Llama:
 
 
 ENGINES: dict[str, Any] = {
-    "twostroke": Twostroke,
-    "vllm": VLLM,
-    "openvino": OpenVINO,
-    "transformers": Transformers,
-    "llama": Llama,
+    "twostroke": TwostrokeWorker,
+    "vllm": VLLMWorker,
+    "openvino": OpenVINOWorker,
+    "transformers": TransformersWorker,
+    "llama": LlamaWorker,
 }
 
 
 def as_options(pairs: list[str]) -> dict[str, Any]:
-    """key=value → {key: value}; a value is JSON where it can be read as such."""
+    """Return key=value options as a dict. A value is JSON if it can be parsed as JSON."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")

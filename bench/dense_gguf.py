@@ -1,10 +1,10 @@
-"""A GGUF file's weights in 16 bits, as another GGUF file: what `--quantization` can round.
+"""Converts a GGUF file to a GGUF file with 16-bit weights, which `--quantization` can round.
 
     python -m bench.dense_gguf SOURCE.gguf TARGET.gguf [--dither]
 
 Values become float16. Rounding them to the blocks they came from loses nothing; `--dither` adds
-noise of up to half a step to those of Q4_1, so that they lie between the steps, as the weights of a
-model do that never was in 4 bits. Needs the package `gguf`.
+noise of up to half a step to the values of Q4_1, so that the values lie between the steps, like the
+weights of a model that was never in 4 bits. Needs the package `gguf`.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""KV eviction on a long generation: memory, speed, and what it does to the text.
+"""KV eviction on a long generation: memory, speed, and the effect on the text.
 
     python -m bench.eviction [--policy sinks] [--model M] [--tokens 20000] [--budget 4096]
         [--stretch 1000] [--skip-quality] [--json FILE]
 
-1. One request writes `--tokens` tokens on `--budget`: for each stretch tok/s, the KV cache in use
-   and the process's memory; blocks are audited at the end of each.
-2. A needle: how likely the model finds a number that the text has told, without eviction, and with
-   it while the number is still in the cache, and after it has left.
+1. One request writes `--tokens` tokens on `--budget`: for each interval of `--stretch` tokens,
+tok/s, the KV
+   cache in use and the process's memory. Blocks are audited at the end of each interval.
+2. A needle: the probability of a number from the text, without eviction, and with eviction while
+   the number is in the cache and after its eviction.
 3. Perplexity of a fixed text by position, with eviction and (as far as the model goes) without.
 
-Sampling is at temperature 1 with a seed, so that the text does not fall into a loop. The texts of 2
-and 3 are computed by prefill as if they had been written; with heavy hitters they are written token
-by token, since decode keeps their scores (native kernels only).
+Sampling is at temperature 1 with a seed, so that the text does not repeat itself. Prefill computes
+the texts of 2 and 3 as generated tokens; with heavy hitters decode computes the texts token by
+token, because decode keeps the scores (native kernels only).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.output import write_result
 from twostroke import LLM, SamplingParams
 from twostroke.exec.native import Computed
 from twostroke.measure.quality.quality import log_softmax, read_window
@@ -44,7 +45,7 @@ def rss_bytes() -> int:
 
 
 class ForcedExecutor:
-    """Writes a given text, whatever the model would write, and notes how likely each token was."""
+    """An executor that generates a given text and records the probability of each token."""
 
     def __init__(self, executor: Any, text: list[int]) -> None:
         self._executor, self._text = executor, text
@@ -148,7 +149,7 @@ def logprobs(llm: LLM, window: list[int]) -> list[float]:
 
 
 def needle(policy: str, model: str | None) -> dict[str, Any]:
-    """Mean log-probability of the answer's tokens; by where the needle was, in tokens before."""
+    """Return the mean log-probability of the answer's tokens by the place of the needle."""
     found: dict[str, Any] = {}
     plain = LLM(model, max_model_len=2048, max_num_seqs=1, enable_prefix_caching=False)
     tokenizer = plain.get_tokenizer()
@@ -222,10 +223,7 @@ def main() -> None:
         out["needle"] = needle(args.policy, args.model)
         gc.collect()
         out["perplexity"] = perplexity(args.policy, args.model, args.budget, args.tokens)
-    text = json.dumps(out)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    write_result(out, args.json)
 
 
 if __name__ == "__main__":

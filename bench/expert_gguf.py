@@ -1,4 +1,4 @@
-r"""A GGUF file of a small mixture of experts with random weights, to measure engines by.
+r"""Writes a GGUF file of a small mixture of experts with random weights for measurements.
 
     python -m bench.expert_gguf FILE.gguf [VOCABULARY.gguf]
     llama-server -m FILE.gguf -c 16384 -np 8 -t 2 --port 8124, or twostroke serve FILE.gguf
@@ -6,8 +6,8 @@ r"""A GGUF file of a small mixture of experts with random weights, to measure en
         --random-input-len 512 --random-output-len 64
 
 Architecture qwen3moe: 12 layers of 32 experts of 512 channels, 8 a token, hidden 1,024; 0.7 billion
-parameters, of which a token goes through 0.3. Matrices are in Q4_0, routers in F32. The vocabulary
-is another file's, the default model's if none is given.
+parameters, 0.3 billion of them active for a token. Matrices are in Q4_0, routers in F32. The
+vocabulary is another file's, the default model's if none is given.
 """
 
 from __future__ import annotations

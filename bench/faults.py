@@ -3,12 +3,12 @@
     python -m bench.faults [--only NAME ...] [--json FILE] [--faketime LIBRARY] [--list]
 
 Each case starts `twostroke serve` on the default model, in a temporary directory of its own.
-Clients stream all the time, some long prompts among them. A fault (SIGKILL or SIGSTOP) meets a
-process at a stage: its start, a prefill, a hand-over, decode. Afterwards the server has to answer
-again. A request ends exactly once: with `[DONE]`, whole or after an error event, or with an error's
-status; a request that is silent for `PATIENCE_S`, or that goes on after its end, breaks the case.
-When the server has ended, no process of it, no folder in its temporary directory, no file in
-/dev/shm and no listening socket may be left. Exit code 1 if a case is broken.
+Clients stream all the time, with some long prompts. A fault (SIGKILL or SIGSTOP) hits a process at
+a stage: its start, a prefill, a hand-over, decode. Afterwards the server must answer again. A
+request ends exactly once: with `[DONE]`, whole or after an error event, or with an error's status;
+a request that is silent for `PATIENCE_S`, or that goes on after its end, breaks the case. When the
+server has ended, no process of it, no folder in its temporary directory, no file in /dev/shm and no
+listening socket may be left. Exit code 1 if a case is broken.
 
 `--faketime` names libfaketime.so.1 (Debian's package libfaketime); without it the case of clock
 jumps is not run.
@@ -46,11 +46,11 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 DAY_S = 86_400
 
 
-class Broken(Exception):  # noqa: N818
-    """A case has failed. The message says how."""
+class CaseFailed(Exception):  # noqa: N818
+    """A failed case. The message describes the failure."""
 
 
-# ── processes ───────────────────────────────────────────────────────────────────────────────────
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def tree(pid: int) -> dict[int, str]:
@@ -79,13 +79,13 @@ def wait_for(condition: Callable[[], Any], what: str, patience_s: float = PATIEN
     until = monotonic() + patience_s
     while not (found := condition()):
         if monotonic() > until:
-            raise Broken(f"not within {patience_s:.0f} s: {what}")
+            raise CaseFailed(f"not within {patience_s:.0f} s: {what}")
         sleep(0.01)
     return found
 
 
-class Server:
-    """`twostroke serve` in a temporary directory of its own."""
+class FaultedServer:
+    """A `twostroke serve` process in its own temporary directory."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Server:
     def wait_until_up(self) -> None:
         def up() -> bool:
             if self.process.poll() is not None:
-                raise Broken(f"the server has ended: {self.log.read_text()[-300:]}")
+                raise CaseFailed(f"the server has ended: {self.log.read_text()[-300:]}")
             return self.status() == 200
 
         wait_for(up, "/health answers 200")
@@ -147,10 +147,10 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            raise Broken("SIGTERM did not end the server within 60 s") from None
+            raise CaseFailed("SIGTERM did not end the server within 60 s") from None
 
     def check_nothing_left(self, folders: bool = True) -> None:
-        """`folders`: those of sockets, too, which a killed server leaves to the next one."""
+        """Check that nothing is left. `folders`: also no socket folders."""
 
         def left() -> list[str]:
             found = [f"process {p}: {s}" for p, s in self.seen.items() if alive(p, s)]
@@ -165,18 +165,18 @@ class Server:
         wait_for(lambda: not left(), f"nothing is left: {left()[:3]}", 30.0)
 
 
-# ── clients ─────────────────────────────────────────────────────────────────────────────────────
+# ── clients ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class Asking:
-    """One streamed request, read to its end in the caller's thread."""
+class StreamedRequest:
+    """A streamed request, which the caller's thread reads to its end."""
 
     def __init__(self, port: int, **fields: Any) -> None:
         self.port = port
         self.fields = {"stream": True, "ignore_eos": True, "temperature": 0, **fields}
 
     def run(self, on_event: Callable[[dict[str, Any]], None] | None = None) -> str:
-        """Return how it ended. Raises `Broken` if it did not end, or ended twice."""
+        """Return how it ended. Raises `CaseFailed` if it did not end, or ended twice."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         headers = {"Content-Type": "application/json"}
         try:
@@ -187,7 +187,7 @@ class Asking:
                 return f"status {answer.status}"
             return self._read(answer, on_event)
         except TimeoutError:
-            raise Broken(f"a request was silent for {PATIENCE_S:.0f} s") from None
+            raise CaseFailed(f"a request was silent for {PATIENCE_S:.0f} s") from None
         except (OSError, http.client.HTTPException):
             return "disconnected"
         finally:
@@ -203,7 +203,7 @@ class Asking:
             if not line.startswith(b"data: "):
                 continue
             if ended:
-                raise Broken(f"an event came after the end of a request: {line[:80]!r}")
+                raise CaseFailed(f"an event came after the end of a request: {line[:80]!r}")
             if line.startswith(b"data: [DONE]"):
                 ended += 1
                 continue
@@ -215,15 +215,15 @@ class Asking:
         if not ended:
             return "disconnected"
         if errors + finished != 1:
-            raise Broken(f"a request ended {errors} times by error and {finished} times well")
+            raise CaseFailed(f"a request ended {errors} times by error and {finished} times well")
         return "error event" if errors else "whole"
 
 
 @dataclass
-class Load:
-    """Clients that ask one request after the other, and how these ended."""
+class FaultLoad:
+    """Clients that send one request after the other, and the outcomes of the requests."""
 
-    server: Server
+    server: FaultedServer
     ends: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -240,9 +240,11 @@ class Load:
             number += CLIENTS
             prompt = [number, *LONG[: 100 if number % 5 else 800]]
             try:
-                asking = Asking(self.server.port, prompt=prompt, max_tokens=8 + number % 40)
+                asking = StreamedRequest(
+                    self.server.port, prompt=prompt, max_tokens=8 + number % 40
+                )
                 end = asking.run()
-            except Broken as problem:
+            except CaseFailed as problem:
                 self.problems.append(str(problem))
                 return
             self.ends[end] += 1
@@ -250,26 +252,26 @@ class Load:
                 self._over.wait(0.05)
 
     def stop(self) -> None:
-        """Raises `Broken` if a request did not end, or ended twice."""
+        """Raises `CaseFailed` if a request did not end, or ended twice."""
         self._over.set()
         for thread in self._threads:
             thread.join(PATIENCE_S + 30)
             if thread.is_alive():
                 self.problems.append("a request does not end")
         if self.problems:
-            raise Broken(self.problems[0])
+            raise CaseFailed(self.problems[0])
 
     def whole(self) -> int:
         return self.ends["whole"]
 
 
 @contextmanager
-def served(folder: Path, *flags: str, **more: Any) -> Iterator[tuple[Server, Load]]:
-    """A server under load. In the end it is asked to end, and nothing of it may be left."""
-    server = Server(*flags, folder=folder, **more)
+def served(folder: Path, *flags: str, **more: Any) -> Iterator[tuple[FaultedServer, FaultLoad]]:
+    """Run a server under load, stop the server, and check that nothing is left."""
+    server = FaultedServer(*flags, folder=folder, **more)
     try:
         server.wait_until_up()
-        load = Load(server)
+        load = FaultLoad(server)
         yield server, load
         load.stop()
         check_answers(server)
@@ -281,16 +283,16 @@ def served(folder: Path, *flags: str, **more: Any) -> Iterator[tuple[Server, Loa
         server.process.wait()
 
 
-def check_answers(server: Server) -> None:
-    end = Asking(server.port, prompt="Once upon", max_tokens=8).run()
+def check_answers(server: FaultedServer) -> None:
+    end = StreamedRequest(server.port, prompt="Once upon", max_tokens=8).run()
     if end != "whole":
-        raise Broken(f"afterwards a request ends with: {end}")
+        raise CaseFailed(f"afterwards a request ends with: {end}")
 
 
-# ── faults ──────────────────────────────────────────────────────────────────────────────────────
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def at_stage(server: Server, stage: str, victim: Callable[[], int], how: int) -> int:
+def at_stage(server: FaultedServer, stage: str, victim: Callable[[], int], how: int) -> int:
     """Send the signal when a request is at the stage. Returns the process that got it."""
     hit: list[int] = []
 
@@ -316,16 +318,18 @@ def at_stage(server: Server, stage: str, victim: Callable[[], int], how: int) ->
     until = monotonic() + PATIENCE_S
     while not hit:
         if monotonic() > until:
-            raise Broken(f"no request came to the stage {stage}")
+            raise CaseFailed(f"no request came to the stage {stage}")
         prompt = [int(monotonic() * 1e3) % 40_000, *LONG]
-        Asking(server.port, prompt=prompt, max_tokens=64, return_progress=True).run(on_event)
+        StreamedRequest(server.port, prompt=prompt, max_tokens=64, return_progress=True).run(
+            on_event
+        )
     return hit[0]
 
 
 def strike_and_recover(
-    server: Server, load: Load, name: str, stage: str, how: int, skip: int = 0
+    server: FaultedServer, load: FaultLoad, name: str, stage: str, how: int, skip: int = 0
 ) -> None:
-    """One fault of a process whose command has this name, until the server answers again."""
+    """Inject one fault into a process of this name, and wait until the server answers again."""
 
     def victim() -> int:
         found = [pid for pid, said in server.look().items() if name in said]
@@ -355,7 +359,7 @@ def strikes(folder: Path, name: str, stages: tuple[str, ...], *flags: str) -> st
     return said_of(load, len(stages) * len(SIGNALS))
 
 
-def said_of(load: Load, faults: int) -> str:
+def said_of(load: FaultLoad, faults: int) -> str:
     ends = ", ".join(f"{count} {end}" for end, count in load.ends.most_common())
     return f"{faults} faults; requests: {ends}"
 
@@ -391,11 +395,11 @@ def pools(folder: Path) -> str:
     return "; ".join(said)
 
 
-# ── the HTTP process, the clock, memory ─────────────────────────────────────────────────────────
+# ── the HTTP process, the clock, memory ───────────────────────────────────────────────────────────
 
 
 def http_stopped(folder: Path) -> str:
-    """The server's own process is stopped for longer than an engine may be silent."""
+    """Stop the server's own process for longer than an engine may be silent."""
     with served(folder, "--engine-hang-timeout-s", str(HANG_TIMEOUT_S)) as (server, load):
         pid = wait_for(lambda: server.find("twostroke.engine.process"), "an engine")
         for _ in range(3):
@@ -407,20 +411,20 @@ def http_stopped(folder: Path) -> str:
             before = load.whole()
             wait_for(lambda before=before: load.whole() > before + CLIENTS, "answers")  # type: ignore[misc]
         if server.find("twostroke.engine.process") != pid:
-            raise Broken("the engine was replaced though it was not silent")
+            raise CaseFailed("the engine was replaced though it was not silent")
     if set(load.ends) != {"whole"}:
-        raise Broken(f"requests ended otherwise: {dict(load.ends)}")
+        raise CaseFailed(f"requests ended otherwise: {dict(load.ends)}")
     return said_of(load, 3)
 
 
 def http_killed(folder: Path) -> str:
-    """The server is killed while its engine is stopped. The next server removes the folder."""
+    """Kill the server while its engine is stopped. The next server removes the folder."""
     for number in range(2):
-        server = Server(folder=folder)
+        server = FaultedServer(folder=folder)
         server.wait_until_up()
         left = list(server.folder.glob("twostroke-*"))
         if len(left) != 1:
-            raise Broken(f"{len(left)} folders, and not the one of this server: {left}")
+            raise CaseFailed(f"{len(left)} folders, and not the one of this server: {left}")
         check_answers(server)
         if number == 0:
             os.kill(server.find("twostroke.engine.process"), signal.SIGSTOP)
@@ -433,7 +437,7 @@ def http_killed(folder: Path) -> str:
 
 
 def clock_jumps(folder: Path, library: str) -> str:
-    """The wall clock jumps by days. (The monotonic clock cannot.)"""
+    """Let the wall clock jump by days. (The monotonic clock cannot jump.)"""
     file = folder / "time"
     file.write_text("+0")
     env = {"LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(file), "FAKETIME_NO_CACHE": "1",
@@ -445,14 +449,14 @@ def clock_jumps(folder: Path, library: str) -> str:
             before = load.whole()
             wait_for(lambda before=before: load.whole() > before + 2 * CLIENTS, "answers")  # type: ignore[misc]
         if server.find("twostroke.engine.process") != pid:
-            raise Broken("the engine was replaced")
+            raise CaseFailed("the engine was replaced")
     if set(load.ends) != {"whole"}:
-        raise Broken(f"requests ended otherwise: {dict(load.ends)}")
+        raise CaseFailed(f"requests ended otherwise: {dict(load.ends)}")
     return said_of(load, 5)
 
 
 def memory_limit(folder: Path) -> str:
-    """An address space (ulimit -v) from too small to start to large enough to serve."""
+    """Start servers with address spaces (ulimit -v) from too small to large enough."""
     said = []
     for mib in (150, 300, 600, 1200, 2400, 6000):
         size = mib * 1024**2
@@ -461,11 +465,11 @@ def memory_limit(folder: Path) -> str:
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
         flags = ("--kv-cache-memory-bytes", str(256 * 1024**2), "--engine-restart-limit", "3")
-        server = Server(*flags, folder=folder, prepare=confine)
+        server = FaultedServer(*flags, folder=folder, prepare=confine)
         try:
             wait_for(lambda s=server: s.process.poll() is not None or s.status() == 200, "a start")  # type: ignore[misc]
             if server.process.poll() is None:
-                load = Load(server)
+                load = FaultLoad(server)
                 wait_for(lambda one=load, s=server: one.ends.total() > 20 or one.problems  # type: ignore[misc]
                          or s.process.poll() is not None, "ends")  # fmt: skip
                 load.stop()
@@ -517,7 +521,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 said = CASES[name](Path(folder), *more)
-            except Broken as problem:
+            except CaseFailed as problem:
                 broken = str(problem)
         rows[name] = {"case": name, "took_s": round(monotonic() - start, 1)}
         rows[name] |= {"outcome": said, "broken": broken}

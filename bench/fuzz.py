@@ -1,28 +1,23 @@
-"""Calls that nobody would make, by the thousand: none of them may break, hang or hurt the server.
+"""A fuzzer of the HTTP API: no call may break, block or slow down the server.
 
-    python bench/fuzz.py [--calls 5000] [--seed 0] [--engine instant|tiny] [--json FILE]
-    python bench/fuzz.py --seed 0 --only 1234            # make one call again, and show it
+    python -m bench.fuzz [--calls 5000] [--seed 0] [--engine instant|tiny] [--json FILE]
+    python -m bench.fuzz --seed 0 --only 1234            # repeat and print one call
 
-A real server on real sockets, its engine in a process of its own: one that computes nothing
-(`instant`) or a tiny random model (`tiny`, which also follows grammars). Every route of the
-server's own `/openapi.json` is called with bodies made from its schema, such bodies spoilt,
-hostile values that fit their types, bytes that are no JSON, and HTTP that is no HTTP; streaming
-and not, and some clients leave early. A call follows from (seed, index) alone; several run at
-once, so that what one does to another shows.
+A real server runs on real sockets with its engine in a separate process: an engine that computes
+nothing (`instant`) or a tiny random model (`tiny`, which also follows grammars). Every route of
+`/openapi.json` is called with valid bodies, mutated bodies, hostile values of the right type, bytes
+that are not JSON, and bytes that are not HTTP, with and without streaming; some clients disconnect
+early. A call follows from (seed, index) alone. Several calls run at once, to find effects of one
+call on another.
 
-What is a failure: a 5xx (but 501 from a route that says so, and 503 with Retry-After, which are
-counted), any other server's error inside a stream, an engine that dies, no answer where one is
-due, none within 30 s, an error not in its API's shape, a path or a traceback in an answer, an
-engine that is not idle or whose books are wrong at the end. Each is printed with the bytes that
-caused it. Exit code 1 if there are any. Ends with one JSON line.
+Failures: a 5xx (except a documented 501, and 503 with Retry-After, which are counted), another
+server error inside a stream, an engine that dies, a missing answer or no answer within 30 s, an
+error that is not in its API's format, a path or a traceback in an answer, an engine that is not
+idle or whose KV audit fails at the end. Each failure is printed with the bytes that caused it. Exit
+code 1 if there are any. Ends with one JSON line.
 """
 
 from __future__ import annotations
-
-import sys
-
-if __name__ == "__main__":  # `bench` and `tests` are found there
-    sys.path[0] = __file__.rpartition("/bench/")[0] or "."
 
 import argparse
 import asyncio
@@ -31,6 +26,7 @@ import json
 import platform
 import re
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fuzz_calls import BODY_BYTES, Call, Maker, request
+from bench.output import write_result
 from tests.instant import BUILDER
 from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
@@ -64,11 +61,11 @@ LIMITS: dict[str, Any] = {
     "trust_request_chat_template": True,
 }
 
-# ── what comes back ─────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
-class Answer:
+class HttpAnswer:
     status: int = 0  # 0: none came
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
@@ -76,13 +73,13 @@ class Answer:
     hung: bool = False
 
 
-def send(port: int, call: Call) -> Answer:
+def send(port: int, call: Call) -> HttpAnswer:
     until = time.monotonic() + HANG_S
     with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as connection:
-        with contextlib.suppress(OSError):  # it may be refused before all of it is out
+        with contextlib.suppress(OSError):  # the server may refuse before the end of the body
             connection.sendall(call.data)
         got = b""
-        answer = Answer()
+        answer = HttpAnswer()
         while not answer.whole and (call.leave_after is None or len(got) < call.leave_after):
             connection.settimeout(max(0.001, until - time.monotonic()))
             try:
@@ -99,17 +96,17 @@ def send(port: int, call: Call) -> Answer:
         return answer
 
 
-def parse(got: bytes, closed: bool, no_body: bool) -> Answer:
+def parse(got: bytes, closed: bool, no_body: bool) -> HttpAnswer:
     head, found, rest = got.partition(b"\r\n\r\n")
     if found and head.startswith(b"HTTP/1.1 100"):
         head, found, rest = rest.partition(b"\r\n\r\n")
     line, *lines = head.decode("latin-1").split("\r\n")
     match = re.match(r"HTTP/1\.[01] (\d{3})", line)
     if not found or match is None:
-        return Answer(body=got)
+        return HttpAnswer(body=got)
     pairs = (one.partition(":") for one in lines)
     headers = {name.lower(): value.strip() for name, _, value in pairs}
-    answer = Answer(int(match[1]), headers, rest)
+    answer = HttpAnswer(int(match[1]), headers, rest)
     if no_body:
         answer.body, answer.whole = b"", True
     elif "content-length" in headers:
@@ -134,7 +131,7 @@ def _unchunked(rest: bytes) -> tuple[bytes, bool]:
     return b"".join(body), False
 
 
-# ── whether it is right ─────────────────────────────────────────────────────────────────────────
+# ── checks of answers ─────────────────────────────────────────────────────────────────────────────
 
 INSIDES = re.compile(
     rb"Traceback|File \\?\"|/(?:work|opt|usr|home|tmp|root|var|proc)/[\w./-]+|site-packages"
@@ -142,8 +139,8 @@ INSIDES = re.compile(
 )
 
 
-def problem_of(call: Call, answer: Answer) -> str:
-    """What is wrong with an answer; empty: nothing."""
+def problem_of(call: Call, answer: HttpAnswer) -> str:
+    """Return the problem of an answer, or an empty text."""
     if answer.hung:
         return f"no answer within {HANG_S:g} s"
     if call.leave_after is not None and not answer.whole:
@@ -172,13 +169,13 @@ NOT_DONE = (
 )
 
 
-def _documented(call: Call, answer: Answer) -> bool:
+def _documented(call: Call, answer: HttpAnswer) -> bool:
     if answer.status == 503:
         return "retry-after" in answer.headers
     return answer.status == 501 and call.data[:40].split(b" ")[1].startswith(NOT_DONE)
 
 
-def _wrong_shape(call: Call, answer: Answer) -> str:
+def _wrong_shape(call: Call, answer: HttpAnswer) -> str:
     kind = answer.headers.get("content-type", "")
     if answer.status >= 400:
         if not kind.startswith("application/json"):
@@ -197,7 +194,7 @@ def _wrong_shape(call: Call, answer: Answer) -> str:
 
 
 def _wrong_error(content: Any) -> str:
-    """OpenAI's shape, Anthropic's or Ollama's."""
+    """Return the problem of an error that is not in OpenAI's, Anthropic's or Ollama's format."""
     error = content["error"]
     if isinstance(error, str):
         return "" if set(content) == {"error"} and error else f"no error: {str(content)[:300]}"
@@ -220,7 +217,7 @@ ENDS = (b"completed", b"incomplete", b"failed")
 
 
 def _wrong_stream(call: Call, body: bytes) -> str:
-    """Every event is JSON, none tells of a server's error, and the last one says that it is."""
+    """Return the problem of a stream: an event that is not JSON, a server error, or no end."""
     data = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
     last = b""
     event: Any = {}
@@ -250,7 +247,7 @@ def _wrong_event_error(event: Any) -> str:
 
 
 def _wrong_lines(body: bytes) -> str:
-    """Ollama's stream: lines of JSON, of which the last says that it is."""
+    """Return the problem of Ollama's stream: lines of JSON, the last of which ends the stream."""
     lines = [_json(line) for line in body.splitlines()]
     for line in lines:
         if "error" in line and (wrong := _wrong_event_error(line)):
@@ -267,11 +264,11 @@ def _json(body: bytes) -> Any:
     return json.loads(body, parse_constant=refuse)
 
 
-# ── a run ───────────────────────────────────────────────────────────────────────────────────────
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
-class Server:
+class FuzzServer:
     port: int
     http: HttpServer
     engine: RemoteEngine
@@ -283,7 +280,7 @@ class Server:
         return _json(send(self.port, call).body)
 
     def leftovers(self) -> str:
-        """What is still there when nobody asks any more; empty: nothing, and right books."""
+        """Return what is left on the idle server, or an empty text."""
         service, until = self.http._app.service, time.monotonic() + HANG_S
         while service.open_streams or service.admission.num_open or len(self.engine._outputs):
             if time.monotonic() > until:
@@ -305,7 +302,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, engine: str) -> Iterator[Server]:
+def serving(folder: Path, engine: str) -> Iterator[FuzzServer]:
     builder = BUILDER if engine == "instant" else DEFAULT_BUILDER
     config = EngineConfig(
         model=str(tiny_folder(folder)), max_num_seqs=64, num_gpu_blocks_override=1024
@@ -320,7 +317,7 @@ def serving(folder: Path, engine: str) -> Iterator[Server]:
 
     def note(http: HttpServer, remote: RemoteEngine, url: str) -> None:
         port = int(url.rpartition(":")[2])
-        found["server"] = Server(port, http, remote, asyncio.get_running_loop(), remote.pid)
+        found["server"] = FuzzServer(port, http, remote, asyncio.get_running_loop(), remote.pid)
         started.set()
 
     def run() -> None:
@@ -335,7 +332,7 @@ def serving(folder: Path, engine: str) -> Iterator[Server]:
     started.wait()
     if "error" in found:
         raise found["error"]
-    server: Server = found["server"]
+    server: FuzzServer = found["server"]
     while not server.http.started:
         time.sleep(0.002)
     try:
@@ -345,8 +342,10 @@ def serving(folder: Path, engine: str) -> Iterator[Server]:
         thread.join(HANG_S)
 
 
-def fuzz(server: Server, seed: int, indices: Iterable[int], show: bool = False) -> dict[str, Any]:
-    """Make the calls; the counts, and the failures, each printed as it is found."""
+def fuzz(
+    server: FuzzServer, seed: int, indices: Iterable[int], show: bool = False
+) -> dict[str, Any]:
+    """Make the calls, print each failure, and return the counts and the failures."""
     maker = Maker(server.described(), seed)
     lock = threading.Lock()
     statuses: dict[str, Counter[str]] = {}
@@ -413,9 +412,7 @@ def main() -> int:
     result = {"bench": "fuzz", "engine": args.engine, "machine": platform.machine(), **result}
     for route, counts in result["routes"].items():
         print(f"{route:28} " + "  ".join(f"{name}: {count}" for name, count in counts.items()))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    write_result(result, args.json, indent=1)
     return 1 if result["num_failures"] else 0
 
 

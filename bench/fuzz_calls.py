@@ -1,4 +1,4 @@
-"""What `fuzz.py` sends: calls made from a server's own description, and spoilt in many ways.
+"""The calls of `fuzz.py`: made from a server's OpenAPI description, and mutated.
 
 A call follows from (seed, index) alone.
 """
@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator
 from random import Random
 from typing import Any, NamedTuple
 
-BODY_BYTES = 1 << 20  # the server's limit, so that what is too large costs little to send
+BODY_BYTES = 1 << 20  # the server's limit, small so that too large bodies are cheap to send
 
 
 class Call(NamedTuple):
     number: int
     kind: str
-    route: str  # as the counts name it
+    route: str  # name in the counts
     data: bytes
-    due: bool = True  # it is HTTP: an answer has to come
-    leave_after: int | None = None  # bytes of the answer; None: it is read to its end
+    due: bool = True  # valid HTTP, so an answer must arrive
+    leave_after: int | None = None  # bytes of the answer; None: read to the end
 
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ USUAL: dict[str, list[Any]] = {
     "thinking": [{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}],
     "response_fields": [["content"], []],
 }  # fmt: skip
-# Routes whose fields of the same name mean something else.
+# Routes with other meanings of the same field names.
 USUAL_OF: dict[str, dict[str, list[Any]]] = {
     path: {
         "tools": [None, [{"name": "f", "input_schema": {"type": "object"}}]],
@@ -293,7 +293,7 @@ HOSTILE: dict[str, list[Any]] = {
 
 
 class Maker:
-    """(seed, index) → a call."""
+    """A generator of calls from (seed, index)."""
 
     def __init__(self, described: dict[str, Any], seed: int) -> None:
         self._described, self._seed = described, seed
@@ -302,7 +302,7 @@ class Maker:
             for path, methods in described["paths"].items()
             for method, operation in methods.items()
         ]
-        # What tells is simple: most calls go to what reads a body.
+        # Most calls go to routes that read a body.
         self._weights = [6 if "requestBody" in operation else 1 for _, _, operation in self._routes]
 
     def make(self, index: int) -> Call:
@@ -322,14 +322,16 @@ class Maker:
             method, path, body, *self._headers(random), chunked=random.random() < 0.1 and random
         )
         leave_after = None
-        if random.random() < 0.08:  # while it sends, before the answer, or in its middle
+        if (
+            random.random() < 0.08
+        ):  # disconnect while sending, before the answer, or in the middle of it
             if random.random() < 0.4:
                 data, leave_after = data[: random.randrange(len(data))], 0
             else:
                 leave_after = random.choice([0, 1, 200, 700, 3000])
         return Call(index, kind, route, data, leave_after=leave_after)
 
-    # ── bodies ──────────────────────────────────────────────────────────────────────────────
+    # ── bodies ────────────────────────────────────────────────────────────────────────────────────
 
     def _content(self, random: Random, kind: str, path: str, operation: dict[str, Any]) -> Any:
         if "requestBody" not in operation:
@@ -345,7 +347,7 @@ class Maker:
         return content
 
     def _hostile(self, random: Random, path: str, schema: Any) -> Any:
-        """A good request but for one to three values, which are of their field's type."""
+        """Return a valid request with one to three hostile values of the right type."""
         content = copy.deepcopy(GOOD[path])
         names = [name for name in self._resolved(schema)["properties"] if name in HOSTILE]
         for name in random.sample(names, min(len(names), random.choice([1, 1, 2, 3]))):
@@ -378,7 +380,7 @@ class Maker:
         name: str = "",
         usual: dict[str, list[Any]] = USUAL,
     ) -> Any:
-        """Something the schema allows. Fields with a meaning mostly get a usual value."""
+        """Return a value that the schema allows. Known fields mostly get a usual value."""
         if name in usual and random.random() < 0.85:
             return random.choice(usual[name])
         schema = self._resolved(schema)
@@ -469,7 +471,7 @@ class Maker:
         many = b",".join(b'"k%d":%d' % (n, n) for n in range(random.choice([100, 20_000])))
         return b"{" + many + b"," + good[1:]
 
-    # ── HTTP ────────────────────────────────────────────────────────────────────────────────
+    # ── HTTP ──────────────────────────────────────────────────────────────────────────────────────
 
     def _headers(self, random: Random) -> tuple[bytes, ...]:
         if random.random() < 0.93:
@@ -541,7 +543,7 @@ HEADERS: list[tuple[bytes, ...]] = [
     ), (b"Cookie: " + b"a=b;" * 500,),
     (b"Content-Type: text/html",), (b"X-Request-Id: \xc3\xa9",), (b"X-Empty:",),
 ]  # fmt: skip
-NO_HTTP: list[tuple[bytes, ...]] = [  # of these the parser may think what it likes
+NO_HTTP: list[tuple[bytes, ...]] = [  # the parser may accept or refuse these
     (b"Content-Length: -1",), (b"Content-Length: 5",), (b"Content-Length: 99999999999999999999",),
     (b"Transfer-Encoding: gzip",),
     (b"Transfer-Encoding: chunked",), (b"no colon",), (b"X: \x00",), (b": x",), (b" X: folded",),
@@ -571,14 +573,14 @@ def no_http(body: bytes) -> list[bytes]:
 
 
 def dump(content: Any) -> bytes:
-    """As JSON; half surrogates are escaped. "<deep 900>" stands for what our own parser would not
-    take: 900 objects, one in the other."""
+    """Encode as JSON with escaped half surrogates. "<deep 900>" stands for 900 nested objects,
+    which our own parser would refuse."""
     text = json.dumps(content).encode()
     return DEEP.sub(lambda found: nested(int(found[1]), key="properties").encode(), text)
 
 
 def request(method: str, path: str, body: bytes, *headers: bytes, chunked: Any = None) -> bytes:
-    """One HTTP request. `chunked`: a `Random` that cuts the body into pieces."""
+    """Return an HTTP request. `chunked`: a `Random` that splits the body into chunks."""
     line = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode("latin-1")
     lines = b"".join(header + b"\r\n" for header in headers)
     if not chunked:
@@ -597,7 +599,7 @@ def request(method: str, path: str, body: bytes, *headers: bytes, chunked: Any =
 
 
 def mutated(random: Random, content: Any) -> Any:
-    """With one value, somewhere inside, replaced, removed, doubled, renamed or wrapped."""
+    """Return a copy with one inner value replaced, removed, doubled, renamed or wrapped."""
     places = list(_places(content, 0))
     if not places:
         return copy.deepcopy(random.choice(NASTY))

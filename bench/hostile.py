@@ -1,22 +1,21 @@
-"""One client against another: what an attack does to a victim's stream and the server's memory.
+"""Attacks of one client: their effect on the stream of another client and on the server's memory.
 
     python -m bench.hostile [--only NAME ...] [--skip NAME ...] [--json FILE] [--list]
 
 Each attack (`hostile_attacks.py`) meets a fresh `twostroke serve` on the default model with default
-flags, or with those the attack names. One victim stream writes all the time. For two quiet seconds
-its gaps between tokens are measured; then the attack runs in a process of its own, until it has its
-answers and a second longer. A line says by how much the victim's worst gap exceeds its quiet one
-(the median; bound: 100 ms), how much the peak memory of the HTTP process, the engine's process and
-their helpers exceeds what they had before (bound: 64 MiB each), and what the attacker got. Where an
-attack needs many requests, the gap is compared to what as many plain ones do. Blocks of the KV
-cache are reserved at the start, so pages of it that are touched are no growth.
+flags, or with the flags of the attack. One victim stream decodes all the time. The gaps between its
+tokens are measured for two quiet seconds; then the attack runs in a separate process until it has
+its answers, and one second longer. A line has the increase of the victim's worst gap over the quiet
+median (bound: 100 ms), the growth of the peak memory of each process of the server (bound: 64 MiB),
+and the answers of the attacker. An attack with many requests is compared with the same number of
+plain requests. The KV cache is reserved at the start, so touched pages of it are no growth.
 
 An attack during which other programs took more than `MAX_OTHERS` of a core is run again, up to
-`TRIES` times, and the run with the least of that is told: on a shared machine a neighbour can be
-worse than any attack. `others_cores` says what was left of it.
+`TRIES` times, and the run with the smallest share counts: on a shared machine a neighbour can be
+worse than any attack. `others_cores` is that share.
 
-The body of an attack is made before its clock starts; sending it still takes processor time from
-the server, so on a small machine the gaps are upper bounds. Exit code 1 if a bound is broken.
+The body of an attack is made before the measurement; sending the body still takes CPU time from the
+server, so on a small machine the gaps are upper bounds. Exit code 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
-class Target:
-    """What an attack is told about the server."""
+class AttackTarget:
+    """The server as an attack sees it."""
 
     port: int
     pid: int  # of the HTTP process
-    folder: Path  # for files that it needs
-    log: Path  # what the server has printed
+    folder: Path  # for files of the attack
+    log: Path  # the server's output
 
 
 Fire = Callable[[], str]
@@ -67,17 +66,19 @@ Fire = Callable[[], str]
 @dataclass(frozen=True)
 class Attack:
     name: str
-    prepare: Callable[[Target], Fire]  # makes the bodies; the result sends them, tells what came
+    prepare: Callable[
+        [AttackTarget], Fire
+    ]  # makes the bodies; the returned function sends the bodies and describes the answers
     flags: Callable[[Path], list[str]] = field(default=lambda folder: [])
     victim: bool = True  # False: the attack is on the engine itself, and every stream ends
     open_files: int | None = None  # the server's limit of file descriptors
-    control: str = ""  # the attack without what is bad in it: the victim's gap is compared to its
+    control: str = ""  # name of a harmless attack to compare the victim's gap with
     max_gap_ms: float = MAX_GAP_MS
     max_growth_mib: float = MAX_GROWTH_MIB
 
 
 class Victim(threading.Thread):
-    """Streams without end; notes when each event came."""
+    """A client that streams without end and records the time of each event."""
 
     def __init__(self, port: int, key: str | None = None) -> None:
         super().__init__(daemon=True)
@@ -117,13 +118,13 @@ class Victim(threading.Thread):
         self._done.set()
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Gaps that overlap this time; a silence that lasts to its end is one."""
+        """Return the gaps that overlap this time, including a silence at its end."""
         times = [when for when in list(self.times) if when <= end] + [end]
         return [after - before for before, after in pairwise(times) if after > start]
 
 
 class Memory(threading.Thread):
-    """Peak resident memory of a process and its children, each by what it runs."""
+    """The peak resident memory of a process and its children by command."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -140,7 +141,7 @@ class Memory(threading.Thread):
                 self.peak[name] = max(size, self.peak.get(name, 0))
 
     def restart(self) -> dict[str, int]:
-        """What there is now; peaks are counted from here."""
+        """Return the memory now, and reset the peaks."""
         self.now = self._measure()
         self.peak = dict(self.now)
         return dict(self.now)
@@ -161,7 +162,7 @@ class Memory(threading.Thread):
 
 
 def _kv_bytes(pid: int) -> int:
-    """Resident pages of the engine's largest mapping, which is the KV cache."""
+    """Return the resident bytes of the engine's largest mapping, which is the KV cache."""
     largest = resident = 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -191,8 +192,8 @@ def children(pid: int) -> list[int]:
 
 
 def _others_cpu_s() -> float:
-    """CPU time since the machine's start of whatever is not this process or its children, the
-    hypervisor's other guests included."""
+    """Return the CPU time of all other processes since the start of the machine, including other
+    guests of the hypervisor."""
     ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, steal = ticks[:8]
     own = 0
@@ -204,11 +205,11 @@ def _others_cpu_s() -> float:
 
 
 def engine_pid(http_pid: int) -> int:
-    """The largest of the server's children."""
+    """Return the largest child process of the server."""
     return max(children(http_pid), key=_rss, default=0)
 
 
-class Server:
+class AttackedServer:
     def __init__(self, attack: Attack, port: int, folder: Path) -> None:
         command = [sys.executable, "-m", "twostroke", "serve", "--port", str(port)]
         self.log = folder / "server.log"
@@ -241,7 +242,7 @@ class Server:
                 connection.close()
 
     def close(self) -> float:
-        """Seconds that SIGTERM took to end it; -1 if it had to be killed."""
+        """Stop the server, and return the seconds after SIGTERM, or -1 after a SIGKILL."""
         if self.process.poll() is not None:
             return 0.0
         start = perf_counter()
@@ -258,7 +259,7 @@ class Server:
             self.process.wait()
 
 
-def _attacker(attack: Attack, target: Target, pipe: Connection) -> None:
+def _attacker(attack: Attack, target: AttackTarget, pipe: Connection) -> None:
     fire = attack.prepare(target)
     pipe.send("ready")
     pipe.recv()
@@ -269,7 +270,7 @@ def _attacker(attack: Attack, target: Target, pipe: Connection) -> None:
 
 
 def run_quietly(attack: Attack, port: int, control_ms: float) -> dict[str, Any]:
-    """The run that other programs disturbed least, of at most `TRIES`."""
+    """Run up to `TRIES` times, and return the run with the least disturbance by other programs."""
     rows: list[dict[str, Any]] = []
     while len(rows) < TRIES and not (rows and rows[-1]["others_cores"] <= MAX_OTHERS):
         rows.append(run(attack, port, control_ms))
@@ -280,9 +281,9 @@ def run(attack: Attack, port: int, control_ms: float) -> dict[str, Any]:
     """`control_ms`: the victim's worst gap under the attack's control."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        server = Server(attack, port, folder)
+        server = AttackedServer(attack, port, folder)
         try:
-            target = Target(port, server.process.pid, folder, server.log)
+            target = AttackTarget(port, server.process.pid, folder, server.log)
             row = _measure(attack, target, control_ms)
         finally:
             ended_s = server.close()
@@ -292,13 +293,13 @@ def run(attack: Attack, port: int, control_ms: float) -> dict[str, Any]:
         return row
 
 
-def _measure(attack: Attack, target: Target, control_ms: float) -> dict[str, Any]:
+def _measure(attack: Attack, target: AttackTarget, control_ms: float) -> dict[str, Any]:
     from bench.hostile_attacks import warm_up
 
     ours, theirs = CONTEXT.Pipe()
     child = CONTEXT.Process(target=_attacker, args=(attack, target, theirs), daemon=True)
     child.start()
-    warm_up(target)  # so that what the server starts once is there before the clock starts
+    warm_up(target)  # start everything that the server starts once before the measurement
     ours.recv()
     victim = Victim(target.port) if attack.victim else None
     memory = Memory(target.pid)

@@ -1,4 +1,4 @@
-"""What `hostile.py` does to a server: every attack that once hurt somebody else's stream."""
+"""The attacks of `hostile.py`: each attack once hurt the stream of another client."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from bench.hostile import ATTACK_S, Attack, Fire, Target, children, engine_pid
+from bench.hostile import ATTACK_S, Attack, AttackTarget, Fire, children, engine_pid
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
-MODEL = "SmolLM2-135M-Instruct"  # the default; some APIs want it named
+MODEL = "SmolLM2-135M-Instruct"  # the default model; some APIs require its name
 JSON = {"Content-Type": "application/json"}
 RAW_HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 KEYS = ("first-key", "second-key")
 
-# ── asking ──────────────────────────────────────────────────────────────────────────────────
+# ── asking ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ask(
     port: int, method: str, path: str, body: bytes | None = None, key: str | None = None
 ) -> tuple[int, bytes]:
-    """Status and answer; a server that closes while it is sent a body has said what it wants."""
+    """Return status and answer. A server may close the connection before the end of the body."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ATTACK_S)
     headers = dict(JSON) if body is not None else {}
     if key is not None:
@@ -56,8 +56,8 @@ def post(port: int, path: str, body: Any, key: str | None = None) -> tuple[int, 
     return ask(port, "POST", path, json.dumps(body).encode(), key)
 
 
-def warm_up(target: Target) -> None:
-    """One of each kind, so that what starts with the first has started."""
+def warm_up(target: AttackTarget) -> None:
+    """Send one request of each kind, to start everything that starts with a first request."""
     with contextlib.suppress(OSError, http.client.HTTPException):
         for key in (None, KEYS[0]):
             schema = {"type": "json_object"}
@@ -68,7 +68,7 @@ def warm_up(target: Target) -> None:
 
 
 def told(answers: Iterable[tuple[int, bytes]]) -> str:
-    """How many of each status, and the first refusal's words."""
+    """Return the number of answers by status, and the message of the first refusal."""
     answers = list(answers)
     counts = Counter(status for status, _ in answers)
     text = ", ".join(f"{count}× {status}" for status, count in sorted(counts.items()))
@@ -87,10 +87,10 @@ def at_once(port: int, path: str, bodies: list[bytes]) -> list[tuple[int, bytes]
         return list(pool.map(lambda body: ask(port, "POST", path, body), bodies))
 
 
-def sending(path: str, body: Callable[[], Any], times: int = 1) -> Callable[[Target], Fire]:
-    """An attack that is one body, sent once or several times at once."""
+def sending(path: str, body: Callable[[], Any], times: int = 1) -> Callable[[AttackTarget], Fire]:
+    """Return an attack with one body, sent once or several times at once."""
 
-    def prepare(target: Target) -> Fire:
+    def prepare(target: AttackTarget) -> Fire:
         made = body()
         data = made if isinstance(made, bytes) else json.dumps(made).encode()
         return lambda: told(at_once(target.port, path, [data] * times))
@@ -102,7 +102,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": HELLO, "max_tokens": 4, **fields}
 
 
-# ── bodies ──────────────────────────────────────────────────────────────────────────────────
+# ── bodies ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def nested_metadata() -> bytes:
@@ -131,11 +131,11 @@ def long_prompt(tokens: int) -> list[int]:
     return [(n * 31) % 40_000 + 100 for n in range(tokens)]
 
 
-# ── grammars ────────────────────────────────────────────────────────────────────────────────
+# ── grammars ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def schema(seed: int, patterns: int = 400) -> dict[str, Any]:
-    """Some 60 KB that take long to compile, and differ so that none is remembered."""
+    """Return a JSON schema of some 60 KB, different for each seed, that takes long to compile."""
     properties = {}
     for n in range(patterns):
         words = "|".join(f"[a-z]{{{k},{k + n % 17 + 3}}}{seed}" for k in range(1, 6))
@@ -151,25 +151,25 @@ w ::= [a-z] | [a-z] [a-z] | [a-z] [a-z] [a-z] | " "
 SIXTEEN = {"prompt": "Once", "n": 16, "max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
 
 
-def slow_masks(grammar: str | None) -> Callable[[Target], Fire]:
-    """Four requests of 16 texts each, whose masks are made in the same steps."""
+def slow_masks(grammar: str | None) -> Callable[[AttackTarget], Fire]:
+    """Return an attack with four requests of 16 texts, whose masks are made in the same steps."""
     asked = SIXTEEN if grammar is None else SIXTEEN | {"structured_outputs": {"grammar": grammar}}
     body = json.dumps(asked).encode()
     return lambda target: lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
 
 
-def plain_chats(target: Target) -> Fire:
+def plain_chats(target: AttackTarget) -> Fire:
     return many_chats(target, [chat(seed=n) for n in range(48)])
 
 
-def many_schemas(target: Target) -> Fire:
+def many_schemas(target: AttackTarget) -> Fire:
     forms = ({"name": "x", "schema": schema(n)} for n in range(48))
     asked = [chat(response_format={"type": "json_schema", "json_schema": form}) for form in forms]
     return many_chats(target, asked)
 
 
-def many_chats(target: Target, asked: list[dict[str, Any]]) -> Fire:
-    """All of them at once; meanwhile others look at the server, and ask for usual things."""
+def many_chats(target: AttackTarget, asked: list[dict[str, Any]]) -> Fire:
+    """Send all bodies at once, while other clients read /metrics and send plain requests."""
     bodies = [json.dumps(one).encode() for one in asked]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -199,14 +199,14 @@ def many_chats(target: Target, asked: list[dict[str, Any]]) -> Fire:
     return fire
 
 
-# ── connections ─────────────────────────────────────────────────────────────────────────────
+# ── connections ───────────────────────────────────────────────────────────────────────────────────
 
 
 SIXTEEN_TEXTS = {"prompt": "Once", "max_tokens": 4000, "n": 16, "logprobs": 20, "stream": True,
                  "ignore_eos": True, "temperature": 1.0}  # fmt: skip
 
 
-def ask_for_texts(target: Target) -> socket.socket:
+def ask_for_texts(target: AttackTarget) -> socket.socket:
     body = json.dumps(SIXTEEN_TEXTS).encode()
     head = b"POST /v1/completions HTTP/1.1\r\n" + RAW_HEADERS
     connection = socket.create_connection(("127.0.0.1", target.port))
@@ -215,7 +215,7 @@ def ask_for_texts(target: Target) -> socket.socket:
     return connection
 
 
-def always_read(target: Target) -> Fire:
+def always_read(target: AttackTarget) -> Fire:
     def fire() -> str:
         size, until = 0, perf_counter() + 25.0
         with ask_for_texts(target) as connection:
@@ -226,7 +226,7 @@ def always_read(target: Target) -> Fire:
     return fire
 
 
-def never_read(target: Target) -> Fire:
+def never_read(target: AttackTarget) -> Fire:
     def fire() -> str:
         with ask_for_texts(target) as connection:
             sleep(25.0)
@@ -236,7 +236,7 @@ def never_read(target: Target) -> Fire:
     return fire
 
 
-def slow_senders(target: Target) -> Fire:
+def slow_senders(target: AttackTarget) -> Fire:
     head = b"POST /v1/chat/completions HTTP/1.1\r\n" + RAW_HEADERS
 
     def fire() -> str:
@@ -261,8 +261,8 @@ def slow_senders(target: Target) -> Fire:
     return fire
 
 
-def many_connections(target: Target) -> Fire:
-    """Against a server that may open 64 files."""
+def many_connections(target: AttackTarget) -> Fire:
+    """Attack a server with a limit of 64 open files."""
 
     def fire() -> str:
         held = []
@@ -283,7 +283,7 @@ def many_connections(target: Target) -> Fire:
     return fire
 
 
-# ── bytes of a connection, before a key is looked at ────────────────────────────────────────
+# ── bytes of a connection, before a key is looked at ──────────────────────────────────────────────
 
 
 def head(method: str, path: str, *lines: str) -> bytes:
@@ -291,11 +291,11 @@ def head(method: str, path: str, *lines: str) -> bytes:
 
 
 CHUNKED = "Transfer-Encoding: chunked"
-TRAILERS_S, TRAILER_BYTES = 15.0, 512 * 1024**2  # when an attacker who is not cut off gives up
+TRAILERS_S, TRAILER_BYTES = 15.0, 512 * 1024**2  # limits after which an attack ends by itself
 
 
-def send_bytes(target: Target, pieces: Iterable[bytes]) -> tuple[int, bytes, bool]:
-    """Bytes sent, what came back, and whether the server has closed the connection."""
+def send_bytes(target: AttackTarget, pieces: Iterable[bytes]) -> tuple[int, bytes, bool]:
+    """Return the bytes sent, the answer, and True if the server closed the connection."""
     sent, received = 0, b""
     with socket.create_connection(("127.0.0.1", target.port)) as connection:
         try:
@@ -316,17 +316,17 @@ def statuses_of(received: bytes) -> Counter[str]:
     return Counter(part[:3].decode() for part in received.split(b"HTTP/1.1 ")[1:])
 
 
-def without_traceback(target: Target, outcome: str) -> str:
+def without_traceback(target: AttackTarget, outcome: str) -> str:
     count = target.log.read_text(errors="replace").count("Traceback")
     return f"FAILED {count} tracebacks in the log; {outcome}" if count else outcome
 
 
 def connections_of(
     number: int, pieces: Callable[[], Iterable[bytes]], must_close: bool = True
-) -> Callable[[Target], Fire]:
-    """So many connections at once that each send the same."""
+) -> Callable[[AttackTarget], Fire]:
+    """Return an attack with `number` connections at once that send the same bytes."""
 
-    def prepare(target: Target) -> Fire:
+    def prepare(target: AttackTarget) -> Fire:
         def fire() -> str:
             with ThreadPoolExecutor(number) as pool:
                 jobs = [pool.submit(send_bytes, target, pieces()) for _ in range(number)]
@@ -379,8 +379,8 @@ def one_byte_chunks() -> Iterable[bytes]:
     yield b"0\r\n\r\n"
 
 
-def body_after_answer(target: Target) -> Fire:
-    """Whoever has its answer must not hold a connection with a body that never ends."""
+def body_after_answer(target: AttackTarget) -> Fire:
+    """Send endless bodies after the answer, which must not keep connections open."""
 
     def endless() -> Iterable[bytes]:
         yield head("GET", "/health", f"Content-Length: {1 << 40}")
@@ -392,8 +392,8 @@ def body_after_answer(target: Target) -> Fire:
     return connections_of(50, endless)(target)
 
 
-def trickled_bodies(target: Target) -> Fire:
-    """One key's connections hold parts of large bodies; another key sends whole ones."""
+def trickled_bodies(target: AttackTarget) -> Fire:
+    """Hold parts of large bodies with one API key, and send whole bodies with another key."""
     lines = "Content-Type: application/json", f"Content-Length: {8 << 20}"
     begin = head("POST", CHAT, *lines, f"Authorization: Bearer {KEYS[0]}") + b"{" + b" " * 380_000
     usual: Any = {"prompt": "a", "max_tokens": 1, "metadata": {"a": "x" * 2_000_000}}
@@ -419,7 +419,7 @@ def trickled_bodies(target: Target) -> Fire:
     return fire
 
 
-# ── templates ───────────────────────────────────────────────────────────────────────────────
+# ── templates ─────────────────────────────────────────────────────────────────────────────────────
 
 BOMBS = (
     "{{ range(99999)|map('string')|join('x'*99999)|length }}",
@@ -431,7 +431,7 @@ BOMBS = (
 )
 
 
-def foreign_templates(target: Target) -> Fire:
+def foreign_templates(target: AttackTarget) -> Fire:
     bodies = [json.dumps(chat(chat_template=bomb)).encode() for bomb in BOMBS]
 
     def fire() -> str:
@@ -448,7 +448,7 @@ def own_template(folder: Path) -> list[str]:
     return ["--chat-template", str(folder / "bomb.jinja")]
 
 
-def hung_template(target: Target) -> Fire:
+def hung_template(target: AttackTarget) -> Fire:
     def fire() -> str:
         with ThreadPoolExecutor(4) as pool:
             jobs = [pool.submit(post, target.port, CHAT, chat()) for _ in range(4)]
@@ -461,14 +461,14 @@ def hung_template(target: Target) -> Fire:
     return fire
 
 
-# ── keys, logs, values ──────────────────────────────────────────────────────────────────────
+# ── keys, logs, values ────────────────────────────────────────────────────────────────────────────
 
 
 def keys(_: Path) -> list[str]:
     return ["--api-key", *KEYS]
 
 
-def shared_prefix(target: Target) -> Fire:
+def shared_prefix(target: AttackTarget) -> Fire:
     asked = {"prompt": long_prompt(200), "max_tokens": 1}
 
     def fire() -> str:
@@ -483,7 +483,7 @@ def shared_prefix(target: Target) -> Fire:
     return fire
 
 
-def logged_key(target: Target) -> Fire:
+def logged_key(target: AttackTarget) -> Fire:
     def fire() -> str:
         ask(target.port, "GET", "/health?api_key=sk-secret-value&x=1")
         text, until = "", perf_counter() + 10.0
@@ -505,8 +505,8 @@ FOREIGN_PAGES = (
 ACTS = ("/start_profile", "/stop_profile", "/pools")
 
 
-def foreign_pages(target: Target) -> Fire:
-    """Requests as a browser sends them for pages of other sites, to a server without a key."""
+def foreign_pages(target: AttackTarget) -> Fire:
+    """Send requests like a browser on pages of other sites, to a server without an API key."""
 
     def fire() -> str:
         answers = []
@@ -523,7 +523,7 @@ def foreign_pages(target: Target) -> Fire:
     return fire
 
 
-def odd_values(target: Target) -> Fire:
+def odd_values(target: AttackTarget) -> Fire:
     bodies = [chat(top_k=0.5), chat(top_k=1e-9), chat(temperature=1e-300), chat(top_p=5e-324)]
 
     def fire() -> str:
@@ -534,18 +534,18 @@ def odd_values(target: Target) -> Fire:
     return fire
 
 
-# ── the engine ──────────────────────────────────────────────────────────────────────────────
+# ── the engine ────────────────────────────────────────────────────────────────────────────────────
 
 
-def deaths(target: Target) -> Fire:
-    """Whoever dies again and again is started again, or the server ends and says why."""
+def deaths(target: AttackTarget) -> Fire:
+    """Kill processes again and again. They are restarted, or the server ends with a reason."""
 
     def fire() -> str:
         killed = 0
         until = perf_counter() + 150.0
         while perf_counter() < until and killed < 10:
             if not Path(f"/proc/{target.pid}/fd/0").exists():
-                break  # it has ended
+                break  # the server has ended
             if pid := engine_pid(target.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -566,7 +566,7 @@ def deaths(target: Target) -> Fire:
     return fire
 
 
-def hang(target: Target) -> Fire:
+def hang(target: AttackTarget) -> Fire:
     def fire() -> str:
         pid = engine_pid(target.pid)
         os.kill(pid, signal.SIGSTOP)
@@ -593,9 +593,8 @@ def hang(target: Target) -> Fire:
 HANG_TIMEOUT_S = 3
 
 
-def hang_at_start(target: Target) -> Fire:
-    """The engine is killed, and each engine after it is stopped as soon as it is there; three
-    times."""
+def hang_at_start(target: AttackTarget) -> Fire:
+    """Kill the engine, and stop each new engine as soon as it starts, three times."""
 
     def fire() -> str:
         known: set[int] = set()
@@ -623,15 +622,15 @@ def engine_process(http_pid: int) -> int:
     return 0
 
 
-# ── abandoned requests ──────────────────────────────────────────────────────────────────────
+# ── abandoned requests ────────────────────────────────────────────────────────────────────────────
 
 MAX_WAIT_MS = 200.0  # that they may add to another client's time to first token
 
 
-def abandoned(count: int) -> Callable[[Target], Fire]:
-    """Completions of 300 words whose clients close the connection at once."""
+def abandoned(count: int) -> Callable[[AttackTarget], Fire]:
+    """Return an attack that sends completions of 300 words and closes the connections at once."""
 
-    def prepare(target: Target) -> Fire:
+    def prepare(target: AttackTarget) -> Fire:
         asked = []
         for n in range(count):
             text = " ".join(f"word{(n * 7 + k * k) % 997}" for k in range(300))
@@ -657,7 +656,7 @@ def request_of(path: str, body: bytes) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def first_token_ms(target: Target, n: int) -> float:
+def first_token_ms(target: AttackTarget, n: int) -> float:
     body = json.dumps({"prompt": f"Hello {n}", "max_tokens": 2, "stream": True}).encode()
     start = perf_counter()
     with socket.create_connection(("127.0.0.1", target.port), timeout=ATTACK_S) as connection:
@@ -674,7 +673,7 @@ def first_token_ms(target: Target, n: int) -> float:
     return took_ms
 
 
-# ── other APIs ──────────────────────────────────────────────────────────────────────────────
+# ── other APIs ────────────────────────────────────────────────────────────────────────────────────
 
 
 def many_items() -> Any:
@@ -697,9 +696,9 @@ def ollama_messages() -> Any:
     return {"model": MODEL, "messages": many_messages()["messages"]}
 
 
-def stored_responses(target: Target) -> Fire:
-    """Answers that are kept, many more than there is room for. Their long inputs begin alike, so
-    that they are quickly prefilled."""
+def stored_responses(target: AttackTarget) -> Fire:
+    """Store many more answers than the server keeps. Their long inputs share a prefix, so that
+    prefill is fast."""
     text = "word " * 4000
     bodies = [
         json.dumps({"input": [{"role": "user", "content": f"{text} {n}"}], "max_output_tokens": 1})
@@ -715,13 +714,13 @@ def stored_responses(target: Target) -> Fire:
     return fire
 
 
-def background_responses(target: Target) -> Fire:
-    """Answers that nobody waits for, many more than may run."""
+def background_responses(target: AttackTarget) -> Fire:
+    """Start many more background answers than may run."""
     body = json.dumps({"input": "hi", "background": True, "max_output_tokens": 64}).encode()
     return lambda: told(at_once(target.port, "/v1/responses", [body] * 200))
 
 
-def many_records(target: Target) -> Fire:
+def many_records(target: AttackTarget) -> Fire:
     def fire() -> str:
         with ThreadPoolExecutor(16) as pool:
             path = "/records?seconds=600"
@@ -733,9 +732,9 @@ def many_records(target: Target) -> Fire:
 ATTACKS = [
     Attack("nested metadata", sending(CHAT, nested_metadata)),
     Attack("nested metadata × 14", sending(CHAT, nested_metadata, 14)),
-    Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # what so many users do to another
+    Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # effect of many users
     Attack("48 schemas", many_schemas, control="48 plain chats"),
-    Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # what so many texts do to another
+    Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # effect of many texts
     Attack("64 texts with slow masks", slow_masks(AMBIGUOUS), control="64 plain texts"),
     Attack("unknown name of 14 MB", sending(CHAT, long_name)),
     Attack("3 M ids detokenized", sending("/detokenize", lambda: {"tokens": [7] * 3_000_000})),
@@ -767,7 +766,7 @@ ATTACKS = [
                                       "max_tokens": 1}),
     ),
     Attack("60,000 items of /v1/responses", sending("/v1/responses", many_items)),
-    Attack("stored responses", stored_responses, max_gap_ms=1e9,  # it is 600 prompts of work
+    Attack("stored responses", stored_responses, max_gap_ms=1e9,  # 600 prompts to compute
            flags=lambda _: ["--max-stored-response-bytes", str(8 << 20)]),
     Attack("200 background responses", background_responses, max_gap_ms=1e9),  # and this 200
     Attack("200,000 blocks of /v1/messages", sending("/v1/messages", many_blocks)),
@@ -782,7 +781,7 @@ ATTACKS = [
         sending("/completion", lambda: {"prompt": "word " * 2_500_000, "n_predict": 4}),
     ),
     Attack("/records 200 times", many_records),
-    # The loop accepts and drops so many connections before it reads the next client's.
+    # The event loop accepts and drops these connections before it reads the next client.
     Attack("1,000 abandoned requests", abandoned(1000), max_gap_ms=MAX_WAIT_MS),
     Attack("2,000 abandoned requests", abandoned(2000), max_gap_ms=MAX_WAIT_MS),
     Attack("16 texts that are read", always_read, max_gap_ms=1e9),  # so many streams of one user

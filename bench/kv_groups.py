@@ -1,20 +1,20 @@
-"""KV memory of a model that mixes windows and full attention: pools by group, and one for all.
+"""KV memory of a model with sliding-window and full attention, with and without KV groups.
 
     python -m bench.kv_groups [--requests N] [--prompt N] [--output N] [--json FILE]
 
 Gemma 3's shape (`bench/shapes/gemma-3-4b.json`). The requests run through the scheduler and the
-block pools, without a model; what is held at most is counted in blocks of each group and told in
-bytes (bf16). "One group" is what a cache needs in which every layer keeps every position. Also: how
-many such requests a cache of a given size runs at one time. Ends with one JSON line.
+block pools, without a model; the peak use is counted in blocks of each group and reported in bytes
+(bf16). "One group" is a cache in which every layer keeps every position. Also: the number of such
+requests that a cache of a given size runs at one time. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
+from bench.output import write_result
 from bench.scheduler import result_of
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.assembly import group_limits
@@ -41,7 +41,7 @@ def without_windows(spec: ModelSpec) -> ModelSpec:
 
 
 def peak_bytes(spec: ModelSpec, args: argparse.Namespace) -> dict[str, float]:
-    """What the requests hold at most at one time, with room for all of them."""
+    """Return the peak use of the KV cache by these requests, with room for all of them."""
     groups = spec.kv_groups()
     total = args.requests * (args.prompt + args.output)
     blocks = [2 * total // BLOCK_SIZE] * len(groups)
@@ -76,7 +76,7 @@ def peak_bytes(spec: ModelSpec, args: argparse.Namespace) -> dict[str, float]:
 
 
 def requests_at_once(spec: ModelSpec, cache_gib: int, args: argparse.Namespace) -> int:
-    """How many such requests a cache of this size runs at one time, by its memory plan."""
+    """Return the number of such requests that a cache of this size runs, by its memory plan."""
     length = args.prompt + args.output
     config = EngineConfig(
         kv_cache_memory_bytes=cache_gib * GIB,
@@ -88,7 +88,7 @@ def requests_at_once(spec: ModelSpec, cache_gib: int, args: argparse.Namespace) 
     memory = plan_memory(config, spec, weight_bytes, ITEMSIZE, ITEMSIZE, 1024 * GIB, True)
     fits = []
     for group, blocks in zip(spec.kv_groups(), memory.group_blocks, strict=True):
-        # While others decode, a sliding layer holds its window and the block it writes.
+        # During decode a sliding layer holds its window and the block that it writes.
         tokens = length if group.window is None else min(length, group.window + BLOCK_SIZE)
         fits.append(blocks * BLOCK_SIZE // (-(-tokens // BLOCK_SIZE) * BLOCK_SIZE))
     return min(fits)
@@ -112,9 +112,7 @@ def main() -> None:
         print(f"{name}:")
         for what, value in found.items():
             print(f"  {what:40} {value:,.2f}")
-    print(json.dumps(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(report, args.json, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How far "predict, then run" of /learn is off: TTFT and TPOT of twelve settings on this machine.
+"""The error of "predict, then run" of /learn: TTFT and TPOT of twelve settings on this machine.
 
     python -m bench.learn_prediction [--model MODEL] [--out FILE.json]
 
-A server's parts without HTTP: the engine in a process of its own, the experiments of
-`serve/learn/lab.py` and the forecasts of `observe/forecast.py`. The engine is calibrated as the
-page does it, then each setting is predicted before it runs three times. Run it on a quiet machine.
+The server's parts run without HTTP: the engine process, the experiments of `serve/learn/lab.py` and
+the forecasts of `observe/forecast.py`. The engine is calibrated like on the page; then each setting
+is predicted and runs three times. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def measure(model: str | None) -> dict[str, Any]:
 
 
 async def _row(data: LearnData, load: Workload) -> dict[str, Any]:
-    """The medians of the rounds, as on the page."""
+    """Return the medians of the rounds, as on the page."""
     expected = await data.predict(load)
     assert expected is not None, "the calibration has shown steps of both phases"
     request = LearnRunRequest(experiment="predict", **asdict(load), rounds=ROUNDS)

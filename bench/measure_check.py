@@ -1,13 +1,12 @@
-"""Do the measuring tools agree with the server that they measure, and with other people's tools?
+"""A comparison of the measuring tools with the server's records and with other tools.
 
     python -m bench.measure_check [MODEL] [--guidellm BIN] [--aiperf BIN] [--json FILE]
 
 Starts `twostroke serve` (the default model, unless one is named) and loads it with `twostroke bench
-serve`, then with guidellm and aiperf where they are given: the same number of users, prompts and
-outputs of the same length. While each runs, the server's step and request records are gathered,
-which say what the engine did by a clock of its own. The tool's figures, other tools' restated by
-`twostroke import`, are held against the records of that very run, so that no two runs need to be
-alike. Prints tables, ends with one JSON line; exit status 1 if a figure is out of bounds.
+serve`, then with guidellm and aiperf if they are given, with the same number of users, prompts and
+lengths. The server's step and request records of each run are gathered. The figures of each tool
+(converted by `twostroke import`) are compared with the records of the same run. Prints tables, ends
+with one JSON line; exit status 1 if a figure is out of bounds.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 from bench.witness import Json, Witness, gaps_s, get_json, largest, request_figures, tpot_s
 from twostroke.measure.compare.arms import serving
-from twostroke.measure.compare.imports import import_result
+from twostroke.measure.compare.other_tools import import_result
 from twostroke.measure.load.result import environment
 
 USERS, PROMPT, OUTPUT = 4, 128, 48
@@ -94,7 +93,7 @@ def run(
 
 
 def save_tokenizer(model: str, folder: Path) -> Path:
-    """The model's own, as other tools read it."""
+    """Write the model's tokenizer for other tools."""
     from twostroke.model.gguf.gguf_file import GGUFFile
     from twostroke.model.text.tokenizer import Tokenizer
 
@@ -107,11 +106,11 @@ def save_tokenizer(model: str, folder: Path) -> Path:
     return target
 
 
-# ── a tool's figures beside the records ─────────────────────────────────────────────────────────
+# ── a tool's figures beside the records ───────────────────────────────────────────────────────────
 
 
 def compared(tool: Json, server: Json) -> list[Json]:
-    """A row a figure: the tool's, the server's, the difference, and whether it is within bounds."""
+    """Return a row for each figure of the tool and the server, with the difference."""
     rows = []
     for name, bound in BOUND_MS.items():
         for statistic in STATISTICS:
@@ -145,7 +144,7 @@ def row(name: str, tool: float, server: float, within: bool) -> Json:
 
 
 def request_by_request(detail: Json, requests: dict[str, Json]) -> Json:
-    """Of `bench serve`'s own result: every request beside its record, in ms."""
+    """Compare every request of `bench serve` with its record, in ms."""
     pairs = list(zip(detail["request_ids"], detail["ttfts"], detail["itls"], strict=True))
     missing = [name for name, _, _ in pairs if name not in requests]
     known = [(requests[name], ttft, itls) for name, ttft, itls in pairs if name in requests]
@@ -171,7 +170,7 @@ def request_by_request(detail: Json, requests: dict[str, Json]) -> Json:
 
 
 def steps_and_requests(steps: list[Json], requests: dict[str, Json]) -> Json:
-    """Whether the two kinds of record say the same of the tokens."""
+    """Return the differences between step records and request records."""
     written = sum(
         step["regular"] + len(step["late"]) + len(step["first"]) + step["drafted"] for step in steps
     )
@@ -248,7 +247,7 @@ def main() -> None:
 
 
 def checked(tool: str, path: Path, witness: Witness) -> Json:
-    """A tool's result beside the records of its run."""
+    """Compare a tool's result with the records of its run."""
     restated, known = import_result(str(path)), witness.requests
     # Other tools try the server first; and a warm-up is no request of the run.
     counted = {n: one for n, one in known.items() if len(one["token_s"]) == OUTPUT}

@@ -1,30 +1,25 @@
-"""Model files that nobody should write, by the thousand: each loads, or is refused in words.
+"""A fuzzer of model files: each mutated file must load or be refused with a clear message.
 
-    python bench/mutate.py [--seed 0] [--sample N] [--workers 2] [--json FILE]
-    python bench/mutate.py --about granite               # all whose description has it
-    python bench/mutate.py --only 1234                   # one of them again, and what it does
+    python -m bench.mutate [--seed 0] [--sample N] [--workers 2] [--json FILE]
+    python -m bench.mutate --about granite               # all with this word in the description
+    python -m bench.mutate --only 1234                   # repeat one mutation, and print its effect
 
-Small sound models (a folder of every family and rope scaling, shards, GGUF files with each kind of
-vocabulary) are spoilt one thing at a time: every field of every JSON file and of the GGUF metadata
-takes every nasty value (removed, null, another type, negative, zero, huge, NaN, infinite, nested,
-long), tensors get NaN, other shapes, types and names, bytes are flipped, files are cut short, and
-some files are made to take for ever. Which ones there are follows from the seed alone.
+Small valid models (a folder of every family and rope scaling, shards, GGUF files with each kind of
+vocabulary) are mutated in one place at a time: every field of every JSON file and of the GGUF
+metadata takes every nasty value (removed, null, another type, negative, zero, huge, NaN, infinite,
+nested, long), tensors get NaN, other shapes, types and names, bytes are flipped, files are cut
+short, and some files are made to take for ever. The mutations follow from the seed alone.
 
-Each is opened in a process of its own as `twostroke run` opens it, up to a generated token and its
-log-probability, within 5 s and 1 GiB of further address space. What is a failure: a traceback, a
-process that dies, a hang, too much memory, a log-probability that is no number, and a message that
-does not say what is wrong. It does if it names the file and, where one field was spoilt, that field
-or the object it is in; of damaged bytes the file is enough, of weights it is the tensor, and of a
-chat template's own mistakes that they are its. Exit status 1 if there is any. Ends with one JSON
+Each model is opened in a separate process like in `twostroke run`, up to a generated token and its
+log-probability, within 5 s and 1 GiB of further address space. Failures: a traceback, a process
+that dies, a hang, too much memory, a log-probability that is not a number, and an unclear message.
+A clear message names the file and the mutated field or its object. For damaged bytes the file is
+enough; for weights the message names the tensor, and for errors of a chat template the template.
+Exit status 1 if there is a failure. Ends with one JSON
 line.
 """
 
 from __future__ import annotations
-
-import sys
-
-if __name__ == "__main__":  # `bench` and `tests` are found there
-    sys.path[0] = __file__.rpartition("/bench/")[0] or "."
 
 import argparse
 import contextlib
@@ -35,6 +30,7 @@ import platform
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -51,7 +47,7 @@ SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 16, "threads": 1, "max_nu
 
 
 def attempt(path: Path) -> dict[str, str]:
-    """What `twostroke run` would do with a model, and how it ends."""
+    """Open a model like `twostroke run`, and return the outcome."""
     from twostroke import LLM, SamplingParams
     from twostroke.errors import RequestError, TwostrokeError
 
@@ -79,7 +75,7 @@ CHAT = [{"role": "user", "content": "the dog"}]
 
 
 def child(mutation: Mutation, folder: Path, answer: Path) -> None:
-    """Never returns."""
+    """Write the outcome of a mutation to `answer`, and exit."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
@@ -87,7 +83,7 @@ def child(mutation: Mutation, folder: Path, answer: Path) -> None:
     path = mutation.write(folder)
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + GROWTH_BYTES,) * 2)
-    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)  # nobody handles it, so that it ends us
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)  # without a handler the signal ends the process
     answer.write_text(json.dumps(attempt(path)))
     os._exit(0)
 
@@ -95,8 +91,8 @@ def child(mutation: Mutation, folder: Path, answer: Path) -> None:
 def try_all(
     mutations: list[tuple[int, Mutation]], work: Path, workers: int
 ) -> Iterator[tuple[int, Mutation, dict[str, str]]]:
-    """As many processes at a time as there are workers, each forked from this one, which has
-    imported everything and has no threads."""
+    """Run one process for each worker, forked from this process, which has imported everything and
+    has no threads."""
     import twostroke.engine.build_native
     import twostroke.engine.output_processor
     import twostroke.llm
@@ -135,13 +131,13 @@ def try_all(
 
 
 def problem_of(mutation: Mutation, result: dict[str, str]) -> str:
-    """What is wrong with how it ended; nothing if it is as it should be."""
+    """Return the problem of an outcome, or an empty text."""
     if result["end"] == "loaded":
         return "it must not load" if mutation.must_fail else ""
     if result["end"] != "refused":
         return result["end"]
     says = result["says"]
-    if "chat template" in says:  # it came from the one place there is, or from --chat-template
+    if "chat template" in says:  # the template's source is clear
         return ""
     if mutation.file not in says:
         return f"the message does not name {mutation.file}"

@@ -1,4 +1,4 @@
-"""What `bench/mutate.py` spoils: small sound models, and every way to spoil one thing in them."""
+"""The mutations of `bench/mutate.py`: small valid models, and every way to mutate one place."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Mutation:
     kind: str  # for the statistics
     what: str  # for people
     file: str  # the file that a refusal names
-    names: tuple[str, ...]  # one of which it names too
+    names: tuple[str, ...]  # the message must contain one of them, too
     files: Callable[[], Files]
     must_fail: bool = False
 
     def write(self, folder: Path) -> Path:
-        """The model's files, in this folder; what `twostroke run MODEL` would be given."""
+        """Write the model's files to this folder, and return the MODEL of `twostroke run`."""
         files = self.files()
         for name, data in files.items():
             (folder / name).write_bytes(data)
         return folder / GGUF_NAME if GGUF_NAME in files else folder
 
 
-# ── the sound models ────────────────────────────────────────────────────────────────────────────
+# ── the sound models ──────────────────────────────────────────────────────────────────────────────
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
 YARN |= {"beta_fast": 32, "beta_slow": 1, "attention_factor": 1.1, "mscale": 1, "truncate": True}
@@ -98,7 +98,7 @@ DEEPSEEK |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "moe_l
 DEEPSEEK |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
 MINICPM3 = LATENT | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-PACKED = "gpt_oss-mxfp4"  # its experts are packed once it is written
+PACKED = "gpt_oss-mxfp4"  # its experts are packed after writing
 FOLDERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-llama3": {"rope_scaling": LLAMA3},
@@ -180,13 +180,13 @@ HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, EXPERTS = 64, 96, 4, 2, 2, 3
 
 @dataclass
 class GGUF:
-    """What a GGUF file is made of, in order."""
+    """The parts of a GGUF file, in order."""
 
-    pairs: dict[str, bytes]  # the value with its type, as the file has it
+    pairs: dict[str, bytes]  # type and value, encoded for the file
     tensors: dict[str, tuple[list[int], int, bytes]]  # dimensions as the file has them, type, data
 
     def data(self, infos: dict[str, bytes] | None = None) -> bytes:
-        """`infos` stand in for the entries of some tensors."""
+        """Return the bytes of the file. `infos` replace the entries of some tensors."""
         parts = [b"GGUF", struct.pack("<IQQ", 3, len(self.tensors), len(self.pairs))]
         for key, value in self.pairs.items():
             parts += [text(key), value]
@@ -250,7 +250,7 @@ def write_bases(root: Path) -> None:
 
 
 def _pack_experts(folder: Path) -> None:
-    """The experts of a gpt-oss as MXFP4, of any codes."""
+    """Return the experts of a gpt-oss model as MXFP4 with random codes."""
     from safetensors.numpy import load_file, save_file
 
     draw, path = np.random.default_rng(0), folder / "model.safetensors"
@@ -343,7 +343,7 @@ def _tensors(arch: str, vocab: int, kind: int) -> dict[str, tuple[list[int], int
 
 
 def _add_experts(arch: str, at: str, shapes: dict[str, list[int]]) -> None:
-    """In the place of the MLP, with what else the architecture has."""
+    """Return the tensors that replace the MLP in this architecture."""
     for part, dims in {"gate": [HIDDEN, 32], "up": [HIDDEN, 32], "down": [32, HIDDEN]}.items():
         del shapes[f"{at}ffn_{part}.weight"]
         shapes[f"{at}ffn_{part}_exps.weight"] = [*dims, EXPERTS]
@@ -365,7 +365,7 @@ def _q8_0(values: np.ndarray) -> bytes:
     return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
 
 
-# ── what is done to them ────────────────────────────────────────────────────────────────────────
+# ── the mutations ─────────────────────────────────────────────────────────────────────────────────
 
 REMOVED = object()
 NASTY: dict[str, Any] = {"removed": REMOVED, "null": None, "true": True, "'x'": "x", "''": ""}
@@ -405,7 +405,7 @@ def _dump(content: Any) -> bytes:
 
 
 def _with(files: Files, name: str, content: Any) -> Callable[[], Files]:
-    """The files with another content in one: bytes, what becomes JSON, or None for no such file."""
+    """Return the files with one replaced: by bytes, by JSON content, or removed by None."""
 
     def made() -> Files:
         rest = {file: data for file, data in files.items() if file != name}
@@ -417,7 +417,7 @@ def _with(files: Files, name: str, content: Any) -> Callable[[], Files]:
 
 
 def _changed(content: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """A copy of a JSON document with another value at a path."""
+    """Return a copy of a JSON document with another value at a path."""
     if not path:
         return value
     copy = list(content) if isinstance(content, list) else dict(content)
@@ -455,7 +455,7 @@ def _json_fields(files: Files, file: str, fields: tuple[str, ...]) -> Iterator[M
 
 
 def _config(name: str, files: Files) -> Iterator[Mutation]:
-    """Every field of the first; of the others what they do not share with it."""
+    """Yield every field of the first model, and the fields that only other models have."""
     from twostroke.model.describe.hf_families import FAMILIES
 
     config = json.loads(files["config.json"])
@@ -587,7 +587,7 @@ def _tokenizer(files: Files) -> Iterator[Mutation]:
 
 
 def _paths(content: dict[str, Any]) -> Iterator[tuple[str | int, ...]]:
-    """Every place of a tokenizer.json but the entries of its vocabulary, merges and tokens."""
+    """Yield every place of a tokenizer.json except entries of its vocabulary, merges and tokens."""
 
     def walk(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
         if path:
@@ -604,7 +604,7 @@ def _paths(content: dict[str, Any]) -> Iterator[tuple[str | int, ...]]:
 
 
 def _sharded(files: Files) -> Files:
-    """The same model in two shards with an index."""
+    """Return the same model in two shards with an index."""
     from safetensors.numpy import load, save
 
     tensors = load(files["model.safetensors"])
@@ -627,7 +627,7 @@ def _index(files: Files) -> Iterator[Mutation]:
         "config.json": "config.json",
     }
     for label, value in odd.items():
-        # To name the index is enough, or the file that it names.
+        # The message may name the index or the file in the index.
         mutation = _field(files, file, ("weight_map", "model.embed_tokens.weight"), label, value)
         names = (file, "config.json: cannot be read as safetensors")
         yield Mutation("index", mutation.what, "", names, mutation.files)
@@ -636,7 +636,7 @@ def _index(files: Files) -> Iterator[Mutation]:
 
 
 def _weights(folders: dict[str, Files], ggufs: dict[str, GGUF]) -> Iterator[Mutation]:
-    """NaN and infinity somewhere in a tensor: none of these may load."""
+    """Yield models with NaN or infinity in a tensor, none of which may load."""
     from safetensors.numpy import load, save
 
     values = {"NaN": np.nan, "∞": np.inf, "−∞": -np.inf}
@@ -673,7 +673,7 @@ def _weights(folders: dict[str, Files], ggufs: dict[str, GGUF]) -> Iterator[Muta
 
 
 def _bombs(files: Files, ggufs: dict[str, GGUF]) -> Iterator[Mutation]:
-    """Files that would take for ever, or all memory."""
+    """Yield files that would take for ever or need all memory."""
     llama, qwen = ggufs["llama"], ggufs["qwen2"]
 
     def pair(model: GGUF, key: str, value: bytes, what: str, must_fail: bool = True) -> Mutation:

@@ -1,39 +1,35 @@
-"""What watching costs: records, blame, the way to the HTTP process, totals. No model.
+"""The cost of observation, without a model: records, causes of gaps, transfer, totals.
 
-    python bench/observe.py [--json FILE]
+    python -m bench.observe [--json FILE]
 
-Turns an engine's loop over an executor that computes nothing and times, for each step, what is
-there only to explain it: the step's record with its gaps by cause (`StepRecorder.add`), packing
-the record for the HTTP process, reading it there, and adding it to the totals; then once a request
-its end, and once a scrape the page. In `commit` each token costs one comparison more, timed apart.
+Runs an engine's loop with an executor that computes nothing, and times the work of observation in
+each step: the step's record with its gaps by cause (`StepRecorder.add`), packing the record for the
+HTTP process, reading the record there, and adding the record to the totals; also the end of a
+request and a scrape. One more comparison for each token in `commit` is timed separately.
 Prints a table, ends with one JSON line.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import platform
+import statistics
+from array import array
+from time import perf_counter
+from timeit import repeat
+from types import SimpleNamespace
+from typing import Any, cast
 
-sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` is found there
+import msgspec
 
-import argparse  # noqa: E402
-import json  # noqa: E402
-import platform  # noqa: E402
-import statistics  # noqa: E402
-from array import array  # noqa: E402
-from time import perf_counter  # noqa: E402
-from timeit import repeat  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
-from typing import Any, cast  # noqa: E402
-
-import msgspec  # noqa: E402
-
-from bench.scheduler import Instant, scheduler_with  # noqa: E402
-from twostroke.engine.api import EngineClient, EngineLoad  # noqa: E402
-from twostroke.engine.core import EngineCore  # noqa: E402
-from twostroke.model.describe.cost import CostModel  # noqa: E402
-from twostroke.observe.record import Records, StepRecord  # noqa: E402
-from twostroke.observe.totals import Totals  # noqa: E402
-from twostroke.serve.monitor.metrics import Metrics  # noqa: E402
+from bench.output import write_result
+from bench.scheduler import Instant, scheduler_with
+from twostroke.engine.api import EngineClient, EngineLoad
+from twostroke.engine.core import EngineCore
+from twostroke.model.describe.cost import CostModel
+from twostroke.observe.record import Records, StepRecord
+from twostroke.observe.totals import Totals
+from twostroke.serve.monitor.metrics import Metrics
 
 STEPS = 400
 BUDGET_US = 50.0  # at 32 streams
@@ -76,14 +72,14 @@ def measure(running: int) -> dict[str, float]:
 
 
 def per_token_us() -> float:
-    """What `Scheduler.commit` does more for a token: was the last one's step the one before?"""
+    """Time the comparison of `Scheduler.commit` for a token: is its step the next one?"""
     steps, slots = array("q", range(100)), 64
     code = "steps[-1] != 99 or 3 >= slots"
     return 1e6 * min(repeat(code, globals={"steps": steps, "slots": slots}, number=100_000)) / 1e5
 
 
 def measure_end(tokens: int) -> float:
-    """Closing a request of so many tokens: its sums, its worst gap."""
+    """Time the end of a request with this number of tokens: its sums and its worst gap."""
     scheduler = scheduler_with(8, 0, 5000)
     core = EngineCore(scheduler, Instant(), CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5))
     for _ in range(tokens):
@@ -134,7 +130,7 @@ def main() -> None:
     at_32 = rows[1]["step_us"]
     end_us, page_us = measure_end(500), measure_page()
     print(f"a request's end (500 tokens) {end_us:.0f} µs; a scrape {page_us / 1e3:.1f} ms")
-    line = json.dumps(
+    write_result(
         {
             "bench": "observe",
             "machine": platform.machine(),
@@ -144,12 +140,9 @@ def main() -> None:
             "scrape_us": page_us,
             "budget_us": BUDGET_US,
             "within_budget": at_32 < BUDGET_US,
-        }
+        },
+        args.json,
     )
-    print(line)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""What looking at a server costs it: tokens a second with and without, in turn.
+"""The cost of observing a server: tokens a second with and without observation, in turn.
 
     python -m bench.observer_cost trace [--cycles 8] [--window 10] [--json FILE]
     python -m bench.observer_cost once
     python -m bench.observer_cost profile
     python -m bench.observer_cost off --without CHECKOUT
 
-The same users load the server for a window at a time, once for each arm, in the order A B C, C B A,
-A B C, so that what drifts meets all alike; a cycle's ratio to its arm without is one observation,
-and their mean has a t interval at 95%. Tokens are counted by the second, and beside it by the
-second of processor time that server and command took together. Run it on cores that nobody else
-uses: where the server gets less of them, what is done beside it counts for more.
+The same users load the server for one window in each arm, in the order A B C, C B A, A B C, so that
+a drift of the machine affects all arms alike. The ratio of an arm to the arm without observation in
+one cycle is one value, and the mean of the values has a t interval at 95%. Tokens are counted per
+second, and per second of CPU time of server and command together. Run it on idle cores.
 
-trace: nothing; `twostroke trace` run once in the window, on the same cores; the same records
-fetched without reading them, which is the server's own part of it (--arms 2 leaves it out).
-once: one user, then a trace of all the steps that the server keeps, now that it is idle: processor
-time of server and command, over that of the cores in the time it shows, which it can cost at most.
-profile: nothing; a profile that runs for the whole window.
+trace: no observation; `twostroke trace` once in the window on the same cores; only fetching the
+same records, which is the server's part (--arms 2 leaves this arm out).
+once: one user, then a trace of all steps that the idle server keeps: CPU time of server and
+command, divided by the CPU time of the cores in the traced time, which is an upper bound.
+profile: no observation; a profile that runs for the whole window.
 off: this tree against CHECKOUT, whose native decoder does not count its stages (an `end_stage` in
 native/src/model.cpp that returns at once, built in place).
 Ends with one JSON line; exit status 1 if `trace` or `off` cost 2% or more.
@@ -45,21 +44,19 @@ from twostroke.measure.load.http_client import Connections, Endpoint
 from twostroke.measure.load.load_run import no_collections
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.sample_client import COMPLETIONS, OpenAIClient
-from twostroke.measure.load.workload import Planned, Prompts
+from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 
 USERS, PROMPT, OUTPUT = 4, 16, 256
 SETTLE_S = 1.0  # before tokens are counted
 TRIES = 10
-MOST = 0.02
+MAX_COST = 0.02
 METRICS = ("tokens a second", "tokens a second of processor time")
 
 
-class Arm(NamedTuple):
+class ObserverArm(NamedTuple):
     name: str
     url: str
-    look: Callable[
-        [str, float], Coroutine[Any, Any, None]
-    ]  # what is done to the server in a window
+    look: Callable[[str, float], Coroutine[Any, Any, None]]  # the observation in one window
 
 
 async def nothing(url: str, window_s: float) -> None: ...
@@ -95,8 +92,8 @@ async def profile(url: str, window_s: float) -> None:
         connections.close()
 
 
-class Counted(OpenAIClient):
-    """Notes when each token came, also of answers that are cut off."""
+class CountingClient(OpenAIClient):
+    """A client that records the time of each token, also of answers that are cut off."""
 
     def __init__(self, connections: Connections) -> None:
         super().__init__(connections, None, COMPLETIONS)
@@ -109,7 +106,7 @@ class Counted(OpenAIClient):
 
 
 def cpu_s() -> float:
-    """Processor time of all that this process has started: servers, and commands that ended."""
+    """Return the CPU time of all processes that this process started, including ended commands."""
     ticks, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -127,17 +124,17 @@ def cpu_s() -> float:
 
 
 async def window(
-    arm: Arm, window_s: float, salt: str, num_users: int = USERS
+    arm: ObserverArm, window_s: float, salt: str, num_users: int = USERS
 ) -> tuple[float, float]:
-    """Tokens a second that the users of one window got, and tokens a second of processor time."""
+    """Return tokens a second of one window, and tokens a second of CPU time."""
     connections = Connections(Endpoint(arm.url))
-    client, prompts = Counted(connections), Prompts(0, salt, as_text=False)
+    client, prompts = CountingClient(connections), PromptGenerator(0, salt, as_text=False)
 
     async def user(number: int) -> None:
         output = OUTPUT * (number + 1) // USERS  # of the first, so that they do not end together
         for turn in count():
             prompt = prompts.unique(1000 * number + turn, PROMPT)
-            sample = await client.send(Planned(0.0, prompt, PROMPT, output), perf_counter())
+            sample = await client.send(PlannedRequest(0.0, prompt, PROMPT, output), perf_counter())
             if sample.error:
                 raise SystemExit(sample.error)
             output = OUTPUT
@@ -160,8 +157,8 @@ async def window(
 
 
 async def once(url: str, window_s: float) -> Json:
-    """Processor time of a trace of all that the server keeps, and of that the server's own."""
-    await window(Arm("load", url, nothing), window_s, f"{os.getpid()}", num_users=1)
+    """Return the CPU time of a trace of all kept steps, and the server's part of that time."""
+    await window(ObserverArm("load", url, nothing), window_s, f"{os.getpid()}", num_users=1)
     await asyncio.sleep(1.0)
     steps = len(get_json(f"{url}/records?seconds=600")["steps"])
     found: Json = {"steps": steps, "cores": os.cpu_count() or 1, "window_s": window_s}
@@ -174,7 +171,9 @@ async def once(url: str, window_s: float) -> Json:
     return found
 
 
-async def measure(arms: list[Arm], cycles: int, window_s: float, limit_s: float) -> list[Json]:
+async def measure(
+    arms: list[ObserverArm], cycles: int, window_s: float, limit_s: float
+) -> list[Json]:
     begun = perf_counter()
     for arm in arms:
         await window(arm, 2.0, f"warm up {arm.name}")
@@ -192,7 +191,7 @@ async def measure(arms: list[Arm], cycles: int, window_s: float, limit_s: float)
 
 
 def judged(rows: list[Json], names: list[str]) -> list[Json]:
-    """Each arm against the first, as a change with its interval."""
+    """Return the change of each arm against the first arm, with its interval."""
     base, *others = names
     found = []
     for name in others:
@@ -224,17 +223,23 @@ def main() -> None:
             save({"bench": "observer_cost", "what": "once", **result}, args.json)
             return
         if args.what == "trace":
-            arms = [Arm("nothing", url, nothing), Arm("twostroke trace", url, trace)]
-            arms += [Arm("records fetched", url, fetch)][: args.arms - 2]
+            arms = [
+                ObserverArm("nothing", url, nothing),
+                ObserverArm("twostroke trace", url, trace),
+            ]
+            arms += [ObserverArm("records fetched", url, fetch)][: args.arms - 2]
         elif args.what == "profile":
-            arms = [Arm("nothing", url, nothing), Arm("profiled", url, profile)]
+            arms = [ObserverArm("nothing", url, nothing), ObserverArm("profiled", url, profile)]
         else:
             own = os.environ.get("PYTHONPATH", "")
             os.environ["PYTHONPATH"] = args.without
             os.chdir(args.without)
             (other,) = stack.enter_context(serving([""]))
             os.environ["PYTHONPATH"] = own
-            arms = [Arm("no counters", other, nothing), Arm("as it is", url, nothing)]
+            arms = [
+                ObserverArm("no counters", other, nothing),
+                ObserverArm("as it is", url, nothing),
+            ]
         rows = asyncio.run(measure(arms, args.cycles, args.window, args.limit))
     found = judged(rows, [arm.name for arm in arms])
     for one in found:
@@ -246,7 +251,7 @@ def main() -> None:
     result = {"bench": "observer_cost", "what": args.what}
     save(result | {"load": load, "changes": found, "metrics": METRICS, "rows": rows}, args.json)
     judged_by = [one for one in found if one["metric"] == METRICS[0]]
-    if args.what != "profile" and any(one["low"] <= -MOST for one in judged_by):
+    if args.what != "profile" and any(one["low"] <= -MAX_COST for one in judged_by):
         raise SystemExit("it costs 2% or more, or more cycles are needed to say that it does not")
 
 

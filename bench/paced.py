@@ -1,10 +1,10 @@
-"""A server whose model computes nothing, for measuring everything around a model.
+"""A server with a model that computes nothing, to measure everything around a model.
 
     python -m bench.paced PORT STREAMS PACE_MS
 
 Scheduler, KV bookkeeping, the engine's process and HTTP are the real ones. A step takes PACE_MS
 (0: no time), and each token's text says when its step ended, in ticks of 0.1 ms of the machine's
-monotonic clock modulo one second, such as "@0417": whoever reads it knows how old it is.
+monotonic clock modulo one second, such as "@0417", so that a reader knows the age of the token.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from twostroke.engine.core import EngineCore
 
 MAX_LEN = 4096
-PACE_KEY = "bench_pace_ms"  # in the model's config.json, so that the engine's process finds it
+PACE_KEY = "bench_pace_ms"  # in the model's config.json, for the engine's process
 
 
 def write_model(folder: Path, pace_ms: float) -> None:
-    """A description, and a vocabulary with a word for every tick."""
+    """Write a model description, and a vocabulary with a word for every tick."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -68,8 +68,8 @@ def write_model(folder: Path, pace_ms: float) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-class Paced:
-    """An executor that only tells the time."""
+class PacedExecutor:
+    """An executor whose tokens are the time."""
 
     max_in_flight = 1
     on_chunk_logits: ChunkLogits | None = None
@@ -83,7 +83,7 @@ class Paced:
         self._due_s = time.monotonic() + self._pace_s
         return plan
 
-    def sample(self, plan: StepPlan, masks: object = None) -> Paced:
+    def sample(self, plan: StepPlan, masks: object = None) -> PacedExecutor:
         self._count = len(plan.decode) + sum(chunk.last for chunk in plan.prefill)
         return self
 
@@ -96,8 +96,8 @@ class Paced:
     def reset(self) -> None: ...
 
 
-class Engine:
-    """What the engine's process asks of an engine."""
+class PacedEngine:
+    """The interface of an engine that the engine's process uses."""
 
     def __init__(self, config: EngineConfig) -> None:
         from twostroke.engine.core import EngineCore
@@ -112,7 +112,7 @@ class Engine:
             block_size=config.block_size,
             groups=(GroupLimits(config.max_num_seqs * MAX_LEN // config.block_size // 4),),
         )
-        executor = Paced(described[PACE_KEY] / 1e3, self._vocab_size - STAMP_TICKS)
+        executor = PacedExecutor(described[PACE_KEY] / 1e3, self._vocab_size - STAMP_TICKS)
         cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
         self.core: EngineCore = EngineCore(Scheduler(self._limits), executor, cost)
 

@@ -6,9 +6,9 @@
 
 The load and the order of the windows are those of `bench.observer_cost`.
 
-server: a light client asks what the page asks, as often: the cost that a server pays when the
-browser runs on another machine. The chat has a reader who types all the time, `/learn` a server
-whose machine is not measured yet, and the last arm lets it compute attention in each window.
+server: a light client sends the requests of the page at the same rate: the cost of a browser on
+another machine. In the chat a user types all the time, `/learn` runs on an uncalibrated machine,
+and the last arm computes attention in each window.
 browser: Chromium has the page open on the same cores as the engine.
 weight: requests, bytes and the time to interactive of each page, in Chromium without a cache.
 Ends with one JSON line. Exit status 1 if an arm of `server` (without attention) cost 2% or more.
@@ -24,13 +24,13 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from bench.observer_cost import MOST, USERS, Arm, judged, measure, nothing, save
+from bench.observer_cost import MAX_COST, USERS, ObserverArm, judged, measure, nothing, save
 from bench.witness import Json
 from tests.server.browser import Browser, Page, browser
 from twostroke.measure.compare.arms import serving
 from twostroke.measure.load.http_client import Connections, Endpoint
 
-# A page's address, and the script that says that it can be used.
+# A page's path, and a script that is true when the page is interactive.
 PAGES = {
     "chat": ("/", "document.documentElement.dataset.ready === 'true'"),
     "learn": ("/learn", "document.getElementById('view')?.dataset.ready === 'start'"),
@@ -42,7 +42,7 @@ ATTENDED = list(range(100, 164))
 LOADS = 5
 
 
-# ── what a page asks ────────────────────────────────────────────────────────────────────────────
+# ── page requests ─────────────────────────────────────────────────────────────────────────────────
 
 Ask = Callable[[Connections], Coroutine[Any, Any, Any]]
 
@@ -89,11 +89,11 @@ async def attention(url: str, window_s: float) -> None:
 SERVER_ARMS = {"chat": chat, "learn": learn, "dash": dash, "attention asked once": attention}
 
 
-# ── what a browser does ─────────────────────────────────────────────────────────────────────────
+# ── browser ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Shown:
-    """A page that a browser has open during the windows of its arm alone."""
+    """A page that a browser has open only during the windows of its arm."""
 
     def __init__(self, page: Page, path: str) -> None:
         self._page, self._path = page, path
@@ -111,7 +111,7 @@ def blank_page() -> Iterator[Page]:
         yield page
 
 
-# ── weight ──────────────────────────────────────────────────────────────────────────────────────
+# ── weight ────────────────────────────────────────────────────────────────────────────────────────
 
 WATCH = (
     "(() => {{ const look = () => {{ if ({ready}) window.readyAt = performance.now(); "
@@ -124,7 +124,7 @@ ENTRIES = (
 
 
 def weight(chrome: Browser, url: str, path: str, ready: str) -> Json:
-    """Medians of loads with an empty cache."""
+    """Return the medians of page loads with an empty cache."""
     times = []
     for _ in range(LOADS):
         with chrome.page("about:blank") as page:
@@ -166,8 +166,8 @@ def main() -> None:
         else:
             page = stack.enter_context(blank_page())
             looks = {name: Shown(page, path).look for name, (path, _) in PAGES.items()}
-        arms = [Arm("no page", url, nothing)]
-        arms += [Arm(name, url, look) for name, look in looks.items()]
+        arms = [ObserverArm("no page", url, nothing)]
+        arms += [ObserverArm(name, url, look) for name, look in looks.items()]
         rows = asyncio.run(measure(arms, args.cycles, args.window, args.limit))
     found = judged(rows, [arm.name for arm in arms])
     for one in found:
@@ -179,7 +179,7 @@ def main() -> None:
     save(result | {"window_s": args.window, "mean_gap_ms": gaps, "changes": found}, args.json)
     judged_by = [one for one in found if one["metric"] == "tokens a second"]
     if args.what == "server" and any(
-        one["change"] <= -MOST for one in judged_by if one["arm"] in PAGES
+        one["change"] <= -MAX_COST for one in judged_by if one["arm"] in PAGES
     ):
         raise SystemExit("an open page costs 2% or more")
 

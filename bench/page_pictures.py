@@ -1,4 +1,4 @@
-"""Pictures of the pages for people, made with the default model on this machine.
+"""Screenshots of the pages, made with the default model on this machine.
 
     python -m bench.page_pictures chat FOLDER
     python -m bench.page_pictures learn FOLDER
@@ -6,7 +6,7 @@
 
 chat, learn: a PNG of every view of the page, in light, dark and narrow.
 lessons: the six lessons as a reader meets them, each a text file and a PNG for every screen. Ideas
-have been run, questions are not answered; the engine's answers are in FOLDER/answers.
+have been run, and questions are not answered; the engine's answers are in FOLDER/answers.
 
 They need Chromium and the tests' folder.
 """
@@ -42,7 +42,7 @@ and a sentence, and say what was confusing or wrong.
 
 @contextmanager
 def measured_server() -> Iterator[str]:
-    """The URL of `twostroke learn`, once it has measured its machine."""
+    """Start `twostroke learn`, and yield its URL after the calibration."""
     with serving([LEARN]) as (url,):
         until = time.monotonic() + MEASURED_S
         while get_json(f"{url}/learn/facts")["ops_per_s"] is None and time.monotonic() < until:
@@ -50,7 +50,7 @@ def measured_server() -> Iterator[str]:
         yield url
 
 
-# ── lessons ─────────────────────────────────────────────────────────────────────────────────────
+# ── lessons ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def lessons(folder: Path) -> None:
@@ -88,7 +88,7 @@ def lesson(learn: LearnPage, number: int, folder: Path) -> None:
 
 
 def run_idea(learn: LearnPage) -> None:
-    """Press what there is to press on the screen of an idea."""
+    """Press all buttons on the screen of an idea."""
     if learn.shown("[data-view=prompt]"):
         run_prompt(learn)
     elif learn.shown("[data-view=predict]"):
@@ -107,11 +107,11 @@ def run_prompt(learn: LearnPage) -> None:
     learn.run("attention")
 
 
-# ── views ───────────────────────────────────────────────────────────────────────────────────────
+# ── views ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def take(page: Page, folder: Path, name: str, whole: bool = False) -> None:
-    """`whole`: all of the page's height, where a window would scroll."""
+    """Take a screenshot. `whole`: the whole page instead of the window."""
     for look, (width, height, scheme) in LOOKS.items():
         page.look(width, height, scheme)
         page.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -1,17 +1,16 @@
-"""The two phases on this machine: floors first, then what the engine takes, then a peer.
+"""The times of both phases on this machine: floors, then the engine, then a peer.
 
-    python bench/phases.py [--model M] [--json FILE] [--repeat N]
+    python -m bench.phases [--model M] [--json FILE] [--repeat N]
 
-Floors come from ceilings measured here: the rate of a large matrix product in the engine's dtype
-bounds prefill, the rate of reading a buffer as large as the weights bounds decode. Engine and
-peer (transformers, where installed, on the same weights and tokens) alternate; medians.
+Floors come from ceilings measured on this machine: the rate of a large matrix product in the
+engine's dtype bounds prefill, the rate of reading a buffer as large as the weights bounds decode.
+Engine and peer (transformers, where installed, on the same weights and tokens) alternate; medians.
 Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 from time import perf_counter
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.output import write_result
 from twostroke import LLM, SamplingParams
 from twostroke.engine.in_process import SyncClient
 
@@ -51,12 +51,12 @@ def tokens(count: int, start: int) -> list[int]:
     return [(start * 977 + n * 31) % 40000 + 100 for n in range(count)]
 
 
-class Ours:
+class TwostrokeEngine:
     def __init__(self, model: str | None) -> None:
         self.llm = LLM(model, enable_prefix_caching=False, max_num_batched_tokens=512)
 
     def run(self, prompts: list[list[int]], output: int) -> tuple[float, float]:
-        """Seconds to the first token of all, and seconds a decode step."""
+        """Return the seconds to the first token of all prompts, and those of a decode step."""
         client = SyncClient(self.llm.engine)
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
         names = [client.add(prompt, params) for prompt in prompts]
@@ -67,8 +67,8 @@ class Ours:
         return first, statistics.median(r.tpot_s for r in records)
 
 
-class Transformers:
-    def __init__(self, ours: Ours) -> None:
+class TransformersPeer:
+    def __init__(self, ours: TwostrokeEngine) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         spec = ours.llm.engine.spec
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--json", help="also write the result here")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
-    ours = Ours(args.model)
+    ours = TwostrokeEngine(args.model)
     cost = ours.llm.engine.core.cost
     weights = int(cost.weight_bytes(1))
     flops, bandwidth = matrix_rate(torch.float32), read_rate(weights)
@@ -119,7 +119,7 @@ def main() -> None:
         floors[f"decode, batch {batch}"] = (weights + kv) / bandwidth
     contenders: dict[str, Any] = {"twostroke": ours}
     try:
-        contenders["transformers"] = Transformers(ours)
+        contenders["transformers"] = TransformersPeer(ours)
     except ImportError:
         print("transformers is not installed: no peer")
     times: dict[str, dict[str, list[float]]] = {n: {w: [] for w in floors} for n in contenders}
@@ -147,11 +147,7 @@ def main() -> None:
         "bytes_per_s": bandwidth,
         "results": results,
     }
-    text = json.dumps(out)
-    print(text)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(text + "\n")
+    write_result(out, args.json)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The planner against a real server: predicted beside measured, at three loads of each trace.
+"""A comparison of the planner with a real server at three loads of each trace.
 
     twostroke serve --port 8791 &
     python -m bench.plan_check http://127.0.0.1:8791 TRACE [TRACE …] [--shrink 8] [--seconds 60]
                                [--steps FILE] [--json RESULTS.json]
 
 The server is calibrated for a minute (or `--steps` has its records). Its capacity for a trace is
-what a simulation serves a second of requests that all come at once. Then, at each share of it in
-`LOADS`, the first requests of the trace are predicted, sent, and compared. Nothing is fitted to the
-runs that are compared. Ends with one JSON line.
+the simulated rate for requests that all arrive at once. Then, at each share of the capacity in
+`LOADS`, the first requests of the trace are predicted, sent and compared. Nothing is fitted to
+these runs. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.output import write_result
 from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.traces import TraceRequest, at_rate, block_tokens, read_trace, scaled
 from twostroke.planner.calibrate import SECONDS, calibrate
 from twostroke.planner.check import compare, replay
-from twostroke.planner.layout import Layout, shape_of_server
+from twostroke.planner.layout import EngineLayout, shape_of_server
 from twostroke.planner.predict import predict
 from twostroke.planner.steptimes import StepModel, measured_model
 
@@ -32,15 +33,17 @@ PROBE = 60  # requests that all come at once
 GOALS = Goals(ttft_s=1.0, tpot_s=0.1)
 
 
-def fitting(path: str, shrink: float, layout: Layout) -> list[TraceRequest]:
-    """The requests of a trace that the server can hold."""
+def fitting(path: str, shrink: float, layout: EngineLayout) -> list[TraceRequest]:
+    """Return the requests of a trace that the server can hold."""
     longest = min(layout.shape.max_model_len, layout.shape.kv_tokens)
     found = scaled(read_trace(path), shrink=shrink)
     return [one for one in found if one.prompt_tokens + one.output_tokens <= longest]
 
 
-def capacity(trace: list[TraceRequest], layout: Layout, model: StepModel, block: int) -> float:
-    """Requests a second that the layout serves when they wait for it."""
+def capacity(
+    trace: list[TraceRequest], layout: EngineLayout, model: StepModel, block: int
+) -> float:
+    """Return the requests a second that the layout serves if all requests wait."""
     at_once = [replace(one, at_s=0.0) for one in trace[:PROBE]]
     return predict(at_once, layout, model, GOALS, block).figures["requests_per_s"].expected
 
@@ -60,7 +63,10 @@ def main() -> None:
         records = asyncio.run(calibrate(args.url, None, 1024, SECONDS))
         if args.steps is not None:
             args.steps.write_text(json.dumps(records))
-    model, layout = measured_model(records, args.url), Layout(1, shape_of_server(records, args.url))
+    model, layout = (
+        measured_model(records, args.url),
+        EngineLayout(1, shape_of_server(records, args.url)),
+    )
     found: dict[str, Any] = {"step_times": model.as_json(), "loads": []}
     block = block_tokens(args.shrink)
     for path in args.traces:
@@ -87,9 +93,7 @@ def main() -> None:
                     flush=True,
                 )
             found["loads"].append(title | result)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    write_result(found, args.json, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""One prefill and one decode engine, a core each, against one engine on both cores.
+"""A comparison of one prefill and one decode engine, a core each, with one engine on both cores.
 
     python -m bench.pools [MODEL.gguf] [--loads 0.12x50 0.4x20] [--repeat 1] [--only SERVER …]
                           [--ttft-ms 4000] [--tpot-ms 100] [--json RESULTS.json]
 
-Every server is loaded once and stands still while another is measured. Two workloads, each server
-in turn on the same:
+Every server is loaded once and stopped while another server is measured. The servers run two
+workloads in turn:
 
     load          Poisson arrivals, RATE a second for SECONDS: prompts of 200 to 2,000 tokens and
-                  answers of 50 to 200, both drawn evenly; the same arrivals for every server. The
-                  first of the two is one that an engine on two small cores carries, the second not.
-                  Worst gap, p99 of the gaps, TTFT, requests a second within both goals, and how
-                  many were handed over.
-    interference  as bench/cpu.py --interference: four streams write, 4,000 tokens arrive; worst gap
-                  against the steady one, and what the streams' own contexts have to do with it.
+                  answers of 50 to 200, both drawn uniformly; the same arrivals for every server.
+                  An engine on two small cores can serve the first load, but not the second.
+                  Worst gap, p99 of the gaps, TTFT, requests a second within both goals, and the
+                  number of hand-overs.
+    interference  like bench/cpu.py --interference: four streams decode and 4,000 tokens arrive; the
+                  worst gap, the steady gap, and the part of the streams' own contexts.
 
 The servers: `colocated` with its defaults, and `pools`; with --only also `colocated, budget 512`,
-without a bound on stalls. Times are the client's. As it stands it takes five minutes on two
+without a bound on stalls. Times are the client's. The defaults take five minutes on two
 Neoverse-N1 cores. Ends with one JSON line.
 """
 
@@ -32,9 +32,9 @@ from time import perf_counter
 from typing import Any
 from urllib.request import urlopen
 
-from bench.cpu_interference import Server, planned
+from bench.cpu_interference import MeasuredServer, planned
 from twostroke.measure.load.definitions import Goals, Sample
-from twostroke.measure.load.workload import Planned
+from twostroke.measure.load.workload import PlannedRequest
 from twostroke.model.find import hub
 
 FIRST_PORT = 8961
@@ -57,20 +57,20 @@ def a_load(text: str) -> tuple[float, float]:
     return float(rate), float(seconds)
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> list[Planned]:
-    """The same for every server; no two prompts begin alike."""
+def arrivals(rate: float, seconds: float, seed: int) -> list[PlannedRequest]:
+    """Return the same requests for every server, without shared prefixes."""
     rng, at_s, found = random.Random(f"pools {rate} {seed}"), 0.0, []
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         prompt, output = rng.randint(*PROMPTS), rng.randint(*OUTPUTS)
         one = planned(prompt, rng.randrange(1, 10**9), output)
-        found.append(Planned(at_s, one.prompt, prompt, output))
+        found.append(PlannedRequest(at_s, one.prompt, prompt, output))
     return found
 
 
-async def replay(server: Server, load: list[Planned]) -> tuple[list[Sample], float]:
+async def replay(server: MeasuredServer, load: list[PlannedRequest]) -> tuple[list[Sample], float]:
     client, begun = server._client(), perf_counter()
 
-    async def send(one: Planned) -> Sample:
+    async def send(one: PlannedRequest) -> Sample:
         due_s = begun + one.at_s
         await asyncio.sleep(max(0.0, due_s - perf_counter()))
         return await client.send(one, due_s)
@@ -102,8 +102,8 @@ def figures(samples: list[Sample], took_s: float, goals: Goals) -> dict[str, flo
     }
 
 
-def handed_over(server: Server, took_s: float) -> int:
-    """Requests of the last seconds that another engine decoded than prefilled."""
+def handed_over(server: MeasuredServer, took_s: float) -> int:
+    """Return the number of requests of the last seconds that changed the engine after prefill."""
     with urlopen(f"{server.url}/records?seconds={min(600, took_s + 1):.0f}") as answer:
         found = json.load(answer)["requests"]
     return sum("handed over" in one["route"] for one in found)
@@ -134,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or str(hub.resolve(None).path)
     goals = Goals(ttft_s=args.ttft_ms / 1e3, tpot_s=args.tpot_ms / 1e3)
-    servers: list[Server] = []
+    servers: list[MeasuredServer] = []
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     try:
         for n, (name, flags) in enumerate(SERVERS.items()):
@@ -143,7 +143,7 @@ def main() -> None:
             port = FIRST_PORT + n
             command = [sys.executable, "-m", "twostroke", "serve", model, *flags]
             command += ["--served-model-name", "m", "--port", str(port)]
-            servers.append(Server(name, command, port, "m", {}))
+            servers.append(MeasuredServer(name, command, port, "m", {}))
             print(f"{name} is loaded", flush=True)
         for run in range(args.repeat):
             for rate, seconds in args.loads:

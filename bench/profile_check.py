@@ -1,16 +1,15 @@
-"""Do a profile's stages add up to the steps, and do the phases lie under the machine's roofs?
+"""A check that a profile's stages add up to the steps and that the phases lie under the roofs.
 
     python -m bench.profile_check [MODEL] [--seconds 10] [--hardware here] [--json FILE]
     python -m bench.profile_check MODEL --hardware h200              on a GPU
 
-Starts `twostroke serve`, loads it with `twostroke bench serve` so that steps of all kinds occur and
-takes a `twostroke profile` meanwhile. The profile's rows are held against the step records, whose
-times come from other readings of the clock: plan to commit, and the executor's own time. Then one
-user alone, and `twostroke roofline MODEL --hardware here --server URL`: no phase, and no single
-step, may be faster than the rates measured here allow. On a GPU the kernels' times, by stage, are
-held against the step by CUDA's events, and the profile must have the ranges that NVIDIA's tools
-show. Ends with one JSON line; exit status 1 if the sums differ by more than 5%, a range is missing
-or something lies above a roof.
+Starts `twostroke serve`, loads the server with `twostroke bench serve` so that steps of all kinds
+occur, and takes a `twostroke profile`. The profile's rows are compared with the step records, whose
+times come from other readings of the clock: plan to commit, and the executor's time. Then one user
+runs alone, and `twostroke roofline MODEL --hardware here --server URL`: no phase and no step may be
+faster than the measured rates allow. On a GPU the kernels' times are compared with the step's CUDA
+events, and the profile must have the ranges that NVIDIA's tools show. Ends with one JSON line; exit
+status 1 if the sums differ by more than 5%, a range is missing or a figure lies above a roof.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 from bench.measure_check import model_file
+from bench.output import write_result
 from bench.witness import Json, Witness
 from twostroke.measure.compare.arms import serving
 from twostroke.measure.load.result import environment
@@ -57,7 +56,7 @@ def highest(roofline: Json) -> float:
 
 
 def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
-    """By phase: the rows' sum beside what the step records say of the same steps."""
+    """Return by phase the sum of the rows and the time of the step records."""
     known = {step["step"]: step for step in steps}
     names = profile["stage_names"]
     found = []
@@ -69,7 +68,7 @@ def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
         ]
         if not rows:
             continue
-        # The record ends when the tokens are known; what comes after is in the rows only.
+        # The record ends when the tokens are known; later work is only in the rows.
         planned = sum(step["committed_s"] - step["planned_s"] for step, _ in rows)
         device = sum(step["device_s"] for step, _ in rows)
         every = sum(sum(row.values()) - row["unaccounted"] - row["commit"] for _, row in rows)
@@ -90,7 +89,7 @@ def stage_sums(profile: Json, steps: list[Json]) -> list[Json]:
 
 
 def kernel_sums(profile: Json) -> list[Json]:
-    """By phase: the kernels' sum beside the step by the device's events."""
+    """Return by phase the sum of the kernels and the step's time by CUDA events."""
     found = []
     for phase, told in profile["phases"].items():
         unaccounted = told["stages"]["unaccounted"]["seconds"] / told["step_s"]
@@ -112,7 +111,7 @@ def missing_ranges(profile: Json) -> list[str]:
 
 
 def under_roofs(steps: list[Json], rate: float, bandwidth: float) -> list[Json]:
-    """By phase: the least time that the work needs over what it took; at most 1 under a roof."""
+    """Return by phase the floor divided by the measured time, which is at most 1 under a roof."""
     found = []
     for phase, other in (PHASES, PHASES[::-1]):
         pure = [s for s in steps if s[phase]["tokens"] and not s[other]["tokens"]]
@@ -155,7 +154,7 @@ def main() -> None:
         with Witness(url, 2.0) as alone:
             load(url, 1, 12, 256, 128).wait()
         of_model = "roofline", model_file(args.model or None), "--server", url
-        # The machine's best: whoever else uses it while a roof is measured makes it lower.
+        # The best of several measurements, because other load lowers a measured roof.
         times = range(ROOFS if args.hardware == "here" else 1)
         found = [printed(*of_model, "--hardware", args.hardware) for _ in times]
         roofline = max(found, key=highest)
@@ -179,11 +178,8 @@ def main() -> None:
         "above_roof": above,
         "roofline_says": roofline["measured"],
     }
-    line = json.dumps(result)
     print(json.dumps(result, indent=1))
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
+    write_result(result, args.json)
     if out or above or missing:
         raise SystemExit(f"sums out of bounds: {out}; above a roof: {above}; no range: {missing}")
 

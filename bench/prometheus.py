@@ -1,44 +1,42 @@
-"""Does a real Prometheus tell of a real server what its clients have seen?
+"""A comparison of Prometheus' figures of a real server with the figures of its clients.
 
-    python bench/prometheus.py [MODEL] [--requests 24] [--json FILE]
+    python -m bench.prometheus [MODEL] [--requests 24] [--json FILE]
 
 Starts `twostroke serve` (the default model, unless one is named) and Prometheus (`prometheus` on
-the path) with deploy/monitoring/prometheus.yml, scraping every second. Streams answer; each client
-times its own. Then, over the last five minutes, mean decode, prefill and first-token times as
-Prometheus gives them are compared with the clients'; every query of vLLM's Grafana dashboard and of
-ours must return data; and the server is started again to see that a single request is counted.
-Prints what was asked and told, ends with one JSON line; exit status 1 if something is wrong.
+the path) with deploy/monitoring/prometheus.yml, scraping every second. Clients stream and time
+their requests. Then the mean decode, prefill and first-token times of Prometheus over the last five
+minutes are compared with the clients' times; every query of vLLM's Grafana dashboard and of ours
+must return data; and the server is restarted to check that a single request is counted. Prints the
+queries and the results, ends with one JSON line; exit status 1 if a check fails.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import math
+import platform
+import signal
+import socket
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-sys.path[0] = __file__.rpartition("/bench/")[0] or "."  # `bench` is found there
-
-import argparse  # noqa: E402
-import asyncio  # noqa: E402
-import contextlib  # noqa: E402
-import http.client  # noqa: E402
-import json  # noqa: E402
-import math  # noqa: E402
-import platform  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import statistics  # noqa: E402
-import subprocess  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-from urllib.parse import quote  # noqa: E402
-
-from twostroke.measure.load.definitions import Sample  # noqa: E402
-from twostroke.measure.load.http_client import Connections, Endpoint  # noqa: E402
-from twostroke.measure.load.load_run import run_closed_loop  # noqa: E402
-from twostroke.measure.load.sample_client import OpenAIClient  # noqa: E402
-from twostroke.measure.load.workload import Planned  # noqa: E402
+from bench.output import write_result
+from twostroke.measure.load.definitions import Sample
+from twostroke.measure.load.http_client import Connections, Endpoint
+from twostroke.measure.load.load_run import run_closed_loop
+from twostroke.measure.load.sample_client import OpenAIClient
+from twostroke.measure.load.workload import PlannedRequest
 
 MONITORING = Path(__file__).parent.parent / "deploy" / "monitoring"
 MODEL_NAME = "measured"
@@ -46,7 +44,7 @@ PATIENCE_S = 120.0
 TOLERANCE = 0.05
 OUTPUT = 48
 
-# What vLLM's dashboards ask: the function, and the series it is asked of.
+# Queries of vLLM's dashboards: the function and the series.
 QUANTILES = ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
 MEANS = QUANTILES
 HEATMAPS = ("request_prompt_tokens", "request_generation_tokens")
@@ -92,7 +90,7 @@ def mean(name: str, window: str) -> str:
     return f"increase({series}_sum[{window}]) / increase({series}_count[{window}])"
 
 
-# ── processes ───────────────────────────────────────────────────────────────────────────────────
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def free_port() -> int:
@@ -151,7 +149,7 @@ class Prometheus:
         self.port = port
 
     def ask(self, query: str) -> list[float]:
-        """The values of an instant vector, without those that are no number."""
+        """Return the values of an instant vector, without NaN."""
         status, body = get(self.port, f"/api/v1/query?query={quote(query)}")
         answer = json.loads(body)
         if status != 200 or answer["status"] != "success":
@@ -160,7 +158,7 @@ class Prometheus:
         return [value for value in values if not math.isnan(value)]
 
     def settle(self) -> None:
-        """Two scrapes more: what has happened by now is in them."""
+        """Wait for two more scrapes, which include everything until now."""
         query = f'count_over_time(vllm:num_requests_running{{model_name="{MODEL_NAME}"}}[10m])'
         scrapes = sum(self.ask(query))
         until("Prometheus", lambda: sum(self.ask(query)) >= scrapes + 2)
@@ -181,11 +179,11 @@ def prometheus(binary: str, target: int, folder: Path) -> Iterator[Prometheus]:
         yield one
 
 
-# ── load ────────────────────────────────────────────────────────────────────────────────────────
+# ── load ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def stream(port: int, numbers: Sequence[int], at_once: int) -> list[Sample]:
-    """Requests of these numbers, so many at one time."""
+    """Send the requests with these numbers, `at_once` at one time."""
 
     async def work() -> list[Sample]:
         client = OpenAIClient(Connections(Endpoint(f"http://127.0.0.1:{port}")), MODEL_NAME)
@@ -200,13 +198,13 @@ def stream(port: int, numbers: Sequence[int], at_once: int) -> list[Sample]:
     return samples
 
 
-def planned(number: int) -> Planned:
+def planned(number: int) -> PlannedRequest:
     words = " ".join(f"{number}-{n} apples" for n in range(20 + 10 * (number % 4)))
-    return Planned(0.0, f"Count these: {words}.", 0, OUTPUT)
+    return PlannedRequest(0.0, f"Count these: {words}.", 0, OUTPUT)
 
 
 def compare(one: Prometheus, seen: list[Sample], window: str) -> dict[str, dict[str, float]]:
-    """Mean seconds, as the clients saw them and as Prometheus tells them."""
+    """Return mean seconds of the clients and of Prometheus."""
     queues = [(answer.timings or {})["queue_ms"] / 1e3 for answer in seen]
     firsts = [answer.ttft_s for answer in seen]
     expected = {
@@ -272,7 +270,7 @@ def main() -> int:
         wrong.append("the one request after a restart")
     for what in wrong:
         print(f"wrong: {what}")
-    line = json.dumps(
+    write_result(
         {
             "bench": "prometheus",
             "machine": platform.machine(),
@@ -284,11 +282,9 @@ def main() -> int:
             "own_queries": len(own),
             "tolerance": TOLERANCE,
             "wrong": wrong,
-        }
+        },
+        args.json,
     )
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
     return 1 if wrong else 0
 
 

@@ -1,11 +1,11 @@
-"""A GGUF file of a Llama's shape with random blocks, in the mixture of types called Q4_K_M.
+"""Writes a GGUF file of a Llama's shape with random blocks, in the type mixture Q4_K_M.
 
     python -m bench.random_gguf SHAPE FILE.gguf        a shape of bench/shapes, or a config.json
-    python -m bench.gpu_parts FILE.gguf decode         what its packed blocks are worth on a GPU
+    python -m bench.gpu_parts FILE.gguf decode         its packed blocks on a GPU
 
-Matrices are in Q4_K; the head, and of the layers that the mixture gives more bits the values'
-projection and the MLP's last, in Q6_K. The same random blocks come again and again, which no kernel
-can tell. Needs the package `gguf`.
+Matrices are in Q4_K. The head, and the value and MLP down projections of the layers with more bits,
+are in Q6_K. The same random blocks repeat, which does not change the speed of kernels. Needs the
+package `gguf`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MOST_BLOCKS = 1 << 16  # that are drawn
 
 
 def has_more_bits(layer: int, layers: int) -> bool:
-    """As llama.cpp's mixture has it: the first and last eighth, and of the others every third."""
+    """Return True for layers with more bits in llama.cpp's mixture: the first and last eighth, and
+    every third of the other layers."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
@@ -35,7 +36,7 @@ def has_more_bits(layer: int, layers: int) -> bool:
 def random_blocks(
     kind: Type, random: np.random.Generator, count: int, scale: float
 ) -> np.ndarray[Any, Any]:
-    """[count, bytes of a block]; scales of blocks are numbers, all other bytes anything."""
+    """Return random blocks [count, bytes of a block] with finite scales."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
     blocks = random.integers(0, 256, (count, size), dtype=np.uint8)
     if kind == Type.Q6_K:

@@ -1,16 +1,15 @@
-"""What tensor parallelism costs: on a CPU measured, on GPUs computed.
+"""The cost of tensor parallelism: measured on a CPU, computed for GPUs.
 
     python -m bench.ranks [--ranks 1,2,4] [--steps 200] [--json FILE]
 
-Measured: an engine of the reference backend on random weights of a small shape, in one process and
-in as many as there are ranks. A step's time, of it what rank 0 spent in collectives (gloo), what
-the host did between two steps, and what a plan takes: to encode, and to send to the other ranks.
-Ranks share the machine's cores: with more ranks than cores their times say what they cost, not what
-they gain.
+Measured: an engine of the reference backend on random weights of a small shape, with each number of
+ranks. The figures are the time of a step, rank 0's time in collectives (gloo), the host's time
+between steps, and the times to encode a plan and to send the plan. Ranks share the machine's cores:
+with more ranks than cores the times show the cost and not the gain.
 
-Computed (`--computed` prints that alone): bytes that a step's collectives send, from the shape, and
-the time for them at the links' published rates, beside the least time for the rest of the step.
-Nothing in that table was measured, and the time it takes to begin a collective is not in it.
+Computed (`--computed` prints that alone): bytes of a step's collectives, from the shape, and their
+time at the links' published rates, with the floor of the rest of the step. Nothing in that table is
+measured, and the latency of a collective is not included.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 from twostroke import LLM
 from twostroke.exec.ranks import encode_plan
 from twostroke.measure.roofline.hardware import HARDWARE
-from twostroke.measure.roofline.roofline import Roofline, Settings
+from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.model.describe.cost import ring_bytes
 from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.plan import StepPlan
@@ -54,11 +53,11 @@ STREAMS, PROMPT = 8, 64
 WARM_STEPS = 10
 
 
-# ── measured ────────────────────────────────────────────────────────────────────────────────
+# ── measured ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Plans:
-    """Followers whose messages are timed, and the plans in them."""
+    """Follower connections that time the messages and the plans in the messages."""
 
     def __init__(self, followers: Any) -> None:
         self._followers, self.failure = followers, followers.failure
@@ -73,7 +72,7 @@ class Plans:
 
 
 def measure(ranks: int, steps: int, folder: Path) -> dict[str, float]:
-    """Of steps that decode `STREAMS` rows."""
+    """Measure steps that decode `STREAMS` rows."""
     (folder / "config.json").write_text(json.dumps(SMALL))
     llm = LLM(
         str(folder),
@@ -160,7 +159,7 @@ def measured_table(rows: list[dict[str, float]]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-# ── computed ────────────────────────────────────────────────────────────────────────────────
+# ── computed ──────────────────────────────────────────────────────────────────────────────────────
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 WORK = {
@@ -172,13 +171,13 @@ CONTEXT = 1024
 
 
 def computed() -> Iterator[dict[str, Any]]:
-    """The least times on H100s: 450 GB/s each way over NVLink, 64 over PCIe 5.0 ×16."""
+    """Return floors on H100s with 450 GB/s each way over NVLink, or 64 GB/s over PCIe 5.0 ×16."""
     links = {"NVLink 4": HARDWARE["H100"].link, "PCIe 5.0": 64e9}
     for name in MODELS:
         spec, _ = load_hf_config(SHAPES / f"{name}.json")
         for work, (tokens, prefill) in WORK.items():
             for ranks in (1, 2, 4, 8):
-                settings = Settings(context=CONTEXT, tensor_parallel=ranks)
+                settings = RooflineSettings(context=CONTEXT, tensor_parallel=ranks)
                 roofline = Roofline(spec, HARDWARE["H100"], settings)
                 floor = roofline.prefill(tokens) if prefill else roofline.decode(tokens)
                 own_s = max(floor.compute_s, floor.memory_s)

@@ -1,23 +1,23 @@
-"""The router against round robin and against the engine with the fewest requests.
+"""A comparison of the router with round robin and with the engine of the fewest requests.
 
     python -m bench.router [TRACE] [--seconds 600] [--speeds 1 2] [--engines 4]
                            [--only simulated real overhead] [--json RESULTS.json]
 
 Three parts, each policy in turn on the same requests:
 
-    simulated  TRACE (Mooncake's, JSONL or its .gz), or one like it that the script draws, against
-               engines whose time is computed (`router_sim.py`): Llama-3.1-8B on an H200 each. Only
+    simulated  TRACE (Mooncake's, JSONL or its .gz), or a similar synthetic trace, on simulated
+               engines (`router_sim.py`): Llama-3.1-8B on an H200 each. Only
                the clock is simulated: schedulers, KV caches, prefix indexes and routers are real.
                At each of `--speeds` the trace's times are divided by it.
     real       two engines of a tiny model, each a real process on a CPU; lengths divided by
-               `SHRINK`, as many requests at one time as `STREAMS`.
-    overhead   what the server's side takes a request, in CPU time: with one instant engine
-               (`tests/instant.py`) without a router, and with two behind one; and `Router.place`
-               alone with 2, 16 and 64 engines, and whether 1,000 requests a second are carried.
+               `SHRINK`, `STREAMS` requests at one time.
+    overhead   CPU time of the server for each request: with one instant engine
+               (`tests/instant.py`) without a router, and with two engines behind a router; also
+               `Router.place` with 2, 16 and 64 engines, at 1,000 requests a second.
 
-Hit rate: prompt tokens that the engine found cached; `best_hit_rate` is what one cache as large as
-those of all simulated engines would find. TTFT as the engine has it. Goodput: requests a
-second that meet both goals. Ends with one JSON line.
+Hit rate: prompt tokens that the engine found cached; `best_hit_rate` is the hit rate of one cache
+as large as the caches of all simulated engines. TTFT as the engine has it. Goodput: requests a
+second within both goals. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from pathlib import Path
 from time import monotonic, perf_counter, process_time, thread_time
 from typing import Any
 
+from bench.output import write_result
 from bench.router_sim import (
-    Machine,
+    SimulatedMachine,
     best_hit_rate,
     conversations,
     simulate,
@@ -109,7 +110,7 @@ def figures(records: Sequence[RequestRecord], goals: Goals) -> dict[str, float]:
     }
 
 
-# ── simulated ───────────────────────────────────────────────────────────────────────────────────
+# ── simulated ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def simulated(
@@ -120,7 +121,7 @@ def simulated(
         load = scaled(trace, speed=speed)
         for name, router in POLICIES.items():
             began = perf_counter()
-            records, states = simulate(load, num_engines, router, Machine())
+            records, states = simulate(load, num_engines, router, SimulatedMachine())
             row = figures(records, goals)
             tell(f"simulated, speed {speed:g}, {name}", row, perf_counter() - began)
             found.setdefault(f"speed {speed:g}", {})[name] = row
@@ -128,11 +129,11 @@ def simulated(
     return found
 
 
-# ── real ────────────────────────────────────────────────────────────────────────────────────────
+# ── real ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def replay(engine: RoutedEngine, trace: Sequence[TraceRequest]) -> list[RequestRecord]:
-    """`STREAMS` at a time, in the trace's order: a small machine has no rate of its own."""
+    """Send `STREAMS` requests at a time in the trace's order."""
     gate, records = asyncio.Semaphore(STREAMS), []
 
     async def one(asked: TraceRequest) -> None:
@@ -175,11 +176,11 @@ async def real(trace: list[TraceRequest], folder: Path, goals: Goals) -> dict[st
     return found
 
 
-# ── overhead ────────────────────────────────────────────────────────────────────────────────────
+# ── overhead ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def cost(engine: EngineClient) -> dict[str, float]:
-    """Requests that come at a rate, each of a prompt of 200 tokens: CPU time of this process."""
+    """Return the CPU time of this process for requests of 200 tokens at a given rate."""
     params = SamplingParams(temperature=0, max_tokens=OVERHEAD_TOKENS, ignore_eos=True)
     late: list[float] = []
 
@@ -206,7 +207,7 @@ async def cost(engine: EngineClient) -> dict[str, float]:
 
 
 def place_us(num_engines: int, trace: Sequence[TraceRequest]) -> float:
-    """Of one decision with all that goes with it, with indexes as full as they become."""
+    """Time one complete routing decision with full prefix indexes."""
     states = [EngineState(f"engine-{n}", Role.BOTH) for n in range(num_engines)]
     router = Router(states)
     prompts = [Prompt(one.prompt_tokens, marks_of(one, MOONCAKE_BLOCK)) for one in trace[:1000]]
@@ -273,8 +274,8 @@ def main() -> None:
         "requests": len(trace),
         "goals_ms": goals.given_ms,
         "engines": args.engines,
-        "machine": Machine()._asdict(),
-        "best_hit_rate": best_hit_rate(trace, args.engines * Machine().kv_tokens),
+        "machine": SimulatedMachine()._asdict(),
+        "best_hit_rate": best_hit_rate(trace, args.engines * SimulatedMachine().kv_tokens),
     }
     with tempfile.TemporaryDirectory() as folder:
         if "simulated" in args.only:
@@ -283,9 +284,7 @@ def main() -> None:
             found["real"] = asyncio.run(real(trace, Path(folder) / "real", goals))
         if "overhead" in args.only:
             found["overhead"] = asyncio.run(overhead(trace, Path(folder) / "instant"))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    write_result(found, args.json, indent=1)
 
 
 if __name__ == "__main__":

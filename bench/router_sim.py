@@ -1,8 +1,8 @@
-"""Engines whose time is simulated, behind a router; for bench/router.py.
+"""Simulated engines behind a router, for bench/router.py.
 
-The planner's engines (`twostroke/planner/engine.py`), whose step times are those of `Machine`, from
-figures of docs/PERFORMANCE.md. Blocks have the trace's 512 tokens instead of 16, so that an hour
-takes a minute.
+The engines are the planner's (`twostroke/planner/engine.py`) with the step times of
+`SimulatedMachine`, from figures of docs/PERFORMANCE.md. Blocks have the trace's 512 tokens instead
+of 16, so that an hour takes a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.observe.record import RequestRecord
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import SimulatedEngine
-from twostroke.planner.simulate import Clock
+from twostroke.planner.simulate import VirtualClock
 from twostroke.planner.simulate import simulate as planner_simulate
 from twostroke.route.router import EngineState, Router
 from twostroke.sched.step import SchedulerConfig
@@ -26,7 +26,7 @@ from twostroke.sched.step import SchedulerConfig
 MAX_LEN = 1 << 18
 
 
-class Machine(NamedTuple):
+class SimulatedMachine(NamedTuple):
     """Llama-3.1-8B on an H200: 4,096 prompt tokens in 98 ms, of which 10 ms attention; a step of
     one stream in 4.2 ms, of 128 with 1,024 tokens each in 9.9 ms; 4 TB/s."""
 
@@ -49,10 +49,10 @@ def simulate(
     trace: Sequence[TraceRequest],
     num_engines: int,
     make_router: Callable[[list[EngineState]], Router],
-    machine: Machine,
+    machine: SimulatedMachine,
 ) -> tuple[list[RequestRecord], list[EngineState]]:
-    """The record of every request, and the engines as they are at the end."""
-    clock = Clock()
+    """Return the record of every request, and the engines."""
+    clock = VirtualClock()
     config = SchedulerConfig(
         max_num_seqs=256,
         max_num_batched_tokens=machine.budget,
@@ -69,7 +69,7 @@ def simulate(
 
 
 def best_hit_rate(trace: Sequence[TraceRequest], num_tokens: int) -> float:
-    """Of one cache as large as all together, which keeps what was used last."""
+    """Return the hit rate of one LRU cache as large as all caches together."""
     kept: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for one in trace:
@@ -84,7 +84,7 @@ def best_hit_rate(trace: Sequence[TraceRequest], num_tokens: int) -> float:
 
 
 def tokens_of(asked: TraceRequest, block: int, vocabulary: int) -> list[int]:
-    """Equal blocks, equal tokens, of a real model's vocabulary."""
+    """Return equal tokens for equal blocks, within a real model's vocabulary."""
     tokens: list[int] = []
     for number in asked.blocks:
         positions = range(number * block, (number + 1) * block)
@@ -93,8 +93,8 @@ def tokens_of(asked: TraceRequest, block: int, vocabulary: int) -> list[int]:
 
 
 def conversations(seconds: float, rate: float, seed: int = 0) -> list[TraceRequest]:
-    """A trace like Mooncake's conversations where none is given: turns of conversations that grow,
-    one in three begun by one of a few long instructions, the first of them the most often."""
+    """Return a synthetic trace like Mooncake's: turns of growing conversations, a third of which
+    begin with one of a few long instructions."""
     rng = random.Random(seed)
     numbers = count()
     instructions = [[next(numbers) for _ in range(rng.randint(2, 12))] for _ in range(8)]
@@ -120,7 +120,7 @@ def conversations(seconds: float, rate: float, seed: int = 0) -> list[TraceReque
 
 
 def spread_arrivals(trace: list[TraceRequest], seed: int = 0) -> list[TraceRequest]:
-    """Mooncake's times come in bunches of about 3 s; within one, arrivals are drawn evenly."""
+    """Spread the arrivals of Mooncake's trace, whose times have a resolution of about 3 s."""
     times = sorted({one.at_s for one in trace})
     after = dict(zip(times, [*times[1:], times[-1] + 3.0], strict=True))
     rng = random.Random(seed)

@@ -1,21 +1,21 @@
 """Host time of scheduling and KV bookkeeping, without a model.
 
-    python bench/scheduler.py [--json FILE]
+    python -m bench.scheduler [--json FILE]
 
 Fills an engine's scheduler with running and waiting requests and times plan + commit for steps
-that decode everything that runs; then the same with requests that end and are replaced, so that
-admission, prefill and block turnover are in it. Prints a table, ends with one JSON line.
+that decode all running requests; then the same with requests that end and are replaced, which
+includes admission, prefill and block turnover. Prints a table, ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 from time import perf_counter
 from typing import Any
 
+from bench.output import write_result
 from twostroke.engine.core import EngineCore
 from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
@@ -104,7 +104,7 @@ class Instant:
 
 
 def time_records(running: int) -> float:
-    """Seconds a step spends on its `StepRecord`, measured inside a turning loop."""
+    """Return the seconds that a step spends on its `StepRecord`, measured inside a running loop."""
     cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
     core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
     record, times = core.recorder.add, []
@@ -137,19 +137,16 @@ def main() -> None:
     record_us = {str(running): 1e6 * time_records(running) for running in (10, 256, 1000)}
     for rows, taken in record_us.items():
         print(f"one StepRecord with {rows} running: {taken:.1f} µs")
-    line = json.dumps(
+    write_result(
         {
             "bench": "scheduler",
             "machine": platform.machine(),
             "python": platform.python_version(),
             "results": results,
             "step_record_us": record_us,
-        }
+        },
+        args.json,
     )
-    print(line)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":

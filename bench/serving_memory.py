@@ -1,9 +1,9 @@
-"""Start and memory of the servers: from the start of the process to a first token, then the peak
-after one prompt of 2,048 tokens. Ends with one JSON line.
+"""The start time and the peak memory of servers: the time from the start of the process to a first
+token, and the peak after one prompt of 2,048 tokens. Ends with one JSON line.
 
     python -m bench.serving_memory MODEL.gguf [--llama-server PATH] [--repeat 3]
 
-Peak: VmHWM of the server's processes, added up, so that what they share counts twice.
+Peak: VmHWM of the server's processes, summed, so shared pages count twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from bench.cpu_interference import first_answer, planned
-from bench.cpu_process import Quiet
+from bench.cpu_process import PausedProcess
 from twostroke.measure.load.http_client import Connections, Endpoint
 from twostroke.measure.load.sample_client import OpenAIClient
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": ""}
 
 
 def measure(command: list[str]) -> dict[str, float]:
-    server = Quiet(command, ENVIRONMENT, piped=False)
+    server = PausedProcess(command, ENVIRONMENT, piped=False)
     client = OpenAIClient(Connections(Endpoint(f"http://127.0.0.1:{PORT}")), "m")
     try:
         with server.awake():

@@ -1,17 +1,17 @@
-"""What goals for latency do to the schedule, on this machine's CPU.
+"""The effect of latency goals on the schedule, on this machine's CPU.
 
     python -m bench.slo [--model M] [--json FILE] [--only interference|goodput]
 
-Interference: four streams write, a prompt of 4,000 tokens arrives; in the modes `throughput` (no
-bound on gaps) and `balanced` (the default), and with three goals for the gap. Worst gap and the
+Interference: four streams decode, and a prompt of 4,000 tokens arrives; in the modes `throughput`
+(no bound on gaps) and `balanced` (the default), and with three goals for the gap. Worst gap and the
 share of gaps within the goal, both from the prompt's arrival to its first token; the prompt's TTFT;
-how far the step-time model was off.
+the error of the step-time model.
 
 Goodput: a bursty minute (`slo_load.py`) replayed against fixed budgets, those modes and the goals,
 on one engine each, in alternation, the same arrivals. The lengths are those of the trace divided by
 --shrink, and the rate such that prompts and tokens take --load of this machine's time, as measured
 first. A request counts if its first token came within --ttft-ms and its tokens within --itl-ms: on
-average ("tpot", as vLLM's benchmark has it), or every one of them ("gaps").
+average ("tpot", as in vLLM's benchmark), or every token ("gaps").
 
 Everything runs in this process, over the engine's loop, with arrivals by the wall clock.
 Ends with one JSON line.
@@ -20,7 +20,6 @@ Ends with one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -28,6 +27,7 @@ from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
+from bench.output import write_result
 from bench.slo_load import Arrival, mean_lengths, minute
 from twostroke import LLM
 from twostroke.measure.load.definitions import Goals, Sample, engine_sample
@@ -45,8 +45,8 @@ KV_BYTES = 1 << 29
 HALF_S = 30.0
 
 
-class Machine:
-    """One engine, turned by hand."""
+class ManualEngine:
+    """An engine whose loop the caller runs."""
 
     _names = count()
 
@@ -57,7 +57,7 @@ class Machine:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """Prompts and streams of several sizes, so that neither memory nor model is cold."""
+        """Warm up with prompts and streams of several sizes."""
         for prompt, output in ((8, 24), (64, 24), (300, 24), (700, 4)):
             self.add(prompt, output)
             for _ in range(4):
@@ -77,18 +77,18 @@ class Machine:
         return [step for step in self.core.records.steps if step.planned_s >= start_s]
 
 
-def off(steps: list[StepRecord]) -> dict[str, float]:
-    """How far the predictions of these steps were off, relative to what they took."""
+def prediction_errors(steps: list[StepRecord]) -> dict[str, float]:
+    """Return the relative errors of the predicted step times."""
     errors = [abs(s.predicted_s - s.device_s) / s.device_s for s in steps if s.predicted_s]
     if len(errors) < 10:
         return {"median": 0.0, "p90": 0.0}
     return {"median": statistics.median(errors), "p90": percentile(errors, 90)}
 
 
-# ── interference ────────────────────────────────────────────────────────────────────────────
+# ── interference ──────────────────────────────────────────────────────────────────────────────────
 
 
-def interfere(machine: Machine, case: str, goal_ms: float | None) -> dict[str, Any]:
+def interfere(machine: ManualEngine, case: str, goal_ms: float | None) -> dict[str, Any]:
     core = machine.core
     streams = [machine.add(PROMPT, 4000) for _ in range(STREAMS)]
     writing: set[str] = set()
@@ -131,14 +131,14 @@ def interfere(machine: Machine, case: str, goal_ms: float | None) -> dict[str, A
         "within": sum(1e3 * gap <= goal_ms for gap in gaps) / len(gaps) if goal_ms else None,
         "ttft_s": end - sent,
         "steps": len(steps),
-        "off": off([step for step in steps if step.prefill.tokens]),
+        "off": prediction_errors([step for step in steps if step.prefill.tokens]),
     }
 
 
 def interference(args: argparse.Namespace) -> list[dict[str, Any]]:
     cases = [(mode, None, {"performance_mode": mode}) for mode in MODES]
     cases += [(f"goal {goal:.0f} ms", goal, {"itl_slo_ms": goal}) for goal in args.goals]
-    machines = [Machine(args.model, **given) for _, _, given in cases]
+    machines = [ManualEngine(args.model, **given) for _, _, given in cases]
     print(f"{STREAMS} streams write, a prompt of {LONG:,} tokens arrives")
     done = []
     for _ in range(args.repeat):
@@ -156,11 +156,11 @@ def interference(args: argparse.Namespace) -> list[dict[str, Any]]:
     return done
 
 
-# ── goodput ─────────────────────────────────────────────────────────────────────────────────
+# ── goodput ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def replay(machine: Machine, arrivals: list[Arrival]) -> tuple[list[RequestRecord], float]:
-    """All requests to their ends; how long that took."""
+def replay(machine: ManualEngine, arrivals: list[Arrival]) -> tuple[list[RequestRecord], float]:
+    """Run all requests to their ends, and return the seconds."""
     core, start, names = machine.core, monotonic(), set()
     left = list(reversed(arrivals))
     ended: list[RequestRecord] = []
@@ -176,8 +176,8 @@ def replay(machine: Machine, arrivals: list[Arrival]) -> tuple[list[RequestRecor
     return ended, monotonic() - start
 
 
-def rate_for(machine: Machine, load: float, shrink: float) -> tuple[float, dict[str, float]]:
-    """Requests a second that take `load` of the machine's time, from what it does here."""
+def rate_for(machine: ManualEngine, load: float, shrink: float) -> tuple[float, dict[str, float]]:
+    """Return the requests a second that take a share `load` of the machine's time."""
     prompt, output = mean_lengths(shrink)
     core, prefill, decode = machine.core, [], []
     for _ in range(3):
@@ -217,7 +217,7 @@ def goodput(args: argparse.Namespace) -> dict[str, Any]:
     }
     settings |= {mode: {"performance_mode": mode} for mode in MODES}
     settings["goals"] = {"ttft_slo_ms": args.ttft_ms, "itl_slo_ms": args.itl_ms}
-    machines = {name: Machine(args.model, **given) for name, given in settings.items()}
+    machines = {name: ManualEngine(args.model, **given) for name, given in settings.items()}
     rate, measured = rate_for(machines["budget 512"], args.load, args.shrink)
     print(
         f"{rate:.2f} requests a second, {measured['input']:.0f} tokens in and "
@@ -236,7 +236,7 @@ def goodput(args: argparse.Namespace) -> dict[str, Any]:
             values = values_ms(samples)
             row |= judge(samples, args.ttft_ms, args.itl_ms)
             row["ttft_ms"], row["gap_ms"] = quantiles(values["ttft"]), quantiles(values["itl"])
-            row["off"] = off(machines[name].steps_since(start))
+            row["off"] = prediction_errors(machines[name].steps_since(start))
             found[name].append(row)
             print(f"  half {half + 1}, {name:14} {words(row)}", flush=True)
     seconds = args.halves * args.half_s
@@ -288,11 +288,7 @@ def main() -> None:
         result["interference"] = interference(args)
     if args.only != "interference":
         result["goodput"] = goodput(args)
-    line = json.dumps(result)
-    print(line)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
+    write_result(result, args.json)
 
 
 if __name__ == "__main__":

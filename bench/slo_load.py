@@ -2,10 +2,10 @@
 
 Lengths follow the quantiles of the conversation half of the Azure LLM inference trace 2023 (Patel
 et al., Splitwise, ISCA 2024; CC-BY 4.0): 19,366 requests of one hour, 1,155 tokens in and 211 out
-on average. They are restated here and drawn by inversion, straight lines between their logarithms.
-Gaps between arrivals are gamma-distributed. Over that hour they vary little more than a Poisson
-process (coefficient of variation 1.1), in the code half of the trace by 13; BURSTY is between, so
-that a minute has both a crowd and a lull.
+on average. The quantiles are listed here, and lengths are drawn by inversion with log-linear
+interpolation. Gaps between arrivals are gamma-distributed. Over that hour they vary little more
+than a Poisson process (coefficient of variation 1.1), in the code half of the trace by 13; BURSTY
+is between, so that a minute has both a crowd and a lull.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
 
 
 def minute(seed: int, rate: float, seconds: float, shrink: float) -> list[Arrival]:
-    """Requests at `rate` a second on average, all lengths divided by `shrink`."""
+    """Return requests at `rate` a second on average, with all lengths divided by `shrink`."""
     rng = random.Random(seed)
     times = arrival_times(round(rate * seconds), rate, BURSTY**-2, seed)
     return [Arrival(at, _draw(rng, INPUT, shrink), _draw(rng, OUTPUT, shrink)) for at in times]

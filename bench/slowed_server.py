@@ -1,4 +1,4 @@
-"""`twostroke serve` whose every step takes longer by a given share: a fault of known size.
+"""`twostroke serve` with steps that take longer by a given share: a fault of known size.
 
     BENCH_SLOWDOWN=0.1 python -m bench.slowed_server --port 8000 [options of serve]
 
@@ -20,7 +20,7 @@ VARIABLE = "BENCH_SLOWDOWN"
 
 
 class SlowedExecutor:
-    """An executor that computes at once (a CPU's), and then wastes time."""
+    """A CPU executor that spins after each step."""
 
     def __init__(self, executor: Any, share: float) -> None:
         self._executor, self._share = executor, share
@@ -43,7 +43,7 @@ class SlowedExecutor:
 
 
 def build(config: EngineConfig) -> Any:
-    """What the engine's process builds instead of the product's engine."""
+    """Build the slowed engine, in place of the product's engine."""
     from twostroke.engine.build import build_core_engine
 
     engine = build_core_engine(config)

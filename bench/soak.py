@@ -1,17 +1,17 @@
-"""A long run of a server that has too little of everything: memory, places in its queue, patience.
+"""A long run of a server with too little memory and a short queue.
 
     python -m bench.soak [--minutes 60] [--clients 12] [--seed 0] [--json FILE]
 
 One prefill and one decode engine serve the default model. The KV cache is so small that requests
-preempt each other, and the queue so short that requests are refused with 429. Clients in a process
-of their own send every kind of request to several APIs, streamed and whole; some leave in the
-middle of an answer. Every `AUDIT_S` seconds the engines audit their KV blocks while they work.
+preempt each other, and the queue so short that requests are refused with 429. Clients in a separate
+process send every kind of request to several APIs, with and without streaming; some disconnect in
+the middle of an answer. Every `AUDIT_S` seconds the running engines audit their KV blocks.
 
-A failure is: a status other than 200 or 429 with Retry-After, an answer that breaks off or has
-another number of tokens than it was asked for, an answer that takes longer than `HANG_S`, an audit
-that finds an error, an engine that dies, a request or stream that is still open after the last
-client has gone, or memory that grows by more than `MAX_GROWTH_MIB` a process between the second and
-the last tenth of the run. Each is printed. The exit status is 1 if there are any. The last line is
+Failures: a status other than 200 or 429 with Retry-After, an incomplete answer or a wrong number of
+tokens, an answer that takes longer than `HANG_S`, an audit that finds an error, an engine that
+dies, a request or stream that is still open after the last client, or a process that grows by more
+than `MAX_GROWTH_MIB` between the second and the last tenth of the run. Each failure is printed. The
+exit status is 1 if there are failures. The last line is
 one JSON object.
 """
 
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from bench.output import write_result
 from twostroke.config import EngineConfig
 from twostroke.route.pool_settings import PoolSettings
 from twostroke.route.routed_engine import RoutedEngine
@@ -64,11 +65,11 @@ WORDS = (
 )
 
 
-# ── clients ─────────────────────────────────────────────────────────────────────────────────────
+# ── clients ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
-class Call:
+class SoakCall:
     path: str
     body: dict[str, Any]
     num_tokens: int | None = None  # that the answer has
@@ -76,15 +77,15 @@ class Call:
 
 
 @dataclass
-class Counts:
+class SoakCounts:
     answers: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
 
 class Client(threading.Thread):
-    """Requests one after another until `until_s`, drawn at random."""
+    """A client that sends random requests one after another until `until_s`."""
 
-    def __init__(self, port: int, seed: str, until_s: float, counts: Counts) -> None:
+    def __init__(self, port: int, seed: str, until_s: float, counts: SoakCounts) -> None:
         super().__init__()
         self._port, self._until_s, self._counts = port, until_s, counts
         self._start_s = time.monotonic()
@@ -107,7 +108,7 @@ class Client(threading.Thread):
             if told == "429":
                 time.sleep(self._random.uniform(0.05, 0.5))
 
-    def _draw(self) -> Call:
+    def _draw(self) -> SoakCall:
         chance, stream = self._random, self._random.random() < 0.7
         # Some prompts begin alike, so that they find cached blocks.
         prompt = " ".join(chance.choices(WORDS, k=chance.choice((5, 60, 400))))
@@ -119,25 +120,25 @@ class Client(threading.Thread):
             common["stream_options"] = {"include_usage": True}
         kind = chance.choice(("text", "text", "chat", "chat", "several", "schema", "other"))
         if kind == "text":
-            call = Call("/v1/completions", common | {"prompt": prompt}, tokens)
+            call = SoakCall("/v1/completions", common | {"prompt": prompt}, tokens)
         elif kind == "chat":
-            call = Call("/v1/chat/completions", common | {"messages": messages}, tokens)
+            call = SoakCall("/v1/chat/completions", common | {"messages": messages}, tokens)
         elif kind == "several":
             more = {"prompt": prompt, "n": 3, "logprobs": 2}
-            call = Call("/v1/completions", common | more, 3 * tokens)
+            call = SoakCall("/v1/completions", common | more, 3 * tokens)
         elif kind == "schema":
             schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
             form = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
             body = common | {"messages": messages, "response_format": form, "ignore_eos": False}
-            call = Call("/v1/chat/completions", body)
+            call = SoakCall("/v1/chat/completions", body)
         else:
             body = {"model": "soak", "max_tokens": tokens, "messages": messages, "stream": stream}
-            call = Call("/v1/messages", body)
+            call = SoakCall("/v1/messages", body)
         if chance.random() < 0.25:
             call.leave_after = chance.choice((0, 1, 500, 5000))
         return call
 
-    def _send(self, call: Call) -> str:
+    def _send(self, call: SoakCall) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=HANG_S)
         try:
             body = json.dumps(call.body)
@@ -159,7 +160,7 @@ class Client(threading.Thread):
             connection.close()
 
 
-def _wrong(call: Call, content: bytes) -> str:
+def _wrong(call: SoakCall, content: bytes) -> str:
     """Return what is wrong with an answer, or nothing."""
     if call.body["stream"]:
         events = [line[6:] for line in content.split(b"\n") if line.startswith(b"data: ")]
@@ -175,7 +176,7 @@ def _wrong(call: Call, content: bytes) -> str:
 
 
 def send_all(port: int, clients: int, seed: int, seconds: float, pipe: Connection) -> None:
-    counts, until_s = Counts(), time.monotonic() + seconds
+    counts, until_s = SoakCounts(), time.monotonic() + seconds
     threads = [Client(port, f"{seed} {n}", until_s, counts) for n in range(clients)]
     for thread in threads:
         thread.start()
@@ -184,11 +185,11 @@ def send_all(port: int, clients: int, seed: int, seconds: float, pipe: Connectio
     pipe.send((dict(counts.answers), counts.failures))
 
 
-# ── the server ──────────────────────────────────────────────────────────────────────────────────
+# ── the server ────────────────────────────────────────────────────────────────────────────────────
 
 
-class Server(threading.Thread):
-    """The HTTP server in a thread of this process, with its engines in processes of their own."""
+class SoakServer(threading.Thread):
+    """The HTTP server in a thread of this process, with engines in separate processes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -279,7 +280,7 @@ def growth_mib(samples: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def soak(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+def soak(server: SoakServer, args: argparse.Namespace) -> dict[str, Any]:
     ours, theirs = multiprocessing.Pipe()
     arguments = (server.port, args.clients, args.seed, args.minutes * 60, theirs)
     sender = multiprocessing.get_context("spawn").Process(target=send_all, args=arguments)
@@ -326,7 +327,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     args = parser.parse_args()
-    server = Server()
+    server = SoakServer()
     server.start()
     server.started.wait()
     if server.error is not None:
@@ -338,9 +339,7 @@ def main() -> int:
         server.join(HANG_S)
     for failure in result["failures"]:
         print(failure)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    write_result(result, args.json, indent=1)
     return 1 if result["num_failures"] else 0
 
 

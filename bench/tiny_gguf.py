@@ -1,8 +1,8 @@
-"""A GGUF model that computes next to nothing, so that another server's HTTP side can be measured.
+"""Writes a GGUF model with almost no computation, to measure the HTTP side of other servers.
 
-    python bench/tiny_gguf.py tiny.gguf
+    python -m bench.tiny_gguf tiny.gguf
     llama-server -m tiny.gguf -c 262144 -np 256 --threads-http 306 -t 1 --cache-ram 0 --port 8124
-    python bench/capacity.py --url http://127.0.0.1:8124 --pid PID --streams 256
+    python -m bench.capacity --url http://127.0.0.1:8124 --pid PID --streams 256
 
 Every token is one printable character: one event a token, as `capacity.py` expects.
 """

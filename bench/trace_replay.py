@@ -1,11 +1,11 @@
-"""Is a replayed trace the trace? Arrivals, lengths and shared prefixes, checked against the file.
+"""A check that a replayed trace has the arrivals, lengths and shared prefixes of the file.
 
     python -m bench.trace_replay FILE [--seconds 600] [--speed 3] [--shrink 64] [--json FILE]
 
 Starts `twostroke serve`, replays a part of Azure's or Mooncake's trace with `twostroke bench serve`
-and compares what the server recorded of each request with the file, which this script reads by
-itself: when the request came, how long its prompt and its answer were, and how much of the prompt
-the prefix cache had, which for Mooncake's trace the hash ids say. Ends with one JSON line; exit
+and compares the server's record of each request with the file, which this script reads by itself:
+the arrival, the lengths of prompt and answer, and the prompt tokens in the prefix cache, which
+follow from the hash ids in Mooncake's trace. Ends with one JSON line; exit
 status 1 if the two differ by more than the bounds.
 """
 
@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.output import write_result
 from bench.witness import Json, Witness, largest, request_figures
 from twostroke.measure.compare.arms import serving
 from twostroke.measure.load.result import environment
@@ -35,8 +36,8 @@ LATE_MS = 50.0  # p99 of how much later than in the file a request reaches the e
 HITS = 0.95  # of the prefixes that the hash ids promise
 
 
-class Line(NamedTuple):
-    """A request of the file, as it stands there."""
+class TraceLine(NamedTuple):
+    """A request of the file, unscaled."""
 
     at_s: float
     prompt: int
@@ -44,18 +45,18 @@ class Line(NamedTuple):
     hash_ids: tuple[int, ...]
 
 
-def read(path: str, seconds: float) -> list[Line]:
+def read(path: str, seconds: float) -> list[TraceLine]:
     opened: Any = gzip.open if path.endswith(".gz") else open
     with opened(path, "rt", encoding="utf-8-sig") as file:
         if "csv" in path:
             rows = list(csv.DictReader(file))
             times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
             lengths = [(int(r["ContextTokens"]), int(r["GeneratedTokens"])) for r in rows]
-            lines = [Line(at, *pair, ()) for at, pair in zip(times, lengths, strict=True)]
+            lines = [TraceLine(at, *pair, ()) for at, pair in zip(times, lengths, strict=True)]
         else:
             entries = [json.loads(text) for text in file]
             lines = [
-                Line(
+                TraceLine(
                     entry["timestamp"] / 1e3,
                     entry["input_length"],
                     entry["output_length"],
@@ -67,10 +68,9 @@ def read(path: str, seconds: float) -> list[Line]:
     return [one._replace(at_s=one.at_s - first) for one in lines if one.at_s - first < seconds]
 
 
-def shared_tokens(lines: list[Line], shrink: float, block_size: int) -> list[int]:
-    """Of each prompt, the tokens that a cache of endless size would have, in blocks of the server's
-    size: the longest beginning of equal hash ids in any prompt before it. One token at least is
-    left to compute."""
+def shared_tokens(lines: list[TraceLine], shrink: float, block_size: int) -> list[int]:
+    """Return for each prompt the tokens that an unlimited cache would have, in the server's blocks:
+    the longest prefix of equal hash ids in earlier prompts. At least one token is computed."""
     size = max(1, round(HASHED / shrink))
     known: dict[tuple[int, ...], int] = {}  # hash ids from the beginning → tokens of them seen
     found = []
@@ -126,15 +126,14 @@ def main() -> None:
         "serve": options,
         **compared(lines, detail, witness, args),
     }
-    line = json.dumps(found)
-    print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n")
+    write_result(found, args.json)
     if found["out_of_bounds"]:
         raise SystemExit(f"out of bounds: {', '.join(found['out_of_bounds'])}")
 
 
-def compared(lines: list[Line], detail: Json, witness: Witness, args: argparse.Namespace) -> Json:
+def compared(
+    lines: list[TraceLine], detail: Json, witness: Witness, args: argparse.Namespace
+) -> Json:
     ids = detail["request_ids"]
     records = [witness.requests.get(name) for name in ids]
     pairs = [(one, r) for one, r in zip(lines, records, strict=False) if r is not None]
@@ -188,7 +187,7 @@ def compared(lines: list[Line], detail: Json, witness: Witness, args: argparse.N
 
 
 def variation(times: list[float]) -> float:
-    """Of the gaps between arrivals: standard deviation over mean."""
+    """Return the coefficient of variation of the gaps between arrivals."""
     ordered = sorted(times)
     gaps = [after - before for before, after in pairwise(ordered)]
     return statistics.pstdev(gaps) / statistics.fmean(gaps)

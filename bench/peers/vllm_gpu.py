@@ -2,10 +2,10 @@
 
     python -m bench.peers.vllm_gpu [--shapes qwen3-0.6b,llama-3.1-8b] [--json FILE]
 
-Run it in an environment that has vLLM (0.26.0 was), on an idle card. Settings are vLLM's defaults
-(compiled, graphs on, its own attention and token budget) but for what the definitions fix: dummy
+Run it in an environment with vLLM (used: 0.26.0) on an idle GPU. Settings are vLLM's defaults
+(compiled, CUDA graphs, its own attention and token budget) except for the definitions: dummy
 weights in bf16, max_model_len 8,192, prefix caching off, no tokenizer. `ready_s` is the time of
-`LLM(…)`, imports apart. The file is written anew after every part. Ends with one JSON line.
+`LLM(…)`, without imports. The file is written after every part. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Vllm:
         self._write([self._prompts(40)] * 2, 4)
 
     def _write(self, prompts: Sequence[list[int]], outputs: int | Sequence[int]) -> float:
-        """Seconds of one `generate`."""
+        """Return the seconds of one `generate`."""
         counts = [outputs] * len(prompts) if isinstance(outputs, int) else outputs
         params = [
             self._params(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n, detokenize=False)
@@ -105,7 +105,7 @@ class Vllm:
 
 
 def measure(shape: str) -> None:
-    """One shape, in a process of its own; a line for each part."""
+    """Measure one shape in a separate process, and print a line for each part."""
     bench = Vllm(shape)
     print("RESULT " + json.dumps({"part": "start", "result": {"ready_s": bench.ready_s}}))
     for part in ("prefill", "decode", "nano"):

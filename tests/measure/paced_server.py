@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server whose every delay is given, so that a measuring tool can be measured.
+"""An OpenAI-compatible server with given delays, to test measuring tools.
 
 It can stall, as an engine that hangs: nothing is sent from the arrival of one request to that of a
 later one.

@@ -1,4 +1,4 @@
-"""Whatever is wrong, each command says it in one line that tells what to do."""
+"""Error messages of the measuring commands: one line that says what to do."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_nobody_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    says = r"nobody answers at http://127.0.0.1:9 .*start a server there, or give another address"
+    says = (
+        r"no server answers at http://127.0.0.1:9 .*start a server there, or give another address"
+    )
     refused([*COMMANDS[command], DEAD], says, capsys)
 
 
@@ -79,7 +81,7 @@ def test_a_model_that_is_not_there(
 ) -> None:
     words = [locked if word == DEAD else word for word in COMMANDS[command]]
     says = (
-        r"answered 404: the model 'nope' .*there is tiny; give one that the server has with --model"
+        r"answered 404: the model 'nope' .*there is tiny; choose a model of the server with --model"
     )
     refused([*words, locked, "--api-key", "sesame", "--model", "nope"], says, capsys)
 
@@ -129,7 +131,7 @@ def test_nothing_to_explain_yet(folder: Path, capsys: pytest.CaptureFixture[str]
             r"line 2: .*is not a JSON",
         ),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "noon,5,2"], r"line 2: .*a time and two"),
-        (["hello"], r"line 1: this is neither Azure's trace"),
+        (["hello"], r"line 1: unknown format"),
     ],
 )
 def test_a_malformed_trace(
@@ -150,7 +152,7 @@ def test_a_file_that_is_no_result(
     file = tmp_path / "r.json"
     if content is not None:
         file.write_text(content)
-    says = "no result that is known; there are readers for" if content is not None else "No such"
+    says = "has an unknown format; there are readers for" if content is not None else "No such"
     refused(["import", str(file)], says, capsys)
 
 

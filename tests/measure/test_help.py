@@ -1,4 +1,4 @@
-"""Help of the measuring commands, and what they take to start: an example each, and no torch."""
+"""The help of the measuring commands has examples, and the commands start without torch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_no_model_file_ends_in_a_traceback(tmp_path: Path) -> None:
     """In a process of its own, since it forks: this one has threads."""
     result = tmp_path / "result.json"
-    words = ["bench/mutate.py", "--seed", "3", "--sample", "150", "--json", str(result)]
+    words = ["-m", "bench.mutate", "--seed", "3", "--sample", "150", "--json", str(result)]
     run = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     report = json.loads(result.read_text())
     assert report["failures"] == [], run.stdout

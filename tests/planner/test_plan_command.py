@@ -78,7 +78,7 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
     found = plan(capsys, *SHEET, *SYNTHETIC, "--ttft-slo-ms", "500", "--itl-slo-ms", "50")
     ttft = found["forecast"]["figures"]["p50_ttft_ms"]
     assert 0 < ttft["low"] < ttft["expected"] < ttft["high"]
-    assert "60% (products)" in found["step_times"]["source"]
+    assert "60% (FLOPs)" in found["step_times"]["source"]
     assert main(["plan", *SHEET, *SYNTHETIC, "--ttft-slo-ms", "500"]) == 0
     assert "1 engine (H100) meets the goals: 100.0%" in capsys.readouterr().out
 
@@ -131,7 +131,7 @@ def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SYNTHETIC, *SHEET, "--price-per-hour", "1", "2"], "2 prices for 1 kinds"),
         ([*SYNTHETIC, *SHEET, "--target", "99"], "--target 99: give a share"),
         ([*SYNTHETIC, "--steps", "nowhere.json"], "nowhere.json cannot be read"),
-        ([*SYNTHETIC, "--steps", "http://localhost:9"], "nobody answers"),
+        ([*SYNTHETIC, "--steps", "http://localhost:9"], "no server answers"),
     ],
 )
 def test_a_plan_that_cannot_be_made_says_why(

@@ -1,4 +1,4 @@
-"""Simulated pools: the product's hand-over, with copies that take bytes over bandwidth."""
+"""Simulated pools: the product's hand-over with copies of bytes / bandwidth seconds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from tests.planner.test_simulation import EXACT, SHAPE, Linear
 from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.traces import TraceRequest, synthetic
 from twostroke.planner.engine import Link
-from twostroke.planner.layout import EngineShape, Layout
+from twostroke.planner.layout import EngineLayout, EngineShape
 from twostroke.planner.predict import predict
-from twostroke.planner.simulate import Clock, simulate
+from twostroke.planner.simulate import VirtualClock, simulate
 
 TOKEN_BYTES = 1000.0
 
 
-def pools(prefill: int, decode: int, bytes_per_s: float, shape: EngineShape = SHAPE) -> Layout:
-    return Layout(0, shape, prefill, decode, Link(TOKEN_BYTES, bytes_per_s))
+def pools(
+    prefill: int, decode: int, bytes_per_s: float, shape: EngineShape = SHAPE
+) -> EngineLayout:
+    return EngineLayout(0, shape, prefill, decode, Link(TOKEN_BYTES, bytes_per_s))
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e6, 1e7])
 def test_the_second_token_waits_for_the_blocks_of_the_prompt(bytes_per_s: float) -> None:
-    clock = Clock()
+    clock = VirtualClock()
     layout = pools(1, 1, bytes_per_s)
     engines = layout.simulated(Linear(), 0.0, clock)
     (record,) = simulate([TraceRequest(0.0, 200, 5)], clock, engines)
@@ -43,7 +45,7 @@ def test_the_second_token_waits_for_the_blocks_of_the_prompt(bytes_per_s: float)
 def test_blocks_of_a_long_prompt_travel_while_the_rest_is_computed() -> None:
     layout = pools(1, 1, 2e7)
     long = TraceRequest(0.0, 2000, 3)
-    clock = Clock()
+    clock = VirtualClock()
     (record,) = simulate([long], clock, layout.simulated(Linear(), 0.0, clock))
     whole_s = 2000 * TOKEN_BYTES / 2e7
     assert record.token_s[1] - record.token_s[0] < 0.5 * whole_s
@@ -51,7 +53,7 @@ def test_blocks_of_a_long_prompt_travel_while_the_rest_is_computed() -> None:
 
 def test_every_request_of_a_load_ends_with_its_tokens_and_nothing_is_held() -> None:
     trace = synthetic(20.0, 15.0, 150, 20, seed=4)
-    clock = Clock()
+    clock = VirtualClock()
     tight = EngineShape(2048, 2048, 8, 256)
     engines = pools(2, 2, 5e6, tight).simulated(Linear(), 1e-3, clock)
     records = simulate(trace, clock, engines)
@@ -66,7 +68,7 @@ def test_every_request_of_a_load_ends_with_its_tokens_and_nothing_is_held() -> N
 def test_pools_keep_prompts_away_from_streams() -> None:
     """With as many engines; on a fast link."""
     trace = synthetic(16.0, 20.0, 150, 30, seed=5)
-    both = predict(trace, Layout(2, SHAPE), EXACT, Goals()).figures
+    both = predict(trace, EngineLayout(2, SHAPE), EXACT, Goals()).figures
     apart = predict(trace, pools(1, 1, 1e9), EXACT, Goals()).figures
     assert apart["p99_itl_ms"].expected < 0.7 * both["p99_itl_ms"].expected
     assert {"prefill_utilisation", "decode_kv_peak"} <= apart.keys()

@@ -1,17 +1,17 @@
-"""The search tries few layouts, and finds the cheapest that meets the goals."""
+"""The search simulates few layouts and finds the cheapest layout that meets the goals."""
 
 from __future__ import annotations
 
 import pytest
 
-from twostroke.planner.layout import EngineShape, Layout
-from twostroke.planner.predict import Forecast, Interval
-from twostroke.planner.search import EngineKind, cheapest
+from twostroke.planner.layout import EngineLayout, EngineShape
+from twostroke.planner.predict import Interval, LayoutForecast
+from twostroke.planner.search import EngineChoice, cheapest
 from twostroke.planner.steptimes import RooflineSteps, StepModel
 
 
-def kind(name: str, served: Served, price: float | None = None) -> EngineKind:
-    return EngineKind(name, StepModel(RooflineSteps, "", 0.0, 0.0), served, price)  # type: ignore[arg-type]
+def kind(name: str, served: Served, price: float | None = None) -> EngineChoice:
+    return EngineChoice(name, StepModel(RooflineSteps, "", 0.0, 0.0), served, price)  # type: ignore[arg-type]
 
 
 class Served:
@@ -21,11 +21,13 @@ class Served:
         self.needed = needed
         self.tried: list[int] = []
 
-    def __call__(self, count: int) -> Forecast:
+    def __call__(self, count: int) -> LayoutForecast:
         self.tried.append(count)
         share = 1.0 if count >= self.needed else 0.5
         met = Interval(share, share, share)
-        return Forecast(Layout(count, EngineShape(1, 1, 1, 1)), {"met": met}, 1, 1.0, 0.0, ())
+        return LayoutForecast(
+            EngineLayout(count, EngineShape(1, 1, 1, 1)), {"met": met}, 1, 1.0, 0.0, ()
+        )
 
 
 @pytest.mark.parametrize("needed", [*range(1, 18), 33, 63, 64])

@@ -1,4 +1,4 @@
-"""Simulated engines keep the schedule's rules, and their times are the step times' sums."""
+"""Simulated engines follow the scheduler, and their times are sums of step times."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.traces import TraceRequest, synthetic
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import SimulatedEngine
-from twostroke.planner.layout import EngineShape, Layout
+from twostroke.planner.layout import EngineLayout, EngineShape
 from twostroke.planner.predict import OUTSIDE_DRIFT, predict
-from twostroke.planner.simulate import Clock, simulate
-from twostroke.planner.steptimes import Range, StepModel
+from twostroke.planner.simulate import VirtualClock, simulate
+from twostroke.planner.steptimes import MeasuredRange, StepModel
 
 SHAPE = EngineShape(4096, 2048, 8, 256)
 NO_GOALS = Goals()
@@ -31,7 +31,7 @@ EXACT = StepModel(Linear(), "a test", drift=0.0, step_error=0.0, host_s=2e-3)
 
 
 def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     engine = SimulatedEngine("engine-0", SHAPE.scheduler_config(), Linear(), 2e-3, clock)
     (record,) = simulate([TraceRequest(0.0, 300, 4)], clock, [engine])
     chunks = [size for _, _, _, size in record.chunks]
@@ -46,14 +46,14 @@ def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
 def test_prompts_that_share_blocks_find_them_cached() -> None:
     shared = [TraceRequest(float(n), 512, 2, (1, 2)) for n in range(2)]
     other = TraceRequest(2.0, 512, 2, (3, 2))
-    clock = Clock()
+    clock = VirtualClock()
     engine = SimulatedEngine("engine-0", SHAPE.scheduler_config(), Linear(), 0.0, clock)
     records = simulate([*shared, other], clock, [engine], block_tokens=256)
     assert [one.num_cached for one in records] == [0, 496, 0]  # one token must be computed
 
 
 def test_requests_without_blocks_share_nothing() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     engine = SimulatedEngine("engine-0", SHAPE.scheduler_config(), Linear(), 0.0, clock)
     records = simulate([TraceRequest(float(n), 400, 2) for n in range(3)], clock, [engine])
     assert [one.num_cached for one in records] == [0, 0, 0]
@@ -63,7 +63,8 @@ def test_the_same_seed_gives_the_same_answer_and_another_one_another() -> None:
     trace = synthetic(6.0, 20.0, 200, 20, seed=1)
     noisy = StepModel(Linear(), "", 0.1, 0.1, 1e-3, decode_ratios=(0.5, 1.5))
     one, again, other = (
-        predict(trace, Layout(1, SHAPE), noisy, NO_GOALS, seed=seed).figures for seed in (3, 3, 4)
+        predict(trace, EngineLayout(1, SHAPE), noisy, NO_GOALS, seed=seed).figures
+        for seed in (3, 3, 4)
     )
     assert one == again
     assert one != other
@@ -71,30 +72,30 @@ def test_the_same_seed_gives_the_same_answer_and_another_one_another() -> None:
 
 def test_intervals_are_as_wide_as_the_step_times_are_uncertain() -> None:
     trace = [TraceRequest(float(n), 100, 5) for n in range(10)]
-    sure = predict(trace, Layout(1, SHAPE), EXACT, NO_GOALS).figures["p50_ttft_ms"]
+    sure = predict(trace, EngineLayout(1, SHAPE), EXACT, NO_GOALS).figures["p50_ttft_ms"]
     assert sure.low == pytest.approx(sure.expected)
     assert sure.high == pytest.approx(sure.expected)
     unsure = StepModel(Linear(), "", drift=0.2, step_error=0.0, host_s=0.0)
-    found = predict(trace, Layout(1, SHAPE), unsure, NO_GOALS).figures["p50_ttft_ms"]
+    found = predict(trace, EngineLayout(1, SHAPE), unsure, NO_GOALS).figures["p50_ttft_ms"]
     assert found.low == pytest.approx(0.8 * found.expected)
     assert found.high == pytest.approx(1.2 * found.expected)
 
 
 def test_steps_beyond_what_was_measured_widen_the_interval_and_are_told() -> None:
     trace = [TraceRequest(float(n), 200, 2) for n in range(5)]
-    small = StepModel(Linear(), "", 0.1, 0.0, 0.0, range=Range(100, 100, 1e6))
-    found = predict(trace, Layout(1, SHAPE), small, NO_GOALS)
+    small = StepModel(Linear(), "", 0.1, 0.0, 0.0, range=MeasuredRange(100, 100, 1e6))
+    found = predict(trace, EngineLayout(1, SHAPE), small, NO_GOALS)
     assert 0.5 < found.outside_share < 1.0
     drift = 0.1 + OUTSIDE_DRIFT * found.outside_share
     ttft = found.figures["p50_ttft_ms"]
     assert ttft.high == pytest.approx((1 + drift) * ttft.expected)
-    assert "larger than any that was measured" in found.notes[0]
+    assert "larger than all measured steps" in found.notes[0]
 
 
 def test_more_engines_meet_goals_that_one_misses() -> None:
     trace = synthetic(16.0, 20.0, 300, 30, seed=2)
     goals = Goals(ttft_s=0.2)
-    one, four = (predict(trace, Layout(n, SHAPE), EXACT, goals).figures for n in (1, 4))
+    one, four = (predict(trace, EngineLayout(n, SHAPE), EXACT, goals).figures for n in (1, 4))
     assert one["met"].expected < 0.5
     assert four["met"].expected > 0.95
     assert four["engine_utilisation"].expected < one["engine_utilisation"].expected
@@ -103,7 +104,7 @@ def test_more_engines_meet_goals_that_one_misses() -> None:
 def test_a_full_cache_preempts_and_nothing_is_lost() -> None:
     tight = EngineShape(512, 512, 8, 256)
     trace = [TraceRequest(0.0, 100, 300) for _ in range(4)]
-    found = predict(trace, Layout(1, tight), EXACT, NO_GOALS)
+    found = predict(trace, EngineLayout(1, tight), EXACT, NO_GOALS)
     assert found.figures["preempted"].expected > 0
     assert found.figures["engine_kv_peak"].expected > 0.9
 
@@ -111,4 +112,4 @@ def test_a_full_cache_preempts_and_nothing_is_lost() -> None:
 def test_requests_that_no_engine_can_hold_are_told_with_the_longest() -> None:
     trace = [TraceRequest(0.0, 100, 5), TraceRequest(1.0, 3000, 5), TraceRequest(2.0, 2046, 5)]
     with pytest.raises(ConfigError, match=r"2 of 3 requests .* longest: 3,000 prompt and 5 output"):
-        predict(trace, Layout(1, SHAPE), EXACT, NO_GOALS)
+        predict(trace, EngineLayout(1, SHAPE), EXACT, NO_GOALS)

@@ -1,4 +1,4 @@
-"""Step times learnt from records, and from a data sheet."""
+"""Step times fitted to records, and computed from a data sheet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from twostroke.errors import ConfigError
 from twostroke.measure.roofline.hardware import find_hardware
-from twostroke.measure.roofline.roofline import Roofline, Settings
+from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.measure.roofline.shapes import find_spec
 from twostroke.plan import PhaseWork
 from twostroke.planner.steptimes import MIN_DRIFT, NoisyCost, measured_model, roofline_model
@@ -100,7 +100,7 @@ def test_records_that_say_too_little_are_refused(found: dict[str, Any], says: st
 
 def test_a_data_sheet_gives_the_rooflines_estimate() -> None:
     roofline = Roofline(
-        find_spec("llama-3.1-8b"), find_hardware("H100"), Settings(context=1024, batch=1)
+        find_spec("llama-3.1-8b"), find_hardware("H100"), RooflineSettings(context=1024, batch=1)
     )
     cost = roofline_model(roofline).cost
     decode = cost.seconds(PhaseWork(), PhaseWork(1, 1, 1024, 1024))

@@ -15,9 +15,9 @@ from twostroke.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from twostroke.measure.compare.ab import Figures, Pilot, Trial
-    from twostroke.measure.compare.prediction import Outcome
-    from twostroke.measure.doctor.verdict import Experiment
+    from twostroke.measure.compare.ab import Pilot, RunFigures, Trial
+    from twostroke.measure.compare.prediction import PredictionOutcome
+    from twostroke.measure.doctor.verdict import ProposedExperiment
 
 DESCRIPTION = (
     "Compare B with A under the same requests, in interleaved pairs of runs (A B, B A, …). The "
@@ -82,10 +82,10 @@ def add_arguments(parser: Parser) -> None:
 def execute(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from twostroke.measure.compare.ab import Watcher, run_ab
+    from twostroke.measure.compare.ab import TrialCallbacks, run_ab
     from twostroke.measure.compare.ab_report import markdown, trial_json
     from twostroke.measure.compare.playbook import MISSING, PLAYBOOK
-    from twostroke.measure.compare.prediction import outcome
+    from twostroke.measure.compare.prediction import outcome_of
     from twostroke.measure.load.bench import ServeOptions
 
     if args.playbook == "list":
@@ -108,12 +108,12 @@ def execute(args: argparse.Namespace) -> int:
         **(LOAD | load | chosen),
     )
     console = Console(stderr=args.json)
-    watcher = Watcher(
+    watcher = TrialCallbacks(
         lambda pilot: show_pilot(console, pilot, args.pairs),
         lambda pair, arm, figures: _show_run(console, pair, arm, figures),
     )
     trial = run_ab(arms, options, args.pairs, args.pilot, watcher)
-    prediction = None if experiment is None else outcome(experiment, trial.a, trial.b)
+    prediction = None if experiment is None else outcome_of(experiment, trial.a, trial.b)
     if args.json:
         print(json.dumps(trial_json(trial, arms, options, prediction)))
     else:
@@ -124,7 +124,7 @@ def execute(args: argparse.Namespace) -> int:
     return status(trial.verdict, args.aa, prediction)
 
 
-def status(verdict: str, aa: bool = False, prediction: Outcome | None = None) -> int:
+def status(verdict: str, aa: bool = False, prediction: PredictionOutcome | None = None) -> int:
     """Return the exit status. `aa`: A was compared with itself, and any difference is an error."""
     if verdict == "INVALID":
         return NOT_CERTIFIED
@@ -137,7 +137,7 @@ def status(verdict: str, aa: bool = False, prediction: Outcome | None = None) ->
 
 def _chosen(
     args: argparse.Namespace,
-) -> tuple[tuple[str, str], dict[str, Any], Experiment | None]:
+) -> tuple[tuple[str, str], dict[str, Any], ProposedExperiment | None]:
     """Return the arms, the load that shows the change best, and the experiment of a doctor."""
     from twostroke.measure.compare.arms import is_url
     from twostroke.measure.compare.playbook import play
@@ -189,7 +189,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share < 1 else "over 100%"
 
 
-def _show_run(console: Console, pair: int, arm: str, figures: Figures) -> None:
+def _show_run(console: Console, pair: int, arm: str, figures: RunFigures) -> None:
     if sys.stderr.isatty():
         late = "  (not certified)" if figures.problems else ""
         console.print(
@@ -200,7 +200,10 @@ def _show_run(console: Console, pair: int, arm: str, figures: Figures) -> None:
 
 
 def show(
-    console: Console, trial: Trial, arms: tuple[str, str], prediction: Outcome | None = None
+    console: Console,
+    trial: Trial,
+    arms: tuple[str, str],
+    prediction: PredictionOutcome | None = None,
 ) -> None:
     from rich.table import Table
     from rich.text import Text

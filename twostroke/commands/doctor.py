@@ -48,9 +48,9 @@ def execute(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from twostroke.measure.doctor.diagnosis import diagnose
-    from twostroke.measure.doctor.doctor import watch
     from twostroke.measure.doctor.doctor_report import show, verdict_page
     from twostroke.measure.doctor.verdict import HEALTHY, NOT_ENOUGH
+    from twostroke.measure.doctor.watch import watch
 
     if sys.stderr.isatty():
         print(f"watching {args.url} for {args.seconds:g} s …", file=sys.stderr)

@@ -18,9 +18,9 @@ from twostroke.errors import ConfigError
 if TYPE_CHECKING:
     from twostroke.measure.load.definitions import Goals
     from twostroke.measure.load.traces import TraceRequest
-    from twostroke.planner.layout import EngineShape, Layout
-    from twostroke.planner.predict import Forecast
-    from twostroke.planner.search import EngineKind, Search
+    from twostroke.planner.layout import EngineLayout, EngineShape
+    from twostroke.planner.predict import LayoutForecast
+    from twostroke.planner.search import EngineChoice, Search
     from twostroke.planner.steptimes import StepModel
 
 DESCRIPTION = (
@@ -128,22 +128,22 @@ def execute(args: argparse.Namespace) -> int:
 
 def engine_kinds(
     args: argparse.Namespace, trace: list[TraceRequest], goals: Goals
-) -> list[EngineKind]:
+) -> list[EngineChoice]:
     """Return the kinds of engines on the command line, with their step times."""
     from twostroke.measure.load.traces import block_tokens
-    from twostroke.planner.layout import Layout
+    from twostroke.planner.layout import EngineLayout
     from twostroke.planner.predict import predict
-    from twostroke.planner.search import EngineKind
+    from twostroke.planner.search import EngineChoice
 
-    def kind(name: str, model: StepModel, shape: EngineShape, price: float | None) -> EngineKind:
+    def kind(name: str, model: StepModel, shape: EngineShape, price: float | None) -> EngineChoice:
         shape = _with_settings(shape, args)
         block = block_tokens(args.trace_shrink)
 
-        def forecast(count: int) -> Forecast:
-            layout = _pools(args, shape) or Layout(count, shape)
+        def forecast(count: int) -> LayoutForecast:
+            layout = _pools(args, shape) or EngineLayout(count, shape)
             return predict(trace, layout, model, goals, block, args.seed)
 
-        return EngineKind(name, model, forecast, price)
+        return EngineChoice(name, model, forecast, price)
 
     prices: list[float | None] = args.price_per_hour or [None]
     if args.calibrate is not None or args.steps is not None:
@@ -170,9 +170,9 @@ def engine_kinds(
     ]
 
 
-def _pools(args: argparse.Namespace, shape: EngineShape) -> Layout | None:
+def _pools(args: argparse.Namespace, shape: EngineShape) -> EngineLayout | None:
     from twostroke.planner.engine import Link
-    from twostroke.planner.layout import Layout
+    from twostroke.planner.layout import EngineLayout
 
     if args.prefill_engines is None:
         return None
@@ -182,7 +182,7 @@ def _pools(args: argparse.Namespace, shape: EngineShape) -> Layout | None:
             "do not have them; use records of a newer server"
         )
     link = Link(shape.token_bytes, 1e9 * args.hand_over_gbytes)
-    return Layout(0, shape, args.prefill_engines, args.decode_engines, link)
+    return EngineLayout(0, shape, args.prefill_engines, args.decode_engines, link)
 
 
 def _no_layout(search: Search, target: float) -> str:

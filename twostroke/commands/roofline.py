@@ -13,7 +13,7 @@ from twostroke.commands.trace import fetch_records
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
-    from twostroke.measure.roofline.roofline import Settings
+    from twostroke.measure.roofline.roofline import RooflineSettings
 
 DESCRIPTION = (
     "Compute bounds for prefill and decode from a model's shape and a machine's rates: FLOPs, "
@@ -98,14 +98,14 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def roofline_settings(args: argparse.Namespace) -> tuple[Settings, dict[str, float] | None]:
+def roofline_settings(args: argparse.Namespace) -> tuple[RooflineSettings, dict[str, float] | None]:
     """Return the settings for --weights, --kv-cache-dtype and the tensor parallel size, and the
     bytes of each weight in the model's GGUF file if the weights are used as stored."""
-    from twostroke.measure.roofline.roofline import FILE, Settings
+    from twostroke.measure.roofline.roofline import FILE, RooflineSettings
     from twostroke.measure.roofline.shapes import stored_bytes
 
     stored = stored_bytes(args.model) if args.weights is None else None
-    settings = Settings(
+    settings = RooflineSettings(
         tensor_parallel=args.tensor_parallel_size,
         weights=args.weights or ("fp16" if stored is None else FILE),
         kv=args.kv_cache_dtype,

@@ -1,13 +1,13 @@
-"""A planner: which layout of engines serves a trace within its goals, by simulation.
+"""A planner that finds, by simulation, the layout of engines that serves a trace within goals.
 
-engine.py      an engine whose steps are timed by a model: the product's Scheduler and KV cache
-handover.py    the network between pools: copies that take bytes over bandwidth
-steptimes.py   step times from measured steps, or from a roofline, with their error
-calibrate.py   load for a running server, so that its records have steps of many sizes
-layout.py      engines and pools that are tried
-simulate.py    a trace through a layout: every request's times
+engine.py      a simulated engine: the product's Scheduler and KV cache with modelled step times
+handover.py    the simulated network between pools
+steptimes.py   step times from measured steps or from a roofline, with their error
+calibrate.py   load for a running server, to record steps of many sizes
+layout.py      the engines and pools to simulate
+simulate.py    the simulation of a trace on a layout
 predict.py     figures with intervals, from several simulations
 search.py      the cheapest layout that meets goals
-check.py       a trace replayed against a server: predicted beside measured
-report.py      a plan for people and for programs
+check.py       a trace replayed against a server, to compare predicted with measured figures
+report.py      a plan as a terminal report and as JSON
 """

@@ -1,8 +1,8 @@
-"""Calibration: load for a running server, so that its records have steps of many sizes.
+"""Calibration: loads a running server, so that its records have steps of many sizes.
 
-Users in a closed loop, 1 to `USERS[-1]` of them, each level for its share of the time. Prompts are
-of all lengths up to the trace's longest, so that chunks, contexts and batches of every size occur,
-alone and together.
+The load is a closed loop with 1 to `USERS[-1]` users, each number for an equal time. Prompts have
+all lengths up to the longest of the trace, so that chunks, contexts and batches of all sizes occur,
+alone and mixed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from twostroke.errors import ConfigError
 from twostroke.measure.load.definitions import Sample
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.sample_client import OpenAIClient, first_model, send_first
-from twostroke.measure.load.workload import Planned, Prompts
+from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 
 USERS = (1, 2, 4, 8, 16, 32)
 SECONDS = 60.0
 MIN_PROMPT, MIN_OUTPUT, MAX_OUTPUT = 16, 4, 32
-MIN_ANSWERS = 6  # of a level, however slow the server is
-LOOK_S = 0.2  # how often answers are counted
-MAX_RECORDS_S = 600.0  # that a server is asked for
+MIN_ANSWERS = 6  # answers for each number of users, also of a slow server
+POLL_S = 0.2  # interval of counting answers
+MAX_RECORDS_S = 600.0  # limit of one request for records
 
 Json = dict[str, Any]
 
@@ -39,8 +39,8 @@ async def fetch_records(connections: Connections, seconds: float) -> Json:
     except ServerError as error:
         if error.status == 404:
             raise ServerError(
-                f"{connections.endpoint.url} keeps no step records: it is not a twostroke server "
-                "(of this version)"
+                f"{connections.endpoint.url} has no step records: the server is not twostroke, or "
+                "has another version"
             ) from None
         raise
     return dict(found)
@@ -53,8 +53,8 @@ async def calibrate(
     seconds: float,
     tell: Callable[[int], None] = lambda users: None,
 ) -> Json:
-    """Load the server, and return its records of that time as `/records` has them, with
-    `outside_s`: the part of TTFT that a client sees and the engine does not."""
+    """Load the server and return its records (`/records`), with `outside_s`: the part of TTFT that
+    a client sees and the engine does not."""
     connections = Connections(Endpoint(url, api_key))
     try:
         model = str((await first_model(connections))["id"])
@@ -73,7 +73,7 @@ async def calibrate(
             steps |= {one["step"]: one for one in found["steps"]}
             requests |= {one["request_id"]: one for one in found["requests"]}
         if not steps:
-            raise ConfigError(f"{url} has run no steps while it was calibrated")
+            raise ConfigError(f"{url} ran no steps during the calibration")
         found["steps"], found["requests"] = list(steps.values()), list(requests.values())
         found["outside_s"] = _outside_s(load.samples, requests)
         return found
@@ -82,25 +82,25 @@ async def calibrate(
 
 
 class CalibrationLoad:
-    """Requests of all lengths, no two of which begin alike."""
+    """A closed-loop load of requests of all lengths without shared prefixes."""
 
     def __init__(self, client: OpenAIClient, longest: int) -> None:
         self.client, self.longest = client, longest
         self.samples: list[Sample] = []
         self._rng = random.Random(0)
-        self._prompts = Prompts(0, f"calibration {secrets.token_hex(4)}", as_text=False)
+        self._prompts = PromptGenerator(0, f"calibration {secrets.token_hex(4)}", as_text=False)
         self._count = 0
 
-    def next_request(self) -> Planned:
+    def next_request(self) -> PlannedRequest:
         self._count += 1
         low, high = math.log(MIN_PROMPT), math.log(max(MIN_PROMPT, self.longest))
         length = round(math.exp(self._rng.uniform(low, high)))
         output = self._rng.randint(MIN_OUTPUT, MAX_OUTPUT)
-        return Planned(0.0, self._prompts.unique(self._count, length), length, output)
+        return PlannedRequest(0.0, self._prompts.unique(self._count, length), length, output)
 
     async def run(self, users: int, seconds: float) -> None:
-        """Send from so many users for this time, and until some answers have come; those that are
-        not whole then are broken off."""
+        """Send from `users` users for `seconds`, and until `MIN_ANSWERS` answers have arrived. Then
+        cancel the unfinished requests."""
 
         async def user() -> None:
             while True:
@@ -113,7 +113,7 @@ class CalibrationLoad:
         tasks = [asyncio.create_task(user()) for _ in range(users)]
         try:
             while perf_counter() < end_s or len(self.samples) < wanted:
-                failed, _ = await asyncio.wait(tasks, timeout=LOOK_S)
+                failed, _ = await asyncio.wait(tasks, timeout=POLL_S)
                 for task in failed:
                     task.result()
         finally:
@@ -123,7 +123,7 @@ class CalibrationLoad:
 
 
 def _outside_s(samples: list[Sample], requests: dict[str, Json]) -> float:
-    """Return the median of what the client's TTFT has beyond the engine's."""
+    """Return the median difference between the client's TTFT and the engine's TTFT."""
     by_answer = {name.rpartition("-")[0]: record for name, record in requests.items()}
     rests = []
     for sample in samples:

@@ -1,4 +1,4 @@
-"""`--check`: a trace replayed against a real server, its figures beside the predicted ones."""
+"""`--check`: replays a trace against a real server and compares the figures with the forecast."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
-from twostroke.measure.load.load_run import Run, run_open_loop
+from twostroke.measure.load.load_run import LoadRun, run_open_loop
 from twostroke.measure.load.result import problems
 from twostroke.measure.load.sample_client import OpenAIClient, first_model, send_first
 from twostroke.measure.load.traces import TraceRequest
-from twostroke.measure.load.workload import Prompts, replayed
-from twostroke.planner.predict import METRICS, PERCENTILES, Forecast, latencies_ms
+from twostroke.measure.load.workload import PromptGenerator, replayed
+from twostroke.planner.predict import METRICS, PERCENTILES, LayoutForecast, latencies_ms
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +29,13 @@ CHECKED = (
 
 async def replay(
     url: str, api_key: str | None, trace: Sequence[TraceRequest], shrink: float
-) -> Run:
-    """Send the trace's requests when they are due. `shrink`: by which its lengths are divided."""
+) -> LoadRun:
+    """Send the trace's requests at their times. `shrink` divides the lengths of the trace."""
     connections = Connections(Endpoint(url, api_key))
     try:
         client = OpenAIClient(connections, str((await first_model(connections))["id"]))
-        # Another run's prompts may still be in the server's prefix cache: each run has its own.
-        prompts = Prompts(0, f"check {secrets.token_hex(4)}", as_text=False)
+        # The server's prefix cache may still hold the prompts of another run.
+        prompts = PromptGenerator(0, f"check {secrets.token_hex(4)}", as_text=False)
         planned = replayed(list(trace), prompts, shrink)
         shortest = min(planned, key=lambda one: one.prompt_tokens)
         await send_first(client, shortest)
@@ -47,8 +47,8 @@ async def replay(
     return run
 
 
-def compare(forecast: Forecast, run: Run, goals: Goals) -> Json:
-    """Return a row for every figure that both have, and why the run may not count."""
+def compare(forecast: LayoutForecast, run: LoadRun, goals: Goals) -> Json:
+    """Return a row for every figure of both, and the problems of the run."""
     measured = latencies_ms(run.samples)
     measured["requests_per_s"] = sum(one.ok for one in run.samples) / run.duration_s
     if goals.given:
@@ -72,7 +72,7 @@ def compare(forecast: Forecast, run: Run, goals: Goals) -> Json:
     return {"rows": rows, "problems": problems(run, (), None, False)}
 
 
-def show_check(console: Console, found: Json) -> None:
+def show_check(console: Console, check: Json) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -80,7 +80,7 @@ def show_check(console: Console, found: Json) -> None:
     table.add_column("figure")
     for name in ("predicted", "interval", "measured", "error"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in found["rows"]:
+    for row in check["rows"]:
         error = "" if row["error"] is None else f"{row['error']:+.1%}"
         table.add_row(
             row["figure"],
@@ -91,7 +91,7 @@ def show_check(console: Console, found: Json) -> None:
         )
     console.print()
     console.print(table)
-    inside = sum(row["inside"] for row in found["rows"])
-    console.print(f"{inside} of {len(found['rows'])} measured figures lie in their intervals")
-    for problem in found["problems"]:
-        console.print(Text(f"The run may not count: {problem}", style="yellow"))
+    inside = sum(row["inside"] for row in check["rows"])
+    console.print(f"{inside} of {len(check['rows'])} measured figures lie in their intervals")
+    for problem in check["problems"]:
+        console.print(Text(f"The run is not certified: {problem}", style="yellow"))

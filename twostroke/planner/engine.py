@@ -1,10 +1,9 @@
-"""`SimulatedEngine`: the product's own Scheduler and KV cache, with steps whose time is computed.
+"""`SimulatedEngine`: the product's Scheduler and KV cache, with modelled step times.
 
-    add ─▶ begin(now): plan a step ─▶ (host_s + the model's seconds later) ─▶ end(now): commit it
+    add ─▶ begin(now): plan a step ─▶ (host_s + modelled seconds) ─▶ end(now): commit the step
 
-One step runs at a time, as on a synchronous executor. Nothing of a schedule is imitated here: what
-is admitted, how prompts are cut, what is preempted and what is cached is decided by the code that
-decides it in a server. Only the tokens are made up, and the time.
+One step runs at a time, as on a synchronous executor. The product's code decides admission,
+chunking, preemption and caching. Only the tokens and the times are simulated.
 """
 
 from __future__ import annotations
@@ -15,45 +14,45 @@ from typing import NamedTuple, Protocol
 
 from twostroke.observe.record import PhaseRecord, StepRecord
 from twostroke.plan import PhaseWork, StepResult
-from twostroke.planner.handover import SimulatedWay, transfer_of
+from twostroke.planner.handover import SimulatedTransport, transfer_of
 from twostroke.route.router import EngineState, Role
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig, StepInFlight
 from twostroke.sched.updates import Update
 
-TOKEN = 7  # that every sampled position writes
+TOKEN = 7  # the id of every sampled token
 
 
 class StepCost(Protocol):
-    """How long steps take on a device."""
+    """A model of the time of steps on a device."""
 
     def seconds(self, prefill: PhaseWork, decode: PhaseWork) -> float: ...
 
 
 class Link(NamedTuple):
-    """How an engine of a pool reaches the others."""
+    """The network link of an engine in a pool."""
 
     token_bytes: float  # of keys and values
     bytes_per_s: float
 
     def block_bytes(self, config: SchedulerConfig) -> list[int]:
-        """Of a block of each KV group, by its share of a token's elements."""
+        """Return the bytes of a block of each KV group, by its share of a token's elements."""
         elements = sum(group.kv_elements for group in config.groups)
-        of_block = self.token_bytes * config.block_size
-        return [max(1, round(of_block * one.kv_elements / elements)) for one in config.groups]
+        block_bytes = self.token_bytes * config.block_size
+        return [max(1, round(block_bytes * one.kv_elements / elements)) for one in config.groups]
 
 
 @dataclass(slots=True)
 class EngineUse:
-    """How much of an engine was in use, summed over its steps."""
+    """The use of an engine, summed over its steps."""
 
     steps: int = 0
     device_s: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preempted: int = 0
-    kv_seconds: float = 0.0  # the share of the KV cache that requests had, times seconds
-    kv_peak: float = 0.0  # the largest such share
+    kv_seconds: float = 0.0  # share of the KV cache held by requests, times seconds
+    kv_peak: float = 0.0  # largest share of the KV cache held by requests
 
     def add(self, step: StepInFlight, device_s: float, step_s: float) -> None:
         plan = step.plan
@@ -68,6 +67,8 @@ class EngineUse:
 
 
 class SimulatedEngine:
+    """One engine of a simulation."""
+
     def __init__(
         self,
         name: str,
@@ -78,24 +79,23 @@ class SimulatedEngine:
         role: Role = Role.BOTH,
         link: Link | None = None,
     ) -> None:
-        """`host_s`: what a step takes besides its time on the device. `link`: of an engine in a
-        pool, to the others."""
+        """`host_s`: the time of a step outside the device. `link`: for an engine in a pool."""
         kv_tokens = min(group.num_blocks for group in config.groups) * config.block_size
         self.state = EngineState(name, role, capacity_tokens=kv_tokens)
-        self._way: SimulatedWay | None = None
+        self._transport: SimulatedTransport | None = None
         transfer = None
         if link is not None:
             self.state.token_bytes, self.state.bytes_per_s = link
-            self._way = SimulatedWay(clock, link.bytes_per_s)
-            transfer = transfer_of(self._way, config.block_size, link.block_bytes(config))
+            self._transport = SimulatedTransport(clock, link.bytes_per_s)
+            transfer = transfer_of(self._transport, config.block_size, link.block_bytes(config))
         self.link = link
         self.scheduler = Scheduler(config, clock, transfer)
         self.use = EngineUse()
         self._cost, self._host_s = cost, host_s
 
     def wake_s(self) -> float | None:
-        """When blocks will be here that are on their way, of an engine with nothing else to do."""
-        return None if self._way is None else self._way.next_end_s()
+        """Return when the next copy of blocks ends, or None without a running copy."""
+        return None if self._transport is None else self._transport.next_end_s()
 
     def begin(self, now: float) -> tuple[float, StepInFlight] | None:
         """Plan the next step. Return when it ends, and the step; None if there is nothing to do."""
@@ -106,7 +106,7 @@ class SimulatedEngine:
         return now + device_s + self._host_s, step
 
     def end(self, step: StepInFlight, now: float) -> list[Update]:
-        """Commit the step; its tokens are known from now on."""
+        """Commit the step and return its updates."""
         plan = step.plan
         step_s = now - step.planned_s
         device_s = step_s - self._host_s
@@ -118,7 +118,22 @@ class SimulatedEngine:
             PhaseRecord(one.rows, one.tokens, one.kv_tokens, 0.0, 0.0)
             for one in (plan.prefill_work, plan.decode_work)
         )
-        times = step.planned_s, step.planned_s, now, device_s, self._host_s
-        kv = step.kv
-        self.state.add_step(StepRecord(plan.step, *times, prefill, decode, (), (), 0, 0, 0, kv))
+        self.state.add_step(
+            StepRecord(
+                step=plan.step,
+                planned_s=step.planned_s,
+                launched_s=step.planned_s,
+                committed_s=now,
+                device_s=device_s,
+                host_gap_s=self._host_s,
+                prefill=prefill,
+                decode=decode,
+                chunks=(),
+                slots=(),
+                waiting=0,
+                running=0,
+                preempted=0,
+                kv=step.kv,
+            )
+        )
         return committed.updates

@@ -1,8 +1,8 @@
-"""The simulated network between pools: the product's `KVTransfer` over a way whose copies take
-bytes / bandwidth on the virtual clock.
+"""The simulated network between pools: the product's `KVTransfer` over a simulated transport.
 
-An engine's link carries one copy after the other. Copies cost the engine's thread nothing, as with
-RDMA; a copy through a CPU's memory, which holds up its streams, is not simulated.
+A copy takes bytes / bandwidth on the virtual clock. An engine's link carries one copy after the
+other. Copies take no time of the engine's thread, as with RDMA; copies through CPU memory, which
+delay the engine's streams, are not simulated.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Way
 NAME = "simulated"
 
 
-class NoBlocks:
-    """Blocks of which only the size is known."""
+class SizedBlocks:
+    """KV blocks without content."""
 
     layout = NAME
 
@@ -30,8 +30,8 @@ class NoBlocks:
         raise NotImplementedError
 
 
-class Offers:
-    """Numbers of the offers of one engine. All of them stand until they are released."""
+class OfferNumbers:
+    """Numbers of the offers of one engine."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -40,10 +40,12 @@ class Offers:
         return next(self._numbers)
 
     def close_offer(self, number: int) -> None:
-        """Nothing is to be kept."""
+        """Offers have no state here."""
 
 
 class SimulatedCopy(Copy):
+    """A copy that is complete at a given time."""
+
     def __init__(self, clock: Callable[[], float], end_s: float, num_bytes: int) -> None:
         self.end_s, self._size, self._clock = end_s, num_bytes, clock
 
@@ -58,14 +60,14 @@ class SimulatedCopy(Copy):
         return True
 
 
-class SimulatedWay(Way):
-    """The link of one engine."""
+class SimulatedTransport(Way):
+    """The network link of one engine."""
 
     name = NAME
 
     def __init__(self, clock: Callable[[], float], bytes_per_s: float) -> None:
         self._clock, self._bytes_per_s = clock, bytes_per_s
-        self._free_s = 0.0  # when the link has carried all that was asked for
+        self._free_s = 0.0  # end of the last copy
         self._ends_s: list[float] = []
 
     def address(self) -> Address:
@@ -83,11 +85,13 @@ class SimulatedWay(Way):
         return SimulatedCopy(self._clock, self._free_s, num_bytes)
 
     def next_end_s(self) -> float | None:
-        """When the next copy that runs now ends; None if none does."""
+        """Return when the next running copy ends, or None without one."""
         now = self._clock()
         self._ends_s = [end_s for end_s in self._ends_s if end_s > now]
         return min(self._ends_s, default=None)
 
 
-def transfer_of(way: SimulatedWay, block_size: int, block_bytes: Sequence[int]) -> KVTransfer:
-    return KVTransfer(NoBlocks(block_size, block_bytes), [way], Offers())
+def transfer_of(
+    transport: SimulatedTransport, block_size: int, block_bytes: Sequence[int]
+) -> KVTransfer:
+    return KVTransfer(SizedBlocks(block_size, block_bytes), [transport], OfferNumbers())

@@ -1,4 +1,4 @@
-"""`Layout`: engines that could serve a trace, and what each is set to."""
+"""`EngineLayout`: the engines that serve a trace, and their settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.kv.cache import GroupLimits
 from twostroke.planner.engine import Link, SimulatedEngine, StepCost
-from twostroke.planner.simulate import Clock
+from twostroke.planner.simulate import VirtualClock
 from twostroke.route.router import Role
 from twostroke.sched.step import SchedulerConfig
 
@@ -17,19 +17,19 @@ MIN_KV_TOKENS = 256
 
 
 class EngineShape(NamedTuple):
-    """What one engine has room for, and how it cuts its steps."""
+    """The capacity of one engine and the settings of its scheduler."""
 
     kv_tokens: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int = 16
-    groups: tuple[GroupLimits, ...] = ()  # the KV groups; none: one, of `kv_tokens`
+    groups: tuple[GroupLimits, ...] = ()  # the KV groups; empty: one group of `kv_tokens`
     prefix_caching: bool = True
     max_decode_stall: float | None = None
     ttft_slo_s: float | None = None
     itl_slo_s: float | None = None
-    token_bytes: float = 0.0  # of keys and values; 0: not known
+    token_bytes: float = 0.0  # KV bytes of a token; 0: not known
 
     def scheduler_config(self) -> SchedulerConfig:
         groups = self.groups or (GroupLimits(self.kv_tokens // self.block_size),)
@@ -47,8 +47,8 @@ class EngineShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Engines that do both phases, or a pool for each phase with a link between them."""
+class EngineLayout:
+    """Engines for both phases, or a pool for each phase with a link between the pools."""
 
     engines: int
     shape: EngineShape
@@ -71,8 +71,10 @@ class Layout:
             return f"{self.engines} engine{'s' * (self.engines != 1)}"
         return f"{self.prefill} prefill and {self.decode} decode engines"
 
-    def simulated(self, cost: StepCost, host_s: float, clock: Clock) -> list[SimulatedEngine]:
-        """Return the engines, idle, as a server starts them."""
+    def simulated(
+        self, cost: StepCost, host_s: float, clock: VirtualClock
+    ) -> list[SimulatedEngine]:
+        """Return idle engines for a simulation."""
         config = self.shape.scheduler_config()
         configs = {Role.DECODE: replace(config, receives=True)}
         return [
@@ -97,25 +99,25 @@ class Layout:
 
 
 def shape_of_server(records: dict[str, Any], source: str) -> EngineShape:
-    """The engine that wrote these records, as `/records` describes it."""
+    """Return the shape of the engine that wrote these records (`/records`)."""
     try:
         pacing = records.get("pacing") or {}
         return EngineShape(
-            int(records["kv_tokens"]),
-            int(records.get("max_model_len") or records["kv_tokens"]),
-            int(records["max_num_seqs"]),
-            int(records["max_num_batched_tokens"]),
-            int(records["block_size"]),
-            tuple(GroupLimits(**one) for one in records.get("kv_groups") or ()),
-            bool(pacing.get("prefix_caching", True)),
-            pacing.get("max_decode_stall"),
-            pacing.get("ttft_slo_s"),
-            pacing.get("itl_slo_s"),
-            float(records.get("kv_bytes") or 0.0) / int(records["kv_tokens"]),
+            kv_tokens=int(records["kv_tokens"]),
+            max_model_len=int(records.get("max_model_len") or records["kv_tokens"]),
+            max_num_seqs=int(records["max_num_seqs"]),
+            max_num_batched_tokens=int(records["max_num_batched_tokens"]),
+            block_size=int(records["block_size"]),
+            groups=tuple(GroupLimits(**one) for one in records.get("kv_groups") or ()),
+            prefix_caching=bool(pacing.get("prefix_caching", True)),
+            max_decode_stall=pacing.get("max_decode_stall"),
+            ttft_slo_s=pacing.get("ttft_slo_s"),
+            itl_slo_s=pacing.get("itl_slo_s"),
+            token_bytes=float(records.get("kv_bytes") or 0.0) / int(records["kv_tokens"]),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"{source} does not describe an engine as a twostroke server's /records does "
+            f"{source} does not describe an engine in the format of a twostroke server's /records "
             f"(missing or wrong: {error})"
         ) from None
 
@@ -128,25 +130,25 @@ def shape_of_hardware(
     hardware: str,
     config: EngineConfig,
 ) -> EngineShape:
-    """An engine with the server's own defaults on a GPU that has room for so many tokens."""
+    """Return an engine with the server's defaults on a GPU with `kv_tokens` of KV cache."""
     if kv_tokens is None:
         raise ConfigError(
-            f"{model}: only the size is known, so that the KV cache cannot be planned; name a "
-            "model, a folder, a config.json or a GGUF file"
+            f"{model}: only the size is known, so the size of the KV cache is not; name a model, a "
+            "folder, a config.json or a GGUF file"
         )
     if kv_tokens < MIN_KV_TOKENS:
         raise ConfigError(
             f"{model} does not fit on {hardware}: its weights leave room for {kv_tokens:,.0f} "
-            f"tokens of KV cache, and {MIN_KV_TOKENS} are the least; take smaller --weights, a "
-            "higher --tensor-parallel-size, or other hardware"
+            f"tokens of KV cache, and at least {MIN_KV_TOKENS} are needed; use smaller --weights, "
+            "a higher --tensor-parallel-size, or other hardware"
         )
     ttft_s, itl_s = config.goals(on_gpu=True)
     length = min(max_context, int(kv_tokens))
     return EngineShape(
-        int(kv_tokens),
-        length,
-        config.max_num_seqs,
-        config.token_budget(True, length),
+        kv_tokens=int(kv_tokens),
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.token_budget(True, length),
         max_decode_stall=config.decode_stall(),
         ttft_slo_s=ttft_s,
         itl_slo_s=itl_s,

@@ -1,9 +1,9 @@
-"""`predict`: a layout's figures for a trace, each with an interval.
+"""`predict`: the figures of a layout for a trace, each with an interval.
 
-A trace is simulated several times: with the step times as expected, and with all of them quicker
-and slower by what they may be off together (`StepModel.drift`), each with its own drawn deviations
-of single steps. A figure's interval reaches from its least to its largest value. Steps beyond what
-was measured widen it.
+A trace is simulated with the expected step times, and with all step times shorter and longer by
+their common error (`StepModel.drift`). Each simulation draws its own deviations of single steps. An
+interval reaches from the smallest to the largest value of a figure. Steps larger than all measured
+steps widen the interval.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from twostroke.errors import ConfigError, RequestError
 from twostroke.measure.load.definitions import Goals, Sample, engine_sample
 from twostroke.measure.load.load_run import no_collections
 from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
-from twostroke.planner.layout import Layout
-from twostroke.planner.simulate import Clock, request_of, simulate
+from twostroke.planner.layout import EngineLayout
+from twostroke.planner.simulate import VirtualClock, request_of, simulate
 from twostroke.planner.steptimes import NoisyCost, StepModel
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "itl", "tpot", "e2el")
-MAX_DRIFT = 0.9  # a step takes some time
-# Beyond what was measured, a step's time is worth less: so much is added to `drift` for the share
-# of the time that such steps took.
+MAX_DRIFT = 0.9  # keeps step times above 0
+# Added to `drift`, times the share of the time in steps larger than all measured steps.
 OUTSIDE_DRIFT = 0.5
 
 
 class Interval(NamedTuple):
+    """An expected value with its range."""
+
     expected: float
     low: float
     high: float
@@ -40,15 +41,15 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """The figures of one layout for one trace. Latencies in milliseconds, by names such as
-    `p99_ttft_ms`; `goodput` in requests a second; shares from 0 to 1."""
+class LayoutForecast:
+    """The figures of one layout for one trace. Latencies such as `p99_ttft_ms` are in milliseconds,
+    `goodput` in requests a second, and shares from 0 to 1."""
 
-    layout: Layout
+    layout: EngineLayout
     figures: dict[str, Interval]
     requests: int
-    simulated_s: float  # how long the trace takes
-    outside_share: float  # of the time of steps, those beyond what was measured
+    simulated_s: float  # duration on the virtual clock
+    outside_share: float  # share of the time in steps larger than all measured steps
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -64,13 +65,13 @@ class Forecast:
 
 def predict(
     trace: Sequence[TraceRequest],
-    layout: Layout,
+    layout: EngineLayout,
     model: StepModel,
     goals: Goals,
     block_tokens: int = MOONCAKE_BLOCK,
     seed: int = 0,
-) -> Forecast:
-    """Raises `ConfigError` if the layout cannot hold a request of the trace."""
+) -> LayoutForecast:
+    """Predict the figures of a layout. Raise `ConfigError` if a request is too long for it."""
     check_lengths(trace, layout, block_tokens)
     expected, simulated_s, outside = _run(trace, layout, model, goals, block_tokens, 1.0, seed)
     drift = min(MAX_DRIFT, model.drift + OUTSIDE_DRIFT * outside)
@@ -85,15 +86,15 @@ def predict(
     notes = []
     if outside > 0.005:
         notes.append(
-            f"{outside:.0%} of the time is in steps larger than any that was measured; intervals "
-            f"are widened to ±{drift:.0%} for them"
+            f"{outside:.0%} of the time is in steps larger than all measured steps; intervals are "
+            f"widened to ±{drift:.0%}"
         )
-    return Forecast(layout, figures, len(trace), simulated_s, outside, tuple(notes))
+    return LayoutForecast(layout, figures, len(trace), simulated_s, outside, tuple(notes))
 
 
-def check_lengths(trace: Sequence[TraceRequest], layout: Layout, block_tokens: int) -> None:
+def check_lengths(trace: Sequence[TraceRequest], layout: EngineLayout, block_tokens: int) -> None:
     """Raise `ConfigError` if the layout's engines would refuse a request, with the longest one."""
-    engine = layout.simulated(_Instant(), 0.0, Clock())[0]
+    engine = layout.simulated(_Instant(), 0.0, VirtualClock())[0]
     refused = []
     for number, one in enumerate(trace):
         if one.prompt_tokens + one.output_tokens > layout.shape.max_model_len:
@@ -109,31 +110,33 @@ def check_lengths(trace: Sequence[TraceRequest], layout: Layout, block_tokens: i
         raise ConfigError(
             f"{len(refused):,} of {len(trace):,} requests are longer than an engine can hold (the "
             f"longest: {longest.prompt_tokens:,} prompt and {longest.output_tokens:,} output "
-            f"tokens; an engine takes {layout.shape.max_model_len:,} in one request and has a KV "
-            f"cache of {layout.shape.kv_tokens:,}); take other hardware or a higher "
+            f"tokens; an engine accepts {layout.shape.max_model_len:,} in one request and has a KV "
+            f"cache of {layout.shape.kv_tokens:,}); use other hardware or a higher "
             "--tensor-parallel-size, or shorten the trace with --trace-shrink"
         )
 
 
 class _Instant:
+    """A step cost of 0."""
+
     def seconds(self, prefill: object, decode: object) -> float:
         return 0.0
 
 
 def _run(
     trace: Sequence[TraceRequest],
-    layout: Layout,
+    layout: EngineLayout,
     model: StepModel,
     goals: Goals,
     block_tokens: int,
     scale: float,
     seed: int,
 ) -> tuple[dict[str, float], float, float]:
-    """One simulation: its figures, how long it took on its clock, and the share of the steps'
-    time that is beyond what was measured."""
-    clock, cost = Clock(), NoisyCost(model, scale, seed)
+    """Run one simulation. Return its figures, its duration on the virtual clock, and the share of
+    the time in steps larger than all measured steps."""
+    clock, cost = VirtualClock(), NoisyCost(model, scale, seed)
     engines = layout.simulated(cost, model.host_s, clock)
-    # A step's host part comes before its first token in any case: it is not counted twice.
+    # The host time of the first step is already part of `start_s`.
     start_s = max(0.0, model.start_s - model.host_s)
     with no_collections():
         records = simulate(trace, clock, engines, block_tokens=block_tokens, start_s=start_s)
@@ -149,9 +152,9 @@ def _run(
         figures["met"] = met / len(samples)
     for role in layout.pools:
         pool = [one.use for one in engines if one.state.role is role]
-        of_all = len(pool) * duration_s
-        figures[f"{role}_utilisation"] = sum(one.device_s for one in pool) / of_all
-        figures[f"{role}_kv_mean"] = sum(one.kv_seconds for one in pool) / of_all
+        engine_seconds = len(pool) * duration_s
+        figures[f"{role}_utilisation"] = sum(one.device_s for one in pool) / engine_seconds
+        figures[f"{role}_kv_mean"] = sum(one.kv_seconds for one in pool) / engine_seconds
         figures[f"{role}_kv_peak"] = max(one.kv_peak for one in pool)
     figures["preempted"] = float(sum(one.use.preempted for one in engines))
     prompts = sum(one.num_prompt for one in records)
@@ -161,7 +164,7 @@ def _run(
 
 
 def latencies_ms(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean and percentiles of every metric, of requests that succeeded."""
+    """Return mean and percentiles of every metric, of requests that succeeded."""
     good = [sample for sample in samples if sample.ok]
     values = {
         "ttft": np.array([sample.ttft_s for sample in good]),
@@ -171,10 +174,10 @@ def latencies_ms(samples: Sequence[Sample]) -> dict[str, float]:
     }
     found = {}
     for metric in METRICS:
-        of_metric = 1e3 * values[metric]
-        if not of_metric.size:
+        metric_ms = 1e3 * values[metric]
+        if not metric_ms.size:
             continue
-        found[f"mean_{metric}_ms"] = float(of_metric.mean())
-        for share, value in zip(PERCENTILES, np.percentile(of_metric, PERCENTILES), strict=True):
+        found[f"mean_{metric}_ms"] = float(metric_ms.mean())
+        for share, value in zip(PERCENTILES, np.percentile(metric_ms, PERCENTILES), strict=True):
             found[f"p{share}_{metric}_ms"] = float(value)
     return found

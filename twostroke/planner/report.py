@@ -1,4 +1,4 @@
-"""A plan for people and for programs."""
+"""A plan as a terminal report and as JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.traces import TraceRequest
 from twostroke.planner.check import show_check
-from twostroke.planner.predict import METRICS, PERCENTILES, Forecast
-from twostroke.planner.search import EngineKind, Found
+from twostroke.planner.predict import METRICS, PERCENTILES, LayoutForecast
+from twostroke.planner.search import Candidate, EngineChoice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,11 +22,11 @@ NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "end to end"}
 
 def plan_json(
     trace: Sequence[TraceRequest],
-    kind: EngineKind,
+    choice: EngineChoice,
     goals: Goals,
     target: float,
-    found: Forecast,
-    tried: Sequence[Found] = (),
+    forecast: LayoutForecast,
+    tried: Sequence[Candidate] = (),
 ) -> Json:
     return {
         "schema_version": 1,
@@ -36,12 +36,12 @@ def plan_json(
             "prompt_tokens": sum(one.prompt_tokens for one in trace),
             "output_tokens": sum(one.output_tokens for one in trace),
         },
-        "step_times": kind.model.as_json(),
-        "hardware": kind.name,
-        "price_per_hour": None if kind.price is None else kind.price * found.layout.count,
+        "step_times": choice.model.as_json(),
+        "hardware": choice.name,
+        "price_per_hour": None if choice.price is None else choice.price * forecast.layout.count,
         "goals_ms": goals.given_ms,
         "target": target,
-        "forecast": found.as_json(),
+        "forecast": forecast.as_json(),
         "tried": [one.as_json() for one in tried],
         "environment": environment(),
     }
@@ -63,8 +63,8 @@ def show_plan(console: Console, plan: Json) -> None:
     )
     console.print(f"step times  {steps['source']}", highlight=False)
     console.print(
-        f"            a single step ±{steps['step_error']:.0%}, all together "
-        f"±{steps['drift']:.0%}; intervals are of the latter",
+        f"            error of a single step ±{steps['step_error']:.0%}, common error "
+        f"±{steps['drift']:.0%}, which gives the intervals",
         highlight=False,
     )
     rows = Table(box=None, pad_edge=False, header_style="bold")
@@ -93,7 +93,7 @@ def show_tried(console: Console, plan: Json) -> None:
 
     rows = Table(box=None, pad_edge=False, header_style="bold")
     rows.add_column("tried")
-    for name in ("price an hour", "requests that meet the goals", "TTFT p99 in ms"):
+    for name in ("price an hour", "requests within the goals", "TTFT p99 in ms"):
         rows.add_column(name, justify="right")
     for one in sorted(plan["tried"], key=lambda one: (one["hardware"], one["engines"])):
         price, met = one["price_per_hour"], one["met"]
@@ -113,7 +113,7 @@ def verdict(plan: Json) -> str:
     if plan["price_per_hour"] is not None:
         layout = f"{layout}, {plan['price_per_hour']:,.2f} an hour,"
     if met is None:
-        return f"{layout}: no goals were given (--ttft-slo-ms, --itl-slo-ms)"
+        return f"{layout}: no goals are set (--ttft-slo-ms, --itl-slo-ms)"
     target = plan["target"]
     if met["low"] >= target:
         answer = "meets the goals"
@@ -123,7 +123,7 @@ def verdict(plan: Json) -> str:
         answer = "may miss the goals"
     return (
         f"{layout} {answer}: {met['expected']:.1%} of the requests ({met['low']:.1%} to "
-        f"{met['high']:.1%}), and {target:.3%} are to".replace(".000%", "%")
+        f"{met['high']:.1%}), with a target of {target:.3%}".replace(".000%", "%")
     )
 
 
@@ -136,13 +136,13 @@ def load_lines(figures: Json) -> list[str]:
         )
     preempted, cached = figures["preempted"]["expected"], figures["cached"]["expected"]
     lines.append(
-        f"prompts     {cached:.0%} of their tokens found cached; preempted: {preempted:.0f}"
+        f"prompts     {cached:.0%} of the prompt tokens cached; preempted: {preempted:.0f}"
     )
     for role in (name.removesuffix("_utilisation") for name in figures if "_utilisation" in name):
         use, mean, peak = (figures[f"{role}_{name}"] for name in ("utilisation", *KV))
         lines.append(
             f"{role:11} in use {use['expected']:.0%} of the time ({use['low']:.0%} to "
-            f"{use['high']:.0%}); KV cache {mean['expected']:.0%} held by requests, at the most "
+            f"{use['high']:.0%}); KV cache {mean['expected']:.0%} held by requests, at most "
             f"{peak['expected']:.0%} ({peak['low']:.0%} to {peak['high']:.0%})"
         )
     return lines

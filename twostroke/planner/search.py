@@ -1,9 +1,8 @@
-"""`cheapest`: the layout with the lowest price that meets the goals.
+"""`cheapest`: finds the layout with the lowest price that meets the goals.
 
-More engines of a kind never serve a trace worse, so that the fewest that meet the goals are found
-by doubling and halving: a few simulations, not one for every number. A kind of engine is given up
-as soon as its price is above that of the best layout so far. Layouts that were tried are kept: they
-are the points of a curve.
+More engines of one kind never serve a trace worse. So a bisection finds the smallest sufficient
+number with few simulations. The search skips layouts that cost more than the best layout so far.
+The result keeps all simulated layouts.
 """
 
 from __future__ import annotations
@@ -13,31 +12,33 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from twostroke.planner.predict import Forecast
+from twostroke.planner.predict import LayoutForecast
 from twostroke.planner.steptimes import StepModel
 
 MAX_ENGINES = 64
 
 
 @dataclass(frozen=True)
-class EngineKind:
-    """Engines that are alike: how a number of them is predicted, and what one costs an hour."""
+class EngineChoice:
+    """A kind of engine with its forecasts and the price of one engine an hour."""
 
     name: str
     model: StepModel
-    predict: Callable[[int], Forecast]
-    price: float | None = None  # None: not known, and one is as good as another
+    predict: Callable[[int], LayoutForecast]
+    price: float | None = None  # None: not known
 
 
 @dataclass
-class Found:
-    kind: EngineKind
+class Candidate:
+    """A simulated layout."""
+
+    kind: EngineChoice
     engines: int
-    forecast: Forecast
+    forecast: LayoutForecast
 
     @property
     def price(self) -> float:
-        """Of the whole layout, an hour; without prices the number of engines."""
+        """The price of the layout an hour; without prices the number of engines."""
         return self.engines * (1.0 if self.kind.price is None else self.kind.price)
 
     def as_json(self) -> dict[str, Any]:
@@ -53,22 +54,24 @@ class Found:
 
 @dataclass
 class Search:
-    best: Found | None = None
-    tried: list[Found] = field(default_factory=list)
+    """The best layout and all simulated layouts."""
+
+    best: Candidate | None = None
+    tried: list[Candidate] = field(default_factory=list)
 
 
 def cheapest(
-    kinds: Sequence[EngineKind],
+    kinds: Sequence[EngineChoice],
     target: float,
     max_engines: int = MAX_ENGINES,
 ) -> Search:
-    """Return the cheapest layout of which `target` of the requests meet the goals even in the worst
-    simulation, if there is one; of two with one price the first."""
+    """Return the cheapest layout in which a share `target` of the requests meets the goals even in
+    the worst simulation. Of two layouts with the same price the first counts."""
     search = Search()
     for kind in kinds:
 
-        def attempt(count: int, kind: EngineKind = kind) -> Found | None:
-            found = Found(kind, count, kind.predict(count))
+        def attempt(count: int, kind: EngineChoice = kind) -> Candidate | None:
+            found = Candidate(kind, count, kind.predict(count))
             search.tried.append(found)
             return found if found.forecast.figures["met"].low >= target else None
 
@@ -82,10 +85,10 @@ def cheapest(
     return search
 
 
-def fewest(attempt: Callable[[int], Found | None], limit: int) -> Found | None:
-    """Return what the smallest number from 1 to `limit` brings that brings anything. A larger
-    number brings something if a smaller one does."""
-    low, high, found = 0, 1, None  # `low` brings nothing
+def fewest(attempt: Callable[[int], Candidate | None], limit: int) -> Candidate | None:
+    """Return the result of the smallest number from 1 to `limit` that has a result. Every larger
+    number has a result, too."""
+    low, high, found = 0, 1, None  # `low` has no result
     while high <= limit and (found := attempt(high)) is None:
         low = high
         if high == limit:

@@ -1,7 +1,7 @@
-"""`simulate`: a trace through simulated engines behind the product's router, on a virtual clock.
+"""`simulate`: runs a trace on simulated engines behind the product's router, on a virtual clock.
 
-Events are arrivals and ends of steps, in the order of their times. Same trace, same engines, same
-seeds: same times of every token.
+Events are arrivals and ends of steps, in the order of their times. The same trace, engines and
+seeds give the same times of every token.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from twostroke.route.router import EngineState, Prompt, Queued, Router
 from twostroke.sched.step import StepInFlight
 from twostroke.sched.updates import Update
 
-OWN_TOKENS = 1 << 31  # from here on, token ids that one request has to itself
+OWN_TOKENS = 1 << 31  # first token id that belongs to a single request
 
 
-class Clock:
+class VirtualClock:
     """The time of a simulation, in seconds from its start."""
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class Clock:
 
 def simulate(
     trace: Sequence[TraceRequest],
-    clock: Clock,
+    clock: VirtualClock,
     engines: Sequence[SimulatedEngine],
     make_router: Callable[[list[EngineState]], Router] = Router,
     block_tokens: int = MOONCAKE_BLOCK,
     start_s: float = 0.0,
 ) -> list[RequestRecord]:
-    """Return the record of every request, in the order in which they end. `block_tokens`: those of
-    a block of the trace. `start_s`: from a request's arrival until a scheduler has it."""
+    """Return the records of the requests in the order of their ends. `block_tokens`: tokens of a
+    block of the trace. `start_s`: time from the arrival of a request to its scheduler."""
     router = make_router([one.state for one in engines])
     found = Simulation(clock, engines, router, block_tokens, start_s).run(trace)
     assert len(found) == len(trace), "a simulated request has not ended"
@@ -51,25 +51,27 @@ def simulate(
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
-    """A request on its way through the engines."""
+class SimulatedRequest:
+    """The state of a request in the simulation."""
 
-    given: EngineRequest
-    queued: Queued | None  # of its prompt, where it is; None: it writes
-    record: RequestRecord | None = None  # of the engines that had it before
-    goes_on: SimulatedEngine | None = None  # that fetches what is computed of its prompt
-    handed_over_s: float = 0.0  # until its next token
+    request: EngineRequest
+    queued: Queued | None  # the prompt's entry in its engine's queue; None during decode
+    record: RequestRecord | None = None  # of the earlier engines
+    decode_engine: SimulatedEngine | None = None  # the engine that fetches the KV blocks
+    handed_over_s: float = 0.0  # time of the hand-over; 0 after the next token
     fetch_s: float = 0.0
 
 
 class Simulation:
-    """The events of one run. A hand-over is as in `route/routed_engine.py`: the prefill engine
-    offers the blocks, a decode engine fetches them, those of a long prompt while the rest is
-    computed."""
+    """The events of one run.
+
+    A hand-over works as in `route/routed_engine.py`: the prefill engine offers the KV blocks and a
+    decode engine fetches them. The blocks of a long prompt are fetched while the rest is computed.
+    """
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         engines: Sequence[SimulatedEngine],
         router: Router,
         block_tokens: int,
@@ -81,8 +83,8 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
         self._busy: set[int] = set()
-        self._sent: dict[str, Sent] = {}
-        self._offers: dict[str, tuple[SimulatedEngine, int]] = {}  # by who fetches
+        self._sent: dict[str, SimulatedRequest] = {}
+        self._offers: dict[str, tuple[SimulatedEngine, int]] = {}  # by request id of the fetch
         self._ended: list[RequestRecord] = []
 
     def run(self, trace: Sequence[TraceRequest]) -> list[RequestRecord]:
@@ -98,17 +100,17 @@ class Simulation:
 
     # ── events ──────────────────────────────────────────────────────────────────────────────
 
-    def _arrive(self, number: int, asked: TraceRequest) -> None:
+    def _arrive(self, number: int, traced: TraceRequest) -> None:
         received_s = self._clock.now - self._start_s
-        given = request_of(f"r{number}", number, asked, received_s, self._block_tokens)
-        prompt = prompt_of(given)
+        request = request_of(f"r{number}", number, traced, received_s, self._block_tokens)
+        prompt = prompt_of(request)
         placement = self._router.place(prompt)
         assert placement is not None
         engine = self._engine_of[id(placement.engine)]
         engine.state.note_prompt(prompt)
         engine.state.add_queued(placement.queued)
-        self._sent[given.request_id] = Sent(given, placement.queued)
-        engine.scheduler.add(replace(given, hand_over=placement.hand_over))
+        self._sent[request.request_id] = SimulatedRequest(request, placement.queued)
+        engine.scheduler.add(replace(request, hand_over=placement.hand_over))
         self._begin(engine)
 
     def _end_step(self, engine: SimulatedEngine, step: StepInFlight) -> None:
@@ -127,7 +129,7 @@ class Simulation:
         self._begin(engine)
 
     def _begin(self, engine: SimulatedEngine) -> None:
-        """Start the engine's next step, if it has none and there is something to do."""
+        """Start the engine's next step, unless a step is running or there is no work."""
         if id(engine) in self._busy:
             return
         begun = engine.begin(self._clock.now)
@@ -139,9 +141,9 @@ class Simulation:
         elif (wake_s := engine.wake_s()) is not None:
             self._at(wake_s, self._begin, engine)
 
-    # ── what becomes of a request ───────────────────────────────────────────────────────────
+    # ── requests ────────────────────────────────────────────────────────────────────────────
 
-    def _note_token(self, engine: SimulatedEngine, sent: Sent) -> None:
+    def _note_token(self, engine: SimulatedEngine, sent: SimulatedRequest) -> None:
         if sent.queued is not None:
             engine.state.remove_queued(sent.queued)
             engine.state.streams += 1
@@ -150,7 +152,7 @@ class Simulation:
             self._router.note_hand_over(self._clock.now - sent.handed_over_s, sent.fetch_s)
             sent.handed_over_s = 0.0
 
-    def _end(self, engine: SimulatedEngine, sent: Sent, update: Update) -> None:
+    def _end(self, engine: SimulatedEngine, sent: SimulatedRequest, update: Update) -> None:
         record = update.record
         assert record is not None
         engine.state.streams -= 1
@@ -160,51 +162,51 @@ class Simulation:
         del self._sent[update.request_id]
         self._ended.append(record)
 
-    def _hand_over(self, engine: SimulatedEngine, sent: Sent, update: Update) -> None:
-        """One engine has prefilled the request; another goes on."""
+    def _hand_over(self, engine: SimulatedEngine, sent: SimulatedRequest, update: Update) -> None:
+        """Move a prefilled request to its decode engine."""
         assert update.offer is not None
-        now, given = self._clock.now, sent.given
+        now, request = self._clock.now, sent.request
         engine.state.streams -= 1
         sent.record, sent.handed_over_s, sent.fetch_s = update.record, now, 0.0
-        target = self._goes_on(sent, prompt_of(given, 1))
+        target = self._decode_engine(sent, prompt_of(request, 1))
         target.state.promised -= 1
-        target.state.note_prompt(prompt_of(given, 1))
+        target.state.note_prompt(prompt_of(request, 1))
         target.state.streams += 1
-        self._offers[given.request_id] = engine, update.offer.number
+        self._offers[request.request_id] = engine, update.offer.number
         resumed = Resumed((TOKEN,), now, update.offer)
-        target.scheduler.add(replace(given, resumed=resumed))
+        target.scheduler.add(replace(request, resumed=resumed))
         self._begin(target)
 
-    def _send_ahead(self, engine: SimulatedEngine, sent: Sent, offer: Offer) -> None:
-        """The engine that will go on fetches what is computed so far."""
-        given = sent.given
-        target = self._goes_on(sent, prompt_of(given))
-        name = f"{given.request_id} {offer.number}"
-        tokens = given.prompt_token_ids
+    def _send_ahead(self, engine: SimulatedEngine, sent: SimulatedRequest, offer: Offer) -> None:
+        """Let the decode engine fetch the KV blocks that are computed so far."""
+        request = sent.request
+        target = self._decode_engine(sent, prompt_of(request))
+        name = f"{request.request_id} {offer.number}"
+        tokens = request.prompt_token_ids
         if offer.num_tokens >= len(tokens):
             engine.scheduler.offers.release(offer.number)
             return
         self._offers[name] = engine, offer.number
-        part = replace(
-            given,
+        partial = replace(
+            request,
             request_id=name,
             prompt_token_ids=tokens[: offer.num_tokens],
             resumed=Resumed((tokens[offer.num_tokens],), self._clock.now, offer),
         )
-        target.scheduler.fetch_ahead(part)
+        target.scheduler.fetch_ahead(partial)
         self._begin(target)
 
-    def _goes_on(self, sent: Sent, prompt: Prompt) -> SimulatedEngine:
-        """The decode engine that goes on with the request: the same until its end."""
-        if sent.goes_on is None:
+    def _decode_engine(self, sent: SimulatedRequest, prompt: Prompt) -> SimulatedEngine:
+        """Return the decode engine of the request, and choose one at the first call."""
+        if sent.decode_engine is None:
             placement = self._router.place_decode(prompt)
             assert placement is not None
-            sent.goes_on = self._engine_of[id(placement.engine)]
-            sent.goes_on.state.promised += 1
-        return sent.goes_on
+            sent.decode_engine = self._engine_of[id(placement.engine)]
+            sent.decode_engine.state.promised += 1
+        return sent.decode_engine
 
     def _release_fetched(self, engine: SimulatedEngine) -> None:
-        """Tell the senders of blocks that are here, or are not wanted, that they may go."""
+        """Release the offers of fetched or cancelled blocks at their senders."""
         assert engine.link is not None
         for fetched in engine.scheduler.received.take_fetched():
             sender, number = self._offers.pop(fetched.request_id)
@@ -215,43 +217,43 @@ class Simulation:
             self._at(self._clock.now, self._begin, sender)
 
 
-def prompt_of(given: EngineRequest, num_written: int = 0) -> Prompt:
-    """What the router is told of a request."""
-    num_tokens = len(given.prompt_token_ids) + num_written
-    max_tokens = given.params.max_tokens
+def prompt_of(request: EngineRequest, num_written: int = 0) -> Prompt:
+    """Return the router's view of a request."""
+    num_tokens = len(request.prompt_token_ids) + num_written
+    max_tokens = request.params.max_tokens
     assert max_tokens is not None
-    return Prompt(num_tokens, given.prefix_marks, "", max_tokens - num_written)
+    return Prompt(num_tokens, request.prefix_marks, "", max_tokens - num_written)
 
 
 def request_of(
-    name: str, number: int, asked: TraceRequest, received_s: float, block_tokens: int
+    name: str, number: int, traced: TraceRequest, received_s: float, block_tokens: int
 ) -> EngineRequest:
-    params = SamplingParams(temperature=0, max_tokens=asked.output_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=traced.output_tokens, ignore_eos=True)
     return EngineRequest(
         name,
-        tokens_of(asked, number, block_tokens),
+        tokens_of(traced, number, block_tokens),
         params,
         seed=0,
-        received_s=received_s or 1e-9,  # 0 is no time to an engine
-        prefix_marks=marks_of(asked, block_tokens),
+        received_s=received_s or 1e-9,  # an engine reads 0 as unset
+        prefix_marks=marks_of(traced, block_tokens),
     )
 
 
-def tokens_of(asked: TraceRequest, number: int, block_tokens: int) -> list[int]:
-    """Equal blocks, equal tokens; what no block covers is the request's own."""
-    length, tokens = asked.prompt_tokens, []
-    for block in asked.blocks[: -(-length // block_tokens)]:
+def tokens_of(traced: TraceRequest, number: int, block_tokens: int) -> list[int]:
+    """Return the prompt: equal tokens for equal blocks, and unique tokens after the blocks."""
+    length, tokens = traced.prompt_tokens, []
+    for block in traced.blocks[: -(-length // block_tokens)]:
         tokens += [block] * block_tokens
     tokens += [OWN_TOKENS + number] * (length - len(tokens))
     return tokens[:length]
 
 
-def marks_of(asked: TraceRequest, block_tokens: int) -> tuple[str, ...]:
-    """The prompt's marks, as `InputProcessor` makes them of the first 64, 128, 256, … tokens."""
+def marks_of(traced: TraceRequest, block_tokens: int) -> tuple[str, ...]:
+    """Return prefix marks of the first 64, 128, 256, … tokens, like `InputProcessor`."""
     found, end = [], 64
-    covered = len(asked.blocks) * block_tokens
-    while end <= min(covered, asked.prompt_tokens):
-        blocks = asked.blocks[: -(-end // block_tokens)]
+    covered = len(traced.blocks) * block_tokens
+    while end <= min(covered, traced.prompt_tokens):
+        blocks = traced.blocks[: -(-end // block_tokens)]
         found.append(f"{end} {hash(blocks)}")
         end *= 2
     return tuple(found)

@@ -1,13 +1,12 @@
-"""Step times of a device: learnt from measured steps, or from a roofline; each with its error.
+"""Models of step times, fitted to measured steps or computed from a roofline, with their errors.
 
-    MeasuredSteps   the engine's own step-time model (`sched/steptime.py`), fitted to the records of
-                    a server, corrected where steps of a size differ from it
-    RooflineSteps   FLOPs and bytes of a step over a data sheet's rates, by stated efficiencies
+    FittedSteps     the scheduler's step-time model (`sched/steptime.py`), fitted to the records of
+                    a server, with a correction for each size of step
+    RooflineSteps   FLOPs and bytes of a step over a data sheet's rates and efficiencies
 
-Two kinds of error are told apart. A single step differs from its expected time: simulated steps do
-so too, by ratios drawn from those that were measured (`NoisyCost`). All steps together may be
-slower or quicker than they were when they were measured: `drift`, by which a prediction's interval
-is widened. Both are of steps that the fit had not seen.
+There are two errors, both measured on held-out steps. A single step differs from its expected time:
+`NoisyCost` draws the ratios of measured steps. All steps together may be slower or faster than
+during the measurement: `drift` widens the intervals of a prediction.
 """
 
 from __future__ import annotations
@@ -25,30 +24,32 @@ from twostroke.plan import PhaseWork
 from twostroke.planner.engine import StepCost
 from twostroke.sched.steptime import StepTimes
 
-MIN_MEASURED = 50  # steps, of which some have prefill and some have none
+MIN_MEASURED = 50  # steps with and without prefill
 MIN_OF_PHASE = 10
-STRETCHES, FOLDS = 16, 4  # of time; each fourth stretch is predicted from the others
-MIN_DRIFT = 0.03  # however well the stretches agree
-PASSES = 3  # over the steps: the model's past fades
-MIN_OF_SIZE = 8  # steps of a size before its correction counts
-NOISE_LIMITS = (0.3, 4.0)  # ratios of measured to expected that are drawn
-ROOFLINE_ERROR = 0.35  # of efficiencies that nobody has measured
-HOST_S = 0.5e-3  # of a step, where it was not measured
-SLACK = 1.25  # beyond the largest measured step, before a step counts as outside
+INTERVALS, FOLDS = 16, 4  # of time; every fourth interval is predicted from the others
+MIN_DRIFT = 0.03
+PASSES = 3  # over the steps, because the model weights recent steps
+MIN_OF_SIZE = 8  # steps of a size for its correction
+NOISE_LIMITS = (0.3, 4.0)  # of the drawn ratios of measured to expected time
+ROOFLINE_ERROR = 0.35  # assumed error of the efficiencies
+HOST_S = 0.5e-3  # host time of a step without a measurement
+SLACK = 1.25  # times the largest measured step: a larger step counts as outside
 
 
 class MeasuredStep(NamedTuple):
+    """The work and the time of one step."""
+
     prefill: PhaseWork
     decode: PhaseWork
     seconds: float
 
 
-class Range(NamedTuple):
-    """The largest work that was measured."""
+class MeasuredRange(NamedTuple):
+    """The largest measured work of a step."""
 
-    tokens: float  # of prefill, in a step
-    rows: float  # of decode
-    positions: float  # that the rows read
+    tokens: float  # prefill tokens
+    rows: float  # decode rows
+    positions: float  # KV positions that decode reads
 
     def holds(self, prefill: PhaseWork, decode: PhaseWork) -> bool:
         return (
@@ -58,21 +59,21 @@ class Range(NamedTuple):
         )
 
 
-EVERYTHING = Range(float("inf"), float("inf"), float("inf"))
+UNLIMITED = MeasuredRange(float("inf"), float("inf"), float("inf"))
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """Step times with what is known of them. Ratios are of measured to expected seconds."""
+    """A model of step times with its errors. Ratios are measured / expected seconds."""
 
     cost: StepCost
-    source: str  # for people
-    drift: float  # by which all steps may be off together, as a share
-    step_error: float  # the mean absolute error of one step, as a share
+    source: str  # description for the report
+    drift: float  # relative error that all steps have in common
+    step_error: float  # mean absolute relative error of one step
     host_s: float = HOST_S
     start_s: float = 0.0  # from a request's arrival at the server to its scheduler
-    outside_s: float = 0.0  # of TTFT, what a client sees beyond that
-    range: Range = EVERYTHING
+    outside_s: float = 0.0  # part of TTFT that only a client sees
+    range: MeasuredRange = UNLIMITED
     decode_ratios: tuple[float, ...] = (1.0,)
     prefill_ratios: tuple[float, ...] = (1.0,)
 
@@ -89,8 +90,8 @@ class StepModel:
 
 @dataclass(slots=True)
 class NoisyCost:
-    """A model's step times in one simulation: scaled, with drawn deviations. Counts the time of
-    steps larger than any that was measured."""
+    """The step times of one simulation: scaled, with drawn deviations. Counts the time in steps
+    larger than all measured steps."""
 
     model: StepModel
     scale: float = 1.0
@@ -117,8 +118,8 @@ class NoisyCost:
 
 
 class FittedSteps:
-    """The step-time model of the scheduler, with a factor for each size of step: a decode step's
-    by its rows, one with prefill by its tokens."""
+    """The scheduler's step-time model with a correction factor for each size of step. The size is
+    the number of rows of a decode step, or the number of tokens of a step with prefill."""
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         self._times = StepTimes()
@@ -138,7 +139,7 @@ class FittedSteps:
                 self._factors[size] = median(found)
 
     def knows(self, prefill: bool) -> bool:
-        """Whether enough steps of a kind were measured."""
+        """Return True if enough steps with, or without, prefill were measured."""
         work = PhaseWork(1, 1, 1, 1)
         pair = (work, PhaseWork()) if prefill else (PhaseWork(), work)
         return self._times.predict(*pair) is not None
@@ -150,8 +151,7 @@ class FittedSteps:
 
 
 def _size(prefill: PhaseWork, decode: PhaseWork) -> tuple[bool, int]:
-    """A class of steps that cost alike beyond what the model tells: to the next half power of
-    two."""
+    """Return the size class of a step, in half powers of two."""
     if prefill.tokens:
         return True, (prefill.tokens + decode.tokens).bit_length()
     rows = decode.rows
@@ -159,7 +159,7 @@ def _size(prefill: PhaseWork, decode: PhaseWork) -> tuple[bool, int]:
 
 
 def measured_model(records: dict[str, Any], source: str) -> StepModel:
-    """Fit the steps of `/records`, or of a file with the same content."""
+    """Fit a model to the steps of `/records` or of a file with the same content."""
     try:
         steps = [_step(one) for one in records["steps"] if one["device_s"] > 0]
         gaps = [one["since_s"]["host"] for one in records["steps"] if one["regular"]]
@@ -168,8 +168,8 @@ def measured_model(records: dict[str, Any], source: str) -> StepModel:
         ]
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            f"{source} has no step records as a twostroke server's /records has them (missing: "
-            f"{error}); write one with --calibrate URL --save-steps FILE"
+            f"{source} has no step records in the format of a twostroke server's /records "
+            f"(missing: {error}); write a file with --calibrate URL --save-steps FILE"
         ) from None
     mixed = [one for one in steps if one.prefill.tokens]
     decode = [one for one in steps if not one.prefill.tokens]
@@ -181,39 +181,46 @@ def measured_model(records: dict[str, Any], source: str) -> StepModel:
         )
     drift, ratios = _held_out(steps)
     return StepModel(
-        FittedSteps(steps),
-        f"{len(steps):,} measured steps: {source}",
-        drift,
-        fmean(abs(ratio - 1.0) for for_phase in ratios.values() for ratio in for_phase),
-        _trimmed_mean(gaps),
-        _low_quartile(starts),
-        float(records.get("outside_s") or 0.0),
-        Range(
+        cost=FittedSteps(steps),
+        source=f"{len(steps):,} measured steps: {source}",
+        drift=drift,
+        step_error=fmean(
+            abs(ratio - 1.0) for phase_ratios in ratios.values() for ratio in phase_ratios
+        ),
+        host_s=_trimmed_mean(gaps),
+        start_s=_low_quartile(starts),
+        outside_s=float(records.get("outside_s") or 0.0),
+        range=MeasuredRange(
             SLACK * max(one.prefill.tokens for one in steps),
             SLACK * max(one.decode.rows for one in steps),
             SLACK * max(one.decode.kv_reads for one in steps),
         ),
-        _normalised(ratios[False]),
-        _normalised(ratios[True]),
+        decode_ratios=_normalised(ratios[False]),
+        prefill_ratios=_normalised(ratios[True]),
     )
 
 
 def _held_out(steps: Sequence[MeasuredStep]) -> tuple[float, dict[bool, list[float]]]:
-    """Predict each fourth stretch of time from the others: the largest error of a fold's whole
-    time, of either kind of step, and the ratios of single steps, by whether they have prefill."""
+    """Predict every fourth interval of time from the others.
+
+    Return the largest error of the total time of a fold, and the ratios of single steps by whether
+    the steps have prefill.
+    """
     drift, ratios = MIN_DRIFT, {False: [1.0], True: [1.0]}
-    fold_of = [n * STRETCHES // len(steps) % FOLDS for n in range(len(steps))]
+    fold_of = [n * INTERVALS // len(steps) % FOLDS for n in range(len(steps))]
     for fold in range(FOLDS):
-        held = [one for one, of in zip(steps, fold_of, strict=True) if of == fold]
-        fitted = FittedSteps([one for one, of in zip(steps, fold_of, strict=True) if of != fold])
-        for kind in (True, False):
-            of_kind = [one for one in held if bool(one.prefill.tokens) is kind]
-            if not fitted.knows(kind) or len(of_kind) < MIN_OF_PHASE:
+        held = [one for one, its_fold in zip(steps, fold_of, strict=True) if its_fold == fold]
+        fitted = FittedSteps(
+            [one for one, its_fold in zip(steps, fold_of, strict=True) if its_fold != fold]
+        )
+        for has_prefill in (True, False):
+            selected = [one for one in held if bool(one.prefill.tokens) is has_prefill]
+            if not fitted.knows(has_prefill) or len(selected) < MIN_OF_PHASE:
                 continue
-            expected = [fitted.seconds(one.prefill, one.decode) for one in of_kind]
-            pairs = zip(of_kind, expected, strict=True)
-            ratios[kind] += [one.seconds / seconds for one, seconds in pairs]
-            drift = max(drift, abs(sum(one.seconds for one in of_kind) / sum(expected) - 1.0))
+            expected = [fitted.seconds(one.prefill, one.decode) for one in selected]
+            pairs = zip(selected, expected, strict=True)
+            ratios[has_prefill] += [one.seconds / seconds for one, seconds in pairs]
+            drift = max(drift, abs(sum(one.seconds for one in selected) / sum(expected) - 1.0))
     return min(drift, 1.0), ratios
 
 
@@ -227,7 +234,7 @@ def _step(record: dict[str, Any]) -> MeasuredStep:
 
 
 def _normalised(ratios: Sequence[float]) -> tuple[float, ...]:
-    """Ratios whose mean is 1, so that drawing them lengthens no run."""
+    """Return the ratios scaled to a mean of 1, so that they do not change the total time."""
     low, high = NOISE_LIMITS
     kept = [min(max(ratio, low), high) for ratio in ratios]
     mean = fmean(kept)
@@ -235,13 +242,13 @@ def _normalised(ratios: Sequence[float]) -> tuple[float, ...]:
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
-    """The mean without the longest tenth, which are stalls of the machine."""
+    """Return the mean without the largest tenth, which are stalls of the machine."""
     kept = sorted(values)[: max(1, len(values) * 9 // 10)]
     return fmean(kept) if kept else HOST_S
 
 
 def _low_quartile(values: Sequence[float]) -> float:
-    """Of waits: a request that waits for a running step is not slow to start."""
+    """Return the lower quartile of waits, which excludes waits for a running step."""
     return max(0.0, sorted(values)[len(values) // 4]) if values else 0.0
 
 
@@ -249,8 +256,8 @@ def _low_quartile(values: Sequence[float]) -> float:
 
 
 class RooflineSteps:
-    """The time of a step at shares of the hardware's rates: products for FLOPs, memory for bytes,
-    whichever takes longer, and what ranks send each other."""
+    """The time of a step from a roofline: the longer of FLOPs / rate and bytes / bandwidth, plus
+    the communication of ranks."""
 
     def __init__(self, roofline: Roofline) -> None:
         measured = roofline.hardware.measured
@@ -271,12 +278,12 @@ class RooflineSteps:
 def roofline_model(roofline: Roofline) -> StepModel:
     hardware = roofline.hardware
     if hardware.measured:
-        said = "rates measured on this machine"
+        rates = "rates measured on this machine"
     else:
-        said = (
-            f"data sheet, of which kernels are taken to reach {PREFILL_EFFICIENCY:.0%} (products) "
+        rates = (
+            f"data sheet, of which kernels are assumed to reach {PREFILL_EFFICIENCY:.0%} (FLOPs) "
             f"and {DECODE_EFFICIENCY:.0%} (memory)"
         )
     return StepModel(
-        RooflineSteps(roofline), f"roofline of {hardware.name}: {said}", ROOFLINE_ERROR, 0.0
+        RooflineSteps(roofline), f"roofline of {hardware.name}: {rates}", ROOFLINE_ERROR, 0.0
     )

@@ -1,4 +1,4 @@
-"""Comparisons by pairs: the statistics on numbers, the runs on servers whose delays are known."""
+"""`ab`: the statistics on given numbers, and runs on servers with known delays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.paced import write_model
 from tests.measure.paced_server import paced_server
 from twostroke.cli import main
 from twostroke.commands.ab import status
-from twostroke.measure.compare.ab import Figures, Trial, compare_runs, pilot_of
+from twostroke.measure.compare.ab import RunFigures, Trial, compare_runs, pilot_of
 from twostroke.measure.compare.ab_report import markdown
 from twostroke.measure.compare.arms import command_line
 from twostroke.measure.compare.paired_comparison import (
@@ -28,8 +28,13 @@ from twostroke.measure.compare.paired_comparison import (
     t_quantile,
 )
 from twostroke.measure.compare.playbook import PLAYBOOK
-from twostroke.measure.compare.prediction import Outcome, arms_of, outcome, read_experiment
-from twostroke.measure.doctor.verdict import Experiment, Verdict
+from twostroke.measure.compare.prediction import (
+    PredictionOutcome,
+    arms_of,
+    outcome_of,
+    read_experiment,
+)
+from twostroke.measure.doctor.verdict import ProposedExperiment, Verdict
 from twostroke.measure.load.bench import ServeOptions
 
 
@@ -105,11 +110,11 @@ def test_a_loss_outweighs_a_win() -> None:
     assert said("TIE", "INCONCLUSIVE") == "INCONCLUSIVE"
 
 
-def runs_of(ttft: float, failed: int = 0) -> list[Figures]:
-    return [Figures(ttft + n / 100, 5.0, 6.0, 100.0, failed) for n in range(4)]
+def runs_of(ttft: float, failed: int = 0) -> list[RunFigures]:
+    return [RunFigures(ttft + n / 100, 5.0, 6.0, 100.0, failed) for n in range(4)]
 
 
-def trial_of(a: list[Figures], b: list[Figures]) -> Trial:
+def trial_of(a: list[RunFigures], b: list[RunFigures]) -> Trial:
     return Trial(a, b, compare_runs(a, b))
 
 
@@ -130,8 +135,8 @@ def test_an_arm_whose_requests_fail_wins_nothing() -> None:
 
 def test_the_pilot_says_what_the_pairs_can_find() -> None:
     """The arms differ, and that is none of its business: only runs of one arm are compared."""
-    a = [Figures(10.0 * math.exp(x), 5.0, 6.0, 100.0) for x in (-0.05, 0.0, 0.05)]
-    b = [Figures(90.0 * math.exp(x), 5.0, 6.0, 100.0) for x in (0.05, -0.05, 0.0)]
+    a = [RunFigures(10.0 * math.exp(x), 5.0, 6.0, 100.0) for x in (-0.05, 0.0, 0.05)]
+    b = [RunFigures(90.0 * math.exp(x), 5.0, 6.0, 100.0) for x in (0.05, -0.05, 0.0)]
     pilot = pilot_of(a, b)
     assert pilot.spread["ttft"] == pytest.approx(math.sqrt(2) * 0.05)
     assert pilot.detectable(8)["ttft"] == detectable(pilot.spread["ttft"], 8, 4)
@@ -218,7 +223,7 @@ def test_one_server_as_both_arms_gets_no_prompt_twice() -> None:
         (["--from-doctor", "/nowhere.json"], "/nowhere.json: No such file"),
         (["--b", "/no/such/program --port {port}"], "`/no/such/program` does not start"),
         (["--b", "'"], "is no command line: No closing quotation"),
-        (["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"], "nobody answers"),
+        (["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"], "no server answers"),
     ],
 )
 def test_wrong_words_say_what_to_give(
@@ -233,7 +238,7 @@ def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
     fails = f"{sys.executable} -c 'import sys; sys.exit(\"no room for {{port}}\")'"
     assert main(["ab", "--a", "http://127.0.0.1:9", "--b", fails]) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "it ended with status 1 while it started no room for" in said
+    assert "exited with status 1 during the start no room for" in said
 
 
 def test_an_arm_with_a_port_is_a_command() -> None:
@@ -253,7 +258,7 @@ def test_the_playbook_is_made_of_options_that_serve_has() -> None:
 # ── what a doctor predicted ─────────────────────────────────────────────────────────────────────
 
 
-def experiment(**changed: Any) -> Experiment:
+def experiment(**changed: Any) -> ProposedExperiment:
     usual: dict[str, Any] = {
         "name": "more seats",
         "setting": {"--max-num-seqs": 8, "--enable-prefix-caching": True},
@@ -261,10 +266,10 @@ def experiment(**changed: Any) -> Experiment:
         "predicted_ratio": 0.5,
         "why": "requests wait for a seat",
     }
-    return Experiment(**usual | changed)
+    return ProposedExperiment(**usual | changed)
 
 
-def verdict_file(path: Path, proposed: Experiment | None) -> str:
+def verdict_file(path: Path, proposed: ProposedExperiment | None) -> str:
     written = Verdict("slow_to_start", "step records", experiment=proposed)
     (path / "verdict.json").write_text(json.dumps(written.as_json()))
     return str(path / "verdict.json")
@@ -279,17 +284,17 @@ def test_an_experiment_changes_b_alone() -> None:
 @pytest.mark.parametrize(
     ("proposed", "a", "says"),
     [
-        (None, "", "the verdict is slow_to_start, and proposes no experiment"),
+        (None, "", "the verdict slow_to_start proposes no experiment"),
         (experiment(metric="beauty"), "", "'beauty' is not measured here"),
         (experiment(predicted_ratio=-1), "", "predicted_ratio must be a number above 0"),
         (experiment(predicted_ratio="half"), "", "predicted_ratio must be a number above 0"),
         (experiment(setting={"rm": "x {port}"}), "", "the experiment sets 'rm'"),
         (experiment(setting={"--x": "{port}"}), "", "the experiment sets '--x'"),
-        (experiment(), "http://127.0.0.1:9", "give those that the server has now as --a"),
+        (experiment(), "http://127.0.0.1:9", "give the options of the diagnosed server as --a"),
     ],
 )
 def test_an_experiment_that_cannot_be_run_is_refused(
-    proposed: Experiment | None,
+    proposed: ProposedExperiment | None,
     a: str,
     says: str,
     tmp_path: Path,
@@ -314,16 +319,16 @@ def test_a_prediction_beside_what_was_measured(
     b: float, predicted: float, verdict: str, code: int, says: str
 ) -> None:
     trial = trial_of(runs_of(20.0), runs_of(b))
-    found = outcome(experiment(predicted_ratio=predicted), trial.a, trial.b)
+    found = outcome_of(experiment(predicted_ratio=predicted), trial.a, trial.b)
     assert (found.verdict, status(trial.verdict, prediction=found)) == (verdict, code)
     assert says in found.sentence
     assert found.as_json()["measured"]["ratio"] == pytest.approx(b / 20.0, rel=0.01)
 
 
 def test_a_prediction_of_what_was_not_measured_is_open() -> None:
-    runs = [Figures(10.0, 5.0, 0.0, 100.0)] * 2  # one token each: no gaps
-    found = outcome(experiment(metric="itl"), runs, runs)
-    assert found == Outcome("more seats", "itl_p99", 0.5, None)
+    runs = [RunFigures(10.0, 5.0, 0.0, 100.0)] * 2  # one token each: no gaps
+    found = outcome_of(experiment(metric="itl"), runs, runs)
+    assert found == PredictionOutcome("more seats", "itl_p99", 0.5, None)
     assert status("TIE", prediction=found) == 5
 
 

@@ -1,4 +1,4 @@
-"""The study of `ab`'s verdicts: what it counts, and that its fault is of the size it says."""
+"""The study of `ab`'s verdicts: its counts, and the size of its injected fault."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 from bench import ab_study, slowed_server
 from bench.ab_study import command_of, summary
-from twostroke.measure.compare.ab import Figures, compare_runs
+from twostroke.measure.compare.ab import RunFigures, compare_runs
 
 
 def row(kind: str, verdict: str, slower: float) -> dict[str, Any]:
-    a = [Figures(10.0 + n, 5.0, 6.0, 100.0) for n in range(4)]
-    b = [Figures(one.ttft, 5.0 * slower, 6.0, 100.0 / slower) for one in a]
+    a = [RunFigures(10.0 + n, 5.0, 6.0, 100.0) for n in range(4)]
+    b = [RunFigures(one.ttft, 5.0 * slower, 6.0, 100.0 / slower) for one in a]
     metrics = [one.as_json() for one in compare_runs(a, b)]
     runs = {"a": [one._asdict() for one in a], "b": [one._asdict() for one in b]}
     return {"kind": kind, "verdict": verdict, "metrics": metrics, "runs": runs, "pilot": None}

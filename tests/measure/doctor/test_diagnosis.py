@@ -1,4 +1,4 @@
-"""The doctor's rules, by the numbers: each cause from records, and nothing where there is none."""
+"""The doctor's rules on given records: each cause is found, and healthy records have no cause."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from twostroke.errors import ConfigError
 from twostroke.measure.doctor.account import account_of_records
 from twostroke.measure.doctor.diagnosis import diagnose
-from twostroke.measure.doctor.doctor import Look, Seen
 from twostroke.measure.doctor.verdict import Verdict
+from twostroke.measure.doctor.watch import GaugeReading, Observations
 from twostroke.measure.load.definitions import Sample
-from twostroke.measure.load.scrape import Metrics
+from twostroke.measure.load.scrape import MetricsScrape
 
 STEP_S = 0.02
 BEGUN_S = 50.0  # on the server's clock
@@ -73,7 +73,9 @@ def request(
     return made | changes
 
 
-def seen(steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]], **more: Any) -> Seen:
+def seen(
+    steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]], **more: Any
+) -> Observations:
     limits = {"kv_tokens": 1000, "block_size": 10, "device": "cpu", "max_num_seqs": 4}
     given: dict[str, Any] = {
         "seconds": 10.0,
@@ -83,10 +85,10 @@ def seen(steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]], **
         "limits": limits,
         "traffic": True,
     }
-    return Seen({"kind": "twostroke"}, **(given | more))
+    return Observations({"kind": "twostroke"}, **(given | more))
 
 
-def waiting_for(steps: Sequence[dict[str, Any]]) -> Seen:
+def waiting_for(steps: Sequence[dict[str, Any]]) -> Observations:
     """Five requests that wait for 40 steps, are computed in 5 and write 10 tokens."""
     computed = [step(n, 20) for n in range(41, 46)]
     written = [step(n) for n in range(46, 60)]
@@ -241,38 +243,38 @@ def test_the_ledger_of_records_has_every_second_once() -> None:
 # ── other servers ───────────────────────────────────────────────────────────────────────────────
 
 
-def scraped(**values: float) -> Metrics:
+def scraped(**values: float) -> MetricsScrape:
     names = {"queue": "queue", "prefill": "prefill", "decode": "decode"}
     lines = [
         f"vllm:request_{name}_time_seconds_sum {values.get(name, 0.0)}" for name in names.values()
     ]
     lines.append(f"vllm:time_to_first_token_seconds_count {values.get('count', 0.0)}")
     lines.append(f"vllm:num_preemptions_total {values.get('preemptions', 0.0)}")
-    return Metrics("\n".join(lines) + "\n")
+    return MetricsScrape("\n".join(lines) + "\n")
 
 
-def vllm(after: Metrics, looks: list[Look]) -> Seen:
+def vllm(after: MetricsScrape, looks: list[GaugeReading]) -> Observations:
     server = {"kind": "vllm"}
-    return Seen(server, 10.0, before=scraped(), after=after, looks=looks, traffic=True)
+    return Observations(server, 10.0, before=scraped(), after=after, gauges=looks, traffic=True)
 
 
 def test_vllms_counters_tell_a_queue_and_gauges_what_for() -> None:
     after = scraped(queue=40.0, prefill=2.0, decode=20.0, count=10)
-    found = diagnose(vllm(after, [Look(4.0, 6.0, 0.2)] * 20))
+    found = diagnose(vllm(after, [GaugeReading(4.0, 6.0, 0.2)] * 20))
     assert (found.verdict, first_cause(found)) == ("slow_to_start", "batch_too_small")
     assert found.evidence_level == "/metrics"
     assert found.causes[0].confidence <= 0.8
-    found = diagnose(vllm(after, [Look(4.0, 6.0, 0.97)] * 20))
+    found = diagnose(vllm(after, [GaugeReading(4.0, 6.0, 0.97)] * 20))
     assert first_cause(found) == "kv_pressure"
     calm = scraped(queue=0.1, prefill=2.0, decode=20.0, count=10)
-    assert diagnose(vllm(calm, [Look(4.0, 0.0, 0.2)] * 20)).verdict == "healthy"
+    assert diagnose(vllm(calm, [GaugeReading(4.0, 0.0, 0.2)] * 20)).verdict == "healthy"
     assert "host_bound_decode" in found.not_examined
 
 
 def test_a_server_that_says_nothing_is_judged_by_probes_alone() -> None:
     def judged(*probes: Sample) -> Verdict:
         names = [str(n) for n in range(len(probes))]
-        found = Seen({"kind": "unknown"}, 10.0, probes=list(probes), probe_names=names)
+        found = Observations({"kind": "unknown"}, 10.0, probes=list(probes), probe_names=names)
         return diagnose(found)
 
     assert judged(*[probe(0.05, 0.01)] * 4).verdict == "healthy"
@@ -295,5 +297,5 @@ def test_a_verdict_comes_back_from_its_json() -> None:
         with pytest.raises(ConfigError, match="verdict"):
             Verdict.from_json(wrong)
     odd = replace(found, verdict="fine").as_json()
-    with pytest.raises(ConfigError, match="no verdict 'fine'"):
+    with pytest.raises(ConfigError, match="unknown verdict 'fine'"):
         Verdict.from_json(json.dumps(odd))

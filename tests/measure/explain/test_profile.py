@@ -1,5 +1,5 @@
-"""`/start_profile`, `/stop_profile` and `twostroke profile`: on the native kernels with the server
-and its engine in processes of their own, and on torch."""
+"""`/start_profile`, `/stop_profile` and `twostroke profile` on the native kernels, with server and
+engine in separate processes, and on torch."""
 
 from __future__ import annotations
 
@@ -196,10 +196,10 @@ def test_the_command_prints_and_writes(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--seconds", "0"], "--seconds: give a number up to 60"),
-        (["--seconds", "61"], "--seconds: give a number up to 60"),
+        (["--seconds", "0"], "--seconds must be above 0 and at most 60"),
+        (["--seconds", "61"], "--seconds must be above 0 and at most 60"),
         (["--api-key", "wrong"], "answered 401: a valid API key is needed"),
-        ([], "is not a twostroke server"),
+        ([], "the server is not twostroke"),
     ],
 )
 def test_errors_say_what_is_wrong(
@@ -212,7 +212,7 @@ def test_errors_say_what_is_wrong(
 
 def test_nobody_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "http://127.0.0.1:9"]) == 1
-    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 # ── torch ───────────────────────────────────────────────────────────────────────────────────

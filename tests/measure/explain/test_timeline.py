@@ -1,4 +1,4 @@
-"""The timeline is in the trace-event format, and says what the records say."""
+"""The timeline is in the trace-event format and has the content of the records."""
 
 from __future__ import annotations
 

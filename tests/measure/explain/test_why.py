@@ -1,4 +1,4 @@
-"""`why`: the ledger sums to the whole, and names who took the time."""
+"""`why`: the parts of the ledger sum to the total, and the causing requests are named."""
 
 from __future__ import annotations
 
@@ -150,5 +150,5 @@ def test_the_slowest_come_first(tmp_path: Path) -> None:
     explainer = Explainer({"steps": [], "requests": requests})
     assert [one["request_id"] for one in explainer.slowest(2)] == ["r3", "r2"]
     assert explainer.find("r3")["request_id"] == explainer.find("r3…")["request_id"] == "r3"
-    with pytest.raises(RequestError, match="4 requests begin with 'r'; give more of it"):
+    with pytest.raises(RequestError, match="4 request ids begin with 'r'; give a longer prefix"):
         explainer.find("r")

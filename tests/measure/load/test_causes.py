@@ -1,4 +1,4 @@
-"""Causes of gaps: what the client saw against records made by hand."""
+"""Causes of gaps, from samples and records made by hand."""
 
 from __future__ import annotations
 

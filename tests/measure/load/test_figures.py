@@ -1,4 +1,4 @@
-"""Definitions, statistics, arrivals and validity, on numbers one can check by hand."""
+"""Definitions, statistics, arrival times and certification, on numbers checked by hand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from twostroke.errors import ConfigError
 from twostroke.measure.load.arrivals import arrival_times, check_rate, ramp_times
 from twostroke.measure.load.definitions import Goals, Sample, goodput
-from twostroke.measure.load.load_run import Run
+from twostroke.measure.load.load_run import LoadRun
 from twostroke.measure.load.result import problems, result
-from twostroke.measure.load.stats import least_samples, percentile, percentile_interval, spread
-from twostroke.measure.load.workload import Prompts, random_lengths
+from twostroke.measure.load.stats import min_samples, percentile, percentile_interval, spread
+from twostroke.measure.load.workload import PromptGenerator, random_lengths
 
 
 def sample(due: float = 0.0, first: float = 1.0, gap: float = 0.1, count: int = 5) -> Sample:
@@ -50,9 +50,9 @@ def test_percentiles_are_numpys() -> None:
 
 
 def test_a_p99_needs_381_values() -> None:
-    assert [least_samples(share) for share in (50, 90, 99)] == [4, 35, 381]
+    assert [min_samples(share) for share in (50, 90, 99)] == [4, 35, 381]
     for share in (50, 90, 99):
-        enough = least_samples(share)
+        enough = min_samples(share)
         assert percentile_interval([float(n) for n in range(2 * enough)], share) is not None
         assert percentile_interval([float(n) for n in range(enough // 2)], share) is None
 
@@ -84,16 +84,16 @@ def test_wrong_rates_are_refused(rate: float, burstiness: float) -> None:
 
 
 def test_prompts_are_their_own_and_share_what_they_should() -> None:
-    prompts = Prompts(0, "a", as_text=False)
+    prompts = PromptGenerator(0, "a", as_text=False)
     one, two = prompts.unique(1, 100), prompts.unique(2, 100)
     assert len(one) == 100
     assert one != two
-    assert one == Prompts(0, "a", as_text=False).unique(1, 100)
-    assert one != Prompts(0, "b", as_text=False).unique(1, 100)
+    assert one == PromptGenerator(0, "a", as_text=False).unique(1, 100)
+    assert one != PromptGenerator(0, "b", as_text=False).unique(1, 100)
     one, two = prompts.unique(1, 100, 30), prompts.unique(2, 100, 30)
     assert one[:30] == two[:30]
     assert one[30:] != two[30:]
-    text = Prompts(0, "a", as_text=True, words_per_token=0.5).unique(1, 100)
+    text = PromptGenerator(0, "a", as_text=True, words_per_token=0.5).unique(1, 100)
     assert len(str(text).split()) == 50
 
 
@@ -105,8 +105,8 @@ def test_lengths_vary_by_the_ratio() -> None:
     assert random_lengths(3, 100, 40, 0.0, 0) == [(100, 40)] * 3
 
 
-def run_of(samples: list[Sample], lags: list[float] | None = None) -> Run:
-    return Run(samples, 0.0, max(s.ended_s for s in samples), lags or [0.0001] * 100, 4)
+def run_of(samples: list[Sample], lags: list[float] | None = None) -> LoadRun:
+    return LoadRun(samples, 0.0, max(s.ended_s for s in samples), lags or [0.0001] * 100, 4)
 
 
 def changed(samples: list[Sample], late_s: float = 0.0, cached: int = 0) -> list[Sample]:
@@ -143,7 +143,7 @@ def test_a_good_run_is_certified_under_vllms_names() -> None:
         (run_of(changed(GOOD, cached=9)), 0.0, "the prefix cache answered 90%"),
     ],
 )
-def test_a_run_that_cannot_be_believed_says_why(run: Run, expected: float, says: str) -> None:
+def test_a_run_that_cannot_be_believed_says_why(run: LoadRun, expected: float, says: str) -> None:
     assert any(says in problem for problem in problems(run, [99], expected, limited=False))
 
 

@@ -1,4 +1,4 @@
-"""`bench serve` against a server whose delays are known: what it reports, and when it refuses."""
+"""`bench serve` against a server with known delays: its figures and its refusals."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 from tests.measure.paced_server import PacedServer, paced_server
 from twostroke.cli import main
-from twostroke.measure.load.bench import Outcome, ServeBench, ServeOptions
+from twostroke.measure.load.bench import BenchOutcome, ServeBench, ServeOptions
 from twostroke.measure.load.definitions import Goals
-from twostroke.measure.load.http_client import Connection, Endpoint
+from twostroke.measure.load.http_client import ClientConnection, Endpoint
 
 
-def bench(server: PacedServer, **options: Any) -> Outcome:
+def bench(server: PacedServer, **options: Any) -> BenchOutcome:
     given: dict[str, Any] = {"random_input_len": 8, "random_output_len": 3, "num_prompts": 20}
     given |= {"metric_percentiles": (90.0,)} | options
 
-    async def work() -> Outcome:
+    async def work() -> BenchOutcome:
         one = ServeBench(ServeOptions(url=server.url, **given))
         try:
             await one.connect()
@@ -82,7 +82,7 @@ def test_a_closed_loop_has_so_many_users() -> None:
 def test_a_client_without_time_is_noticed() -> None:
     """A loop that is blocked cannot say when a token came."""
 
-    async def work() -> Outcome:
+    async def work() -> BenchOutcome:
         one = ServeBench(ServeOptions(url=server.url, **given))
         await one.connect()
         loop = asyncio.get_running_loop()
@@ -104,7 +104,7 @@ def test_a_client_without_time_is_noticed() -> None:
 
 def test_a_request_is_cancelled_even_as_a_piece_of_its_answer_comes() -> None:
     async def work(url: str) -> bool:
-        connection = await Connection.open(Endpoint(url))
+        connection = await ClientConnection.open(Endpoint(url))
         body = json.dumps({"prompt": [1], "max_tokens": 1}).encode()
         pieces = connection.request("POST", "/v1/completions", body, timeout_s=60.0)
         waiting = asyncio.ensure_future(anext(pieces))
@@ -210,6 +210,6 @@ def test_a_server_that_does_not_do_it_is_named(
 @pytest.mark.parametrize("command", [["bench", "serve", "--base-url"], ["phases"], ["trace"]])
 def test_nobody_there_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "http://127.0.0.1:9"]) == 1
-    assert "nobody answers at http://127.0.0.1:9 (Connection refused)" in capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:9 (Connection refused)" in capsys.readouterr().err
     assert main([*command, "ftp://x"]) == 1
-    assert "is no address" in capsys.readouterr().err
+    assert "is not an address" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Trace files: read as they are, scaled as asked, refused by line."""
+"""Trace files: reading, scaling, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.errors import ConfigError
 from twostroke.measure.load.traces import MOONCAKE_BLOCK, at_rate, read_trace, scaled, synthetic
-from twostroke.measure.load.workload import Prompts, replayed
+from twostroke.measure.load.workload import PromptGenerator, replayed
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -70,7 +70,7 @@ def test_a_scaled_trace_keeps_its_shape(azure: str) -> None:
 @pytest.mark.parametrize("shrink", [1.0, 8.0])
 def test_mooncakes_prompts_share_what_their_hash_ids_share(mooncake: str, shrink: float) -> None:
     requests = scaled(read_trace(mooncake), shrink=shrink)
-    planned = replayed(requests, Prompts(0, "x", as_text=False), shrink)
+    planned = replayed(requests, PromptGenerator(0, "x", as_text=False), shrink)
     prompts = [list(one.prompt) for one in planned]
     assert [len(prompt) for prompt in prompts] == [
         round(e["input_length"] / shrink) for e in MOONCAKE
@@ -85,7 +85,7 @@ def test_mooncakes_prompts_share_what_their_hash_ids_share(mooncake: str, shrink
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hello\n", "line 1: this is neither Azure's trace"),
+        ("hello\n", "line 1: unknown format"),
         (AZURE + "2023-11-16 18:17:00,many,3\n", "line 5: .*many.* is not a time and two numbers"),
         (AZURE + "2023-11-16 18:00:00.0,3,3\n", "line 5: .* times that do not go back"),
         (json.dumps(MOONCAKE[0]) + "\n{\n", "line 2: .* is not a JSON object with timestamp"),
@@ -144,11 +144,14 @@ def test_exports_are_traces_in_the_order_of_their_times(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"mean_ttft_ms": 1.0}, "result of bench serve, but misses .*start_times .*save-detailed"),
-        ({"benchmarks": []}, "guidellm's export, but misses"),
-        ({"requests": [{}]}, "/records, but misses 'received_s'"),
+        (
+            {"mean_ttft_ms": 1.0},
+            "result of bench serve, but is malformed: .*start_times .*save-detailed",
+        ),
+        ({"benchmarks": []}, "guidellm's export, but is malformed"),
+        ({"requests": [{}]}, "/records, but is malformed: 'received_s'"),
         (BENCH | {"start_times": [1.0, -2.0]}, "request 1 .* time -2 .* from 0"),
-        (BENCH | {"input_lens": [30]}, "but misses"),
+        (BENCH | {"input_lens": [30]}, "but is malformed"),
     ],
 )
 def test_an_export_without_what_a_trace_needs_says_what(

@@ -1,4 +1,4 @@
-"""`twostroke quality` on a tiny model: its figures against the same worked out by hand."""
+"""`twostroke quality` on a tiny model, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_a_precision_a_phase_has_a_line_of_its_own(
     words += ["--tokens", "60", "--context", "40", "--decode-quantization", "int4"]
     assert main(words) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "in decode differs from that in prefill by 0." in told
-    assert "over 18 tokens that it wrote; the figures above are prefill's" in told
+    assert "in decode differs from prefill by 0." in told
+    assert "over 18 generated tokens; the figures above are figures of prefill" in told
 
 
 def test_what_cannot_be_compared_is_refused(
@@ -127,7 +127,10 @@ def test_what_cannot_be_compared_is_refused(
     other = tiny_folder(tmp_path / "other", vocab_size=VOCAB_SIZE + 20)
     tokens = ["--tokens", "40", "--context", "40", "--device", "cpu"]
     for words, reason in (
-        ([str(folder), "--against", str(other), *tokens], "only over the same vocabulary"),
+        (
+            [str(folder), "--against", str(other), *tokens],
+            "the comparison needs the same vocabulary",
+        ),
         ([str(folder), *tokens, "--context", "999"], "max_model_len"),
         ([str(folder), "--context", "1"], "--context must be at least 2"),
         ([str(folder), "--text", str(tmp_path / "none.txt")], "cannot be read"),

@@ -1,4 +1,4 @@
-"""Every command's report in a real browser: it loads nothing, fits a phone, and can be read."""
+"""Every report in a real browser: nothing is loaded, and the report is readable on a phone."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ CUT = """(() => {
     for (const [one, at] of texts)
       if (at.left < box.left - 1 || at.right > box.right + 1 || at.bottom > box.bottom + 1)
         cut.push('outside: ' + one.textContent);
-    for (const kind of ['mid', 'end', 'said']) {
+    for (const kind of ['mid', 'end', 'mark-text']) {
       const alike = texts.filter(([one]) => one.classList.contains(kind) &&
-                                            (kind === 'said' || !one.classList.contains('said')));
+                                            (kind === 'mark-text' ||
+                                             !one.classList.contains('mark-text')));
       alike.forEach(([a, p], n) => alike.slice(n + 1).forEach(([b, q]) => {
         if (p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 3 &&
             q.top < p.bottom - 3) cut.push(a.textContent + ' over ' + b.textContent);
@@ -172,4 +173,4 @@ def test_gaps_have_their_causes(reports: dict[str, Path]) -> None:
     assert found["gap_causes"]["seconds"]["decode"] > 0
     assert found["gap_causes"]["seconds"]["prefill"] > 0
     assert 'class="dots c-decode"' in text
-    assert "coloured by what took most of it" in text
+    assert "coloured by the largest cause" in text

@@ -1,4 +1,4 @@
-"""Floors by arithmetic one can follow."""
+"""Floors of a roofline, compared with arithmetic written out."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.model.describe.test_experts import QWEN3_30B
 from tests.model.gguf.gguf_files import write_model
 from twostroke.cli import main
 from twostroke.measure.roofline.hardware import HARDWARE, find_hardware
-from twostroke.measure.roofline.roofline import Roofline, Settings, measured_phases
+from twostroke.measure.roofline.roofline import Roofline, RooflineSettings, measured_phases
 from twostroke.measure.roofline.shapes import SHAPES, find_spec, parameter_count, stored_bytes
 
 
 def test_seven_billion_parameters_on_an_a100() -> None:
     """The figures everybody quotes: 46 ms to prefill 1,024 tokens, 7 ms a token."""
-    found = Roofline(None, HARDWARE["A100"], Settings(prompt=1024), parameters=7e9)
+    found = Roofline(None, HARDWARE["A100"], RooflineSettings(prompt=1024), parameters=7e9)
     assert 1e3 * found.prefill().floor_s == pytest.approx(2 * 7e9 * 1024 / 312e12 * 1e3)
     assert 1e3 * found.prefill().floor_s == pytest.approx(46, abs=0.5)
     assert 1e3 * found.decode().floor_s == pytest.approx(14e9 / 2039e9 * 1e3)
@@ -25,15 +25,15 @@ def test_seven_billion_parameters_on_an_a100() -> None:
 
 
 def test_thirteen_billion_take_0_8_mb_of_cache_a_token() -> None:
-    found = Roofline(find_spec("llama-2-13b"), HARDWARE["A100"], Settings())
+    found = Roofline(find_spec("llama-2-13b"), HARDWARE["A100"], RooflineSettings())
     assert found.kv_bytes_per_token == 2 * 40 * 40 * 128 * 2 == 819_200
-    half = Roofline(find_spec("llama-2-13b"), HARDWARE["A100"], Settings(kv="fp8"))
+    half = Roofline(find_spec("llama-2-13b"), HARDWARE["A100"], RooflineSettings(kv="fp8"))
     assert half.kv_bytes_per_token == 409_600
 
 
 def test_a_models_floors_count_what_the_notes_say() -> None:
     spec = find_spec("llama-3.1-8b")
-    found = Roofline(spec, HARDWARE["H200"], Settings(prompt=1024, context=1024, batch=32))
+    found = Roofline(spec, HARDWARE["H200"], RooflineSettings(prompt=1024, context=1024, batch=32))
     layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     head = 4096 * 128256
     attention = 4 * 32 * 4096
@@ -53,13 +53,15 @@ def test_a_models_floors_count_what_the_notes_say() -> None:
 
 def test_a_precision_a_phase_reads_one_of_two_formats() -> None:
     spec, h200 = find_spec("llama-3.1-8b"), HARDWARE["H200"]
-    fp8, int4 = (Roofline(spec, h200, Settings(weights=one, batch=8)) for one in ("fp8", "int4"))
-    both = Roofline(spec, h200, Settings(weights="fp8", decode_weights="int4", batch=8))
+    fp8, int4 = (
+        Roofline(spec, h200, RooflineSettings(weights=one, batch=8)) for one in ("fp8", "int4")
+    )
+    both = Roofline(spec, h200, RooflineSettings(weights="fp8", decode_weights="int4", batch=8))
     assert both.prefill() == fp8.prefill()
     assert both.decode() == int4.decode()
     assert both.weight_bytes == fp8.weight_bytes + int4.weight_bytes
     assert both.compute_bound_batch == int4.compute_bound_batch
-    assert "Prefill reads fp8 weights and decode int4 ones" in " ".join(both.notes())
+    assert "Prefill reads fp8 weights and decode int4 weights" in " ".join(both.notes())
 
 
 def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
@@ -71,7 +73,7 @@ def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
     layer = 2048 * (2 * 4096 + 2 * 512 + 128)  # q and o, k and v, the router
     expert, head = 3 * 2048 * 768, 2048 * 151936
     for batch, used in ((1, 8.0), (4, 128 * (1 - (1 - 8 / 128) ** 4)), (10**4, 128.0)):
-        found = Roofline(spec, HARDWARE["H200"], Settings(batch=batch))
+        found = Roofline(spec, HARDWARE["H200"], RooflineSettings(batch=batch))
         assert found.experts_in_use(batch) == (pytest.approx(used), 128)
         expected = 2 * (48 * (layer + used * expert) + head)
         cached = batch * 1025 * found.kv_bytes_per_token
@@ -81,23 +83,23 @@ def test_a_mixture_of_experts_reads_those_that_its_tokens_choose(
         )
     assert main(["roofline", str(path), "--hardware", "H200", "--batch", "4"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "parameters: 30.53e9, of which a token goes through 3.35e9; decode at batch 4" in told
+    assert "parameters: 30.53e9, of them 3.35e9 active for a token; decode at batch 4" in told
     assert "reads 29.1 of a layer's 128 experts" in told
-    assert "if all are equally likely" in told
+    assert "for independent and uniform choices" in told
     assert "3.35e9 active parameters" in told
 
 
 def test_two_devices_share_the_work_and_talk() -> None:
     spec = find_spec("llama-3.1-70b")
-    one = Roofline(spec, HARDWARE["H100"], Settings())
-    two = Roofline(spec, HARDWARE["H100"], Settings(tensor_parallel=2))
+    one = Roofline(spec, HARDWARE["H100"], RooflineSettings())
+    two = Roofline(spec, HARDWARE["H100"], RooflineSettings(tensor_parallel=2))
     assert one.kv_tokens == 0  # 141 GB of weights in 80 GB
     assert two.prefill().compute_s == pytest.approx(one.prefill().compute_s / 2)
     # 80 layers, two sums each, and the embedding's, of 1,024 × 8,192 numbers of 16 bits, half of
     # them sent twice; half of the logits of a token, and the token, by one of the two
     sent = (2 * 80 + 1) * 2 * 8192 * 1024 + (128256 / 2 * 2 + 4) / 2
     assert two.prefill().comm_s == pytest.approx(sent / 450e9)
-    four_bits = Roofline(spec, HARDWARE["H100"], Settings(weights="int4"))
+    four_bits = Roofline(spec, HARDWARE["H100"], RooflineSettings(weights="int4"))
     assert (four_bits.kv_tokens or 0) > 90_000
 
 
@@ -146,7 +148,7 @@ def test_the_command_prints_draws_and_refuses(
     assert main(["roofline", "llama-3.1-8b", "--hardware", "H1000"]) == 1
     assert "is not in the table, did you mean" in capsys.readouterr().err.replace("; did", ", did")
     assert main(["roofline", "lama-3.1-8b"]) == 1
-    assert "Known by name: llama-2-7b" in capsys.readouterr().err
+    assert "Known names: llama-2-7b" in capsys.readouterr().err
 
 
 def test_weights_of_a_gguf_file_count_as_they_are_stored(

@@ -17,7 +17,7 @@ from twostroke.errors import ModelError
 from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
 from twostroke.measure.roofline.hardware import HARDWARE
-from twostroke.measure.roofline.roofline import Roofline, Settings
+from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.measure.roofline.roofline_report import facts
 from twostroke.model.describe.cost import cost_model, dense_weight_bytes
 from twostroke.model.describe.hf_config import spec_from_hf
@@ -115,7 +115,7 @@ def test_a_model_without_routed_experts_is_dense() -> None:
 
 
 def test_a_roofline_tells_the_bytes_of_latents_beside_those_of_heads() -> None:
-    found = Roofline(spec_from_hf(V3), HARDWARE["A100"], Settings())
+    found = Roofline(spec_from_hf(V3), HARDWARE["A100"], RooflineSettings())
     assert found.kv_bytes_per_token == 70_272
     told = "\n".join(facts(found))
     assert "KV cache: 70,272 bytes a token" in told

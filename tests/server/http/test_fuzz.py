@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fuzz import Answer, Call, fuzz, problem_of, serving
+from bench.fuzz import Call, HttpAnswer, fuzz, problem_of, serving
 
 pytestmark = pytest.mark.core  # bounds of security
 
@@ -29,21 +29,24 @@ def test_no_call_breaks_the_server(tmp_path: Path, engine: str, calls: int) -> N
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (Answer(400, JSON, OPENAI_ERROR, True), ""),
-        (Answer(500, JSON, OPENAI_ERROR, True), "status 500"),
-        (Answer(501, JSON, OPENAI_ERROR, True), "status 501"),
-        (Answer(503, JSON, OPENAI_ERROR, True), "status 503"),
-        (Answer(400, JSON, b'{"detail":"no"}', True), "cannot be read"),
-        (Answer(400, {"content-type": "text/plain"}, b"no", True), "an error as"),
-        (Answer(400, JSON, OPENAI_ERROR.replace(b"no", b"/usr/lib/x.py"), True), "our insides"),
-        (Answer(200, JSON, b'{"a":NaN}', True), "NaN in JSON"),
-        (Answer(200, {"content-type": "text/event-stream"}, b"data: {}\n\n", True), "ends with"),
-        (Answer(200, JSON, b"{}", False), "breaks off"),
-        (Answer(hung=True), "no answer within"),
-        (Answer(), "no answer"),
+        (HttpAnswer(400, JSON, OPENAI_ERROR, True), ""),
+        (HttpAnswer(500, JSON, OPENAI_ERROR, True), "status 500"),
+        (HttpAnswer(501, JSON, OPENAI_ERROR, True), "status 501"),
+        (HttpAnswer(503, JSON, OPENAI_ERROR, True), "status 503"),
+        (HttpAnswer(400, JSON, b'{"detail":"no"}', True), "cannot be read"),
+        (HttpAnswer(400, {"content-type": "text/plain"}, b"no", True), "an error as"),
+        (HttpAnswer(400, JSON, OPENAI_ERROR.replace(b"no", b"/usr/lib/x.py"), True), "our insides"),
+        (HttpAnswer(200, JSON, b'{"a":NaN}', True), "NaN in JSON"),
+        (
+            HttpAnswer(200, {"content-type": "text/event-stream"}, b"data: {}\n\n", True),
+            "ends with",
+        ),
+        (HttpAnswer(200, JSON, b"{}", False), "breaks off"),
+        (HttpAnswer(hung=True), "no answer within"),
+        (HttpAnswer(), "no answer"),
     ],
 )
-def test_the_fuzzer_sees_what_is_wrong(answer: Answer, problem: str) -> None:
+def test_the_fuzzer_sees_what_is_wrong(answer: HttpAnswer, problem: str) -> None:
     found = problem_of(CALL, answer)
     assert problem in found
     assert bool(problem) == bool(found)

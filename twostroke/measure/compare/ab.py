@@ -1,4 +1,4 @@
-"""`ab`: two servers, or one server with two settings, under the exact same requests, in pairs."""
+"""`ab`: compares two servers or two settings with pairs of runs on the same requests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from twostroke.measure.compare.paired_comparison import (
 from twostroke.measure.load.bench import ServeBench, ServeOptions
 
 
-class Figures(NamedTuple):
-    """One run of one arm."""
+class RunFigures(NamedTuple):
+    """The figures of one run of one arm."""
 
     ttft: float
     tpot: float
@@ -35,20 +35,21 @@ class Figures(NamedTuple):
 
 
 class Pilot(NamedTuple):
-    """What runs before the trial say about its power. Their figures are compared within an arm
-    only: they know nothing of B against A."""
+    """The spread of pilot runs, from which the power of the trial follows. Pilot runs are compared
+    only within an arm, so they do not reveal B against A."""
 
     spread: dict[str, float]  # metric → standard deviation of the logarithm of a pair's ratio
     runs: int  # of each arm
 
     def detectable(self, pairs: int) -> dict[str, float]:
-        """By metric, the relative change that so many pairs find in nine of ten cases."""
+        """Return, by metric, the relative change that `pairs` pairs detect with 90% power."""
         return {
             name: detectable(spread, pairs, len(self.spread))
             for name, spread in self.spread.items()
         }
 
     def pairs_for(self, effect: float) -> dict[str, int]:
+        """Return, by metric, the number of pairs that detect `effect` with 90% power."""
         return {
             name: pairs_needed(spread, effect, len(self.spread))
             for name, spread in self.spread.items()
@@ -57,29 +58,31 @@ class Pilot(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    a: list[Figures]
-    b: list[Figures]
+    """The runs of both arms and their comparison."""
+
+    a: list[RunFigures]
+    b: list[RunFigures]
     comparisons: list[Comparison] = field(default_factory=list)
     pilot: Pilot | None = None
 
     @property
-    def runs(self) -> list[Figures]:
+    def runs(self) -> list[RunFigures]:
         return [*self.a, *self.b]
 
     @property
     def verdict(self) -> str:
-        """INVALID: requests failed. A server that refuses half of them may well be the faster."""
+        """The overall verdict, or INVALID if requests failed: a server that fails is not faster."""
         if any(one.failed for one in self.runs):
             return "INVALID"
         return overall(self.comparisons)
 
 
 @dataclass
-class Watcher:
-    """Is told of the trial as it goes."""
+class TrialCallbacks:
+    """Callbacks for the progress of a trial."""
 
     pilot: Callable[[Pilot], None] = lambda pilot: None
-    run: Callable[[int, str, Figures], None] = lambda pair, arm, figures: None
+    run: Callable[[int, str, RunFigures], None] = lambda pair, arm, figures: None
 
 
 def run_ab(
@@ -87,22 +90,26 @@ def run_ab(
     options: ServeOptions,
     pairs: int,
     pilot_runs: int = 0,
-    watcher: Watcher | None = None,
+    watcher: TrialCallbacks | None = None,
 ) -> Trial:
-    """`arms`: as `arms.py` says. `options`: the workload. `pilot_runs`: of each arm, before the
-    pairs; they warm the servers up, and say what so many pairs can find."""
+    """Run a trial.
+
+    `arms`: two arms in the format of `arms.py`. `options`: the workload. `pilot_runs`: number of
+    runs of each arm before the pairs, which warm the servers up and measure the spread.
+    """
     if pairs < 2:
-        raise ConfigError("--pairs must be at least 2: one pair has no spread to judge by")
+        raise ConfigError("--pairs must be at least 2: the spread needs two pairs")
     if pilot_runs < 0 or pilot_runs == 1:
-        raise ConfigError("--pilot must be 0, or at least 2: one run has no spread")
+        raise ConfigError("--pilot must be 0 or at least 2: the spread needs two runs")
     with serving(arms) as urls:
-        return asyncio.run(_trial(urls, options, pairs, pilot_runs, watcher or Watcher()))
+        return asyncio.run(_trial(urls, options, pairs, pilot_runs, watcher or TrialCallbacks()))
 
 
 async def _trial(
-    urls: Sequence[str], options: ServeOptions, pairs: int, pilot_runs: int, watcher: Watcher
+    urls: Sequence[str], options: ServeOptions, pairs: int, pilot_runs: int, watcher: TrialCallbacks
 ) -> Trial:
-    # The same prompts for both, unless one server is both and would know them the second time.
+    # Both arms get the same prompts. If both arms are one server, its prefix cache would know the
+    # prompts of the first run, so the prompts differ.
     salt = secrets.token_hex(4)
     salts = [f"{salt} {arm if urls[0] == urls[1] else ''}" for arm in "AB"]
     benches = [
@@ -110,10 +117,12 @@ async def _trial(
         for url, one in zip(urls, salts, strict=True)
     ]
 
-    async def alternating(count: int, seeds: Sequence[int]) -> tuple[list[Figures], list[Figures]]:
-        found: tuple[list[Figures], list[Figures]] = ([], [])
+    async def alternating(
+        count: int, seeds: Sequence[int]
+    ) -> tuple[list[RunFigures], list[RunFigures]]:
+        found: tuple[list[RunFigures], list[RunFigures]] = ([], [])
         for pair in range(count):
-            # A B, then B A: whatever drifts meets both alike.
+            # A B, then B A: a drift of the machine affects both arms alike.
             for arm in (0, 1) if pair % 2 == 0 else (1, 0):
                 benches[arm].options = replace(benches[arm].options, seed=seeds[pair])
                 figures = _figures((await benches[arm].run()).result)
@@ -126,7 +135,7 @@ async def _trial(
         for bench in benches:
             await bench.connect()
         if pilot_runs:
-            # One seed: what differs between seeds is the same in both runs of a pair.
+            # One seed for all pilot runs: the two runs of a pair have the same seed, too.
             pilot = pilot_of(*await alternating(pilot_runs, [options.seed] * pilot_runs))
             watcher.pilot(pilot)
         a, b = await alternating(pairs, range(options.seed, options.seed + pairs))
@@ -136,8 +145,8 @@ async def _trial(
     return Trial(a, b, compare_runs(a, b), pilot)
 
 
-def pilot_of(a: Sequence[Figures], b: Sequence[Figures]) -> Pilot:
-    """The spread of a pair's ratio, from the spread of the runs within each arm."""
+def pilot_of(a: Sequence[RunFigures], b: Sequence[RunFigures]) -> Pilot:
+    """Return the spread of a pair's ratio from the spread of the runs within each arm."""
     spread = {}
     for name in METRICS:
         arms = [[getattr(one, name) for one in runs] for runs in (a, b)]
@@ -147,7 +156,7 @@ def pilot_of(a: Sequence[Figures], b: Sequence[Figures]) -> Pilot:
     return Pilot(spread, len(a))
 
 
-def compare_runs(a: Sequence[Figures], b: Sequence[Figures]) -> list[Comparison]:
+def compare_runs(a: Sequence[RunFigures], b: Sequence[RunFigures]) -> list[Comparison]:
     names = [name for name in METRICS if all(getattr(one, name) > 0 for one in (*a, *b))]
     return [
         compare(
@@ -157,12 +166,12 @@ def compare_runs(a: Sequence[Figures], b: Sequence[Figures]) -> list[Comparison]
     ]
 
 
-def _figures(result: dict[str, Any]) -> Figures:
-    # Means: requests fall into kinds (those that found the engine busy, and others), and a median
-    # jumps from one to the other when a single request changes sides.
-    # A p99 of one run is not judged by itself, so its own requests need not suffice for it.
+def _figures(result: dict[str, Any]) -> RunFigures:
+    # Means, because latencies have two modes (requests that found the engine busy or idle) and a
+    # median can jump between the modes. A p99 of a single run may have few requests, because only
+    # the runs together are judged.
     problems = tuple(one for one in result["problems"] if "too few" not in one)
-    return Figures(
+    return RunFigures(
         result["mean_ttft_ms"],
         result["mean_tpot_ms"],
         result.get("p99_itl_ms", 0.0),

@@ -1,11 +1,11 @@
-"""A trial as JSON, and as a table for a pull request."""
+"""Reports of a trial: JSON, and a Markdown table for a pull request."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from twostroke.measure.compare.ab import Trial
-from twostroke.measure.compare.prediction import Outcome
+from twostroke.measure.compare.prediction import PredictionOutcome
 from twostroke.measure.load.bench import ServeOptions
 from twostroke.measure.load.result import environment
 
@@ -38,7 +38,10 @@ def workload(options: ServeOptions) -> dict[str, Any]:
 
 
 def trial_json(
-    trial: Trial, arms: tuple[str, str], options: ServeOptions, prediction: Outcome | None = None
+    trial: Trial,
+    arms: tuple[str, str],
+    options: ServeOptions,
+    prediction: PredictionOutcome | None = None,
 ) -> dict[str, Any]:
     pilot = trial.pilot
     return {
@@ -62,21 +65,24 @@ def trial_json(
 
 
 def markdown(
-    trial: Trial, arms: tuple[str, str], options: ServeOptions, prediction: Outcome | None = None
+    trial: Trial,
+    arms: tuple[str, str],
+    options: ServeOptions,
+    prediction: PredictionOutcome | None = None,
 ) -> str:
-    """For a pull request."""
+    """Return the trial as Markdown for a pull request."""
     a, b = map(named, arms)
     lines = [f"**{trial.verdict}**: B (`{b}`) against A (`{a}`), {len(trial.a)} pairs of runs", ""]
     if prediction is not None:
         lines += [prediction.sentence, ""]
     lines += [
-        "| metric | A | B | B / A | 99% interval | finds | verdict |",
+        "| metric | A | B | B / A | 99% interval | detects | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in trial.comparisons:
         lines.append(
-            f"| {WORDS[one.metric]} | {_middle(trial.a, one.metric)} | "
-            f"{_middle(trial.b, one.metric)} | {one.ratio:.3f} | {one.low:.3f} to {one.high:.3f} | "
+            f"| {WORDS[one.metric]} | {_mean(trial.a, one.metric)} | "
+            f"{_mean(trial.b, one.metric)} | {one.ratio:.3f} | {one.low:.3f} to {one.high:.3f} | "
             f"{one.detectable:.1%} | {one.verdict} |"
         )
     sent = ", ".join(f"{key} {value}" for key, value in workload(options).items())
@@ -86,14 +92,14 @@ def markdown(
 
 
 def problems(trial: Trial) -> list[str]:
-    """What is wrong with the runs, one sentence for all of them."""
+    """Return a sentence if runs are not certified."""
     bad = [one for one in trial.runs if one.problems]
     if not bad:
         return []
     return [f"{len(bad)} of {len(trial.runs)} runs are not certified: {bad[0].problems[0]}"]
 
 
-def _middle(runs: Any, metric: str) -> str:
+def _mean(runs: Any, metric: str) -> str:
     values = [getattr(one, metric) for one in runs]
     unit = "" if metric == "throughput" else " ms"
     return f"{sum(values) / len(values):,.1f}{unit}"

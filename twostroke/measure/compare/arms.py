@@ -1,6 +1,6 @@
-"""The servers of a comparison: those that run, and those that are started for it and ended after.
+"""The servers of a comparison, which run already or are started for the comparison.
 
-An arm is a URL; or a command with `{port}` in it, which starts a server there; or else options of
+An arm is a URL, or a command with `{port}` that starts a server on that port, or options of
 `twostroke serve`.
 """
 
@@ -31,9 +31,9 @@ def is_url(arm: str) -> bool:
 
 @contextmanager
 def serving(arms: Sequence[str]) -> Iterator[list[str]]:
-    """The URLs of the arms, every server ready."""
+    """Start the servers that are not URLs, and yield the URLs when all servers are ready."""
     with ExitStack() as stack:
-        # All are started before any is waited for: models load side by side.
+        # Start all servers before waiting: the models load at the same time.
         started = [None if is_url(arm) else stack.enter_context(_started(arm)) for arm in arms]
         for server in started:
             if server is not None:
@@ -47,13 +47,15 @@ def command_line(arm: str, port: int) -> list[str]:
     try:
         words = shlex.split(arm)
     except ValueError as error:
-        raise ConfigError(f"{arm!r} is no command line: {error}") from None
+        raise ConfigError(f"{arm!r} is not a command line: {error}") from None
     if PORT in arm:
         return [word.replace(PORT, str(port)) for word in words]
     return [sys.executable, "-m", "twostroke", "serve", "--port", str(port), *words]
 
 
 class _Server:
+    """A server that was started for a comparison."""
+
     def __init__(self, arm: str, port: int, process: subprocess.Popen[bytes], log: IO[bytes]):
         self.url = f"http://127.0.0.1:{port}"
         self._arm, self._process, self._log = arm, process, log
@@ -64,23 +66,23 @@ class _Server:
         try:
             while monotonic() < end_s:
                 if self._process.poll() is not None:
-                    self._fail(f"it ended with status {self._process.returncode} while it started")
+                    self._fail(f"exited with status {self._process.returncode} during the start")
                 try:
                     await connections.fetch("/health", timeout_s=5.0)
                     return
                 except ServerError as error:
-                    if error.status == 404:  # it answers, and has no such route
+                    if error.status == 404:  # the server is up, but has no such route
                         return
                     await asyncio.sleep(0.05)
         finally:
             connections.close()
-        self._fail(f"it was not ready after {START_S:.0f} s")
+        self._fail(f"not ready after {START_S:.0f} s")
 
     def _fail(self, reason: str) -> None:
         name = self._arm if PORT in self._arm else f"twostroke serve {self._arm}".rstrip()
         self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip().splitlines()[-3:]
-        raise ServerError(f"`{name}`: {reason}" + "".join(f"\n  {line}" for line in said))
+        last_lines = self._log.read().decode(errors="replace").strip().splitlines()[-3:]
+        raise ServerError(f"`{name}`: {reason}" + "".join(f"\n  {line}" for line in last_lines))
 
 
 @contextmanager

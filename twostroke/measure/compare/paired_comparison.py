@@ -1,12 +1,12 @@
-"""Two ways to serve, compared by pairs of runs: ratio, interval, verdict.
+"""The statistics of `ab`: ratio, confidence interval and verdict from pairs of runs.
 
-A run is the unit: requests of one run share its luck, so that their number is no evidence of its
-own. Runs come in pairs on the same requests (same seed), one of each arm, in the order A B, B A, A
-B, …, so that a machine that slows down slows both. The ratio B / A of each pair is taken as a
-logarithm; its mean has a t interval, widened for the number of metrics (Bonferroni).
+The unit is a run, because the requests of one run are not independent. A pair has one run of each
+arm on the same requests (same seed). The order is A B, B A, A B, …, so that a drift of the machine
+affects both arms. The mean logarithm of the ratios B / A has a t interval, which is widened for the
+number of metrics (Bonferroni).
 
-Two processes of one program differ by a percent or two by where their memory lies. No number of
-runs of the same two processes averages that away, so a difference below SAME is never a verdict.
+Two processes of one program differ by a percent or two because of their memory layout. More runs of
+the same two processes do not average this out, so a difference below SAME_SHARE is never a verdict.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-CONFIDENCE = 0.99  # one false verdict in a hundred trials: a gate that cries wolf is turned off
+CONFIDENCE = 0.99  # one false verdict in a hundred trials
 POWER = 0.9
-MAX_PAIRS = 500  # nobody runs more
-SAME = 0.03  # a change of up to 3% is none
-# Metric → whether more is better.
+MAX_PAIRS = 500
+SAME_SHARE = 0.03  # a change of up to 3% counts as no change
+# Metric → True if a larger value is better.
 METRICS = {
     "ttft": False,
     "tpot": False,
@@ -40,8 +40,8 @@ class Comparison:
     low: float
     high: float
     pairs: int
-    detectable: float  # the relative change that so many pairs find in nine of ten cases
-    verdict: str  # WIN, LOSS, TIE, INCONCLUSIVE: of B
+    detectable: float  # the relative change that `pairs` pairs detect with 90% power
+    verdict: str  # for B: WIN, LOSS, TIE or INCONCLUSIVE
 
     def as_json(self) -> dict[str, float | str | int]:
         return {
@@ -56,9 +56,9 @@ class Comparison:
 
 
 def compare(
-    metric: str, a: Sequence[float], b: Sequence[float], num_metrics: int, same: float = SAME
+    metric: str, a: Sequence[float], b: Sequence[float], num_metrics: int, same: float = SAME_SHARE
 ) -> Comparison:
-    """`a` and `b`: one figure a run, in pairs."""
+    """Compare B with A. `a` and `b` have one figure for each run, in pairs."""
     logs = [math.log(y / x) for x, y in zip(a, b, strict=True) if x > 0 and y > 0]
     count = len(logs)
     if count < 2:
@@ -78,7 +78,7 @@ def compare(
 
 
 def overall(found: Sequence[Comparison]) -> str:
-    """One word for all metrics: a loss anywhere outweighs a win elsewhere."""
+    """Return one verdict for all metrics. A win and a loss are MIXED."""
     verdicts = {one.verdict for one in found}
     if "LOSS" in verdicts:
         return "MIXED" if "WIN" in verdicts else "LOSS"
@@ -88,15 +88,16 @@ def overall(found: Sequence[Comparison]) -> str:
 
 
 def detectable(spread: float, pairs: int, num_metrics: int = 1) -> float:
-    """The relative change that so many pairs find in nine of ten cases, where the logarithm of a
-    pair's ratio has the standard deviation `spread`."""
+    """Return the relative change that `pairs` pairs detect with 90% power. `spread`: the standard
+    deviation of the logarithm of a pair's ratio."""
     t = t_quantile(1 - (1 - CONFIDENCE) / 2 / num_metrics, pairs - 1)
     error = spread / math.sqrt(pairs)
-    return max(SAME, math.expm1((t + t_quantile(POWER, pairs - 1)) * error))
+    return max(SAME_SHARE, math.expm1((t + t_quantile(POWER, pairs - 1)) * error))
 
 
 def pairs_needed(spread: float, effect: float, num_metrics: int = 1) -> int:
-    """Pairs to find a relative `effect` above SAME in nine of ten cases; at most MAX_PAIRS."""
+    """Return the pairs that detect a relative `effect` above SAME_SHARE with 90% power; at most
+    MAX_PAIRS."""
 
     def suffice(count: int) -> bool:
         return detectable(spread, count, num_metrics) <= effect
@@ -106,7 +107,7 @@ def pairs_needed(spread: float, effect: float, num_metrics: int = 1) -> int:
 
 @lru_cache(maxsize=1024)
 def t_quantile(share: float, freedom: int) -> float:
-    """Below which value Student's t lies with probability `share` (at least one half)."""
+    """Return the quantile of Student's t for probability `share` (at least one half)."""
     low, high = 0.0, 1e3
     for _ in range(80):
         middle = (low + high) / 2
@@ -118,13 +119,13 @@ def t_quantile(share: float, freedom: int) -> float:
 
 
 def t_share(value: float, freedom: int) -> float:
-    """The probability that Student's t is at most `value` (from 0 on): 1 − I(x; ν/2, 1/2) / 2."""
+    """Return the probability that Student's t is at most `value` ≥ 0: 1 − I(x; ν/2, 1/2) / 2."""
     x = freedom / (freedom + value * value)
     return 1 - 0.5 * _beta_share(x, freedom / 2, 0.5)
 
 
 def _beta_share(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (modified Lentz)."""
+    """Return the regularised incomplete beta function, by a continued fraction (Lentz)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

@@ -1,4 +1,4 @@
-"""Changes that people try first, each with a workload on which it can show what it does."""
+"""Common changes to try with `ab`, each with a workload that shows their effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from twostroke.errors import ConfigError, nearest
 
 
 class Play(NamedTuple):
-    a: str  # options of `twostroke serve`, besides those that both arms have
+    """The options of both arms and a workload."""
+
+    a: str  # options of `twostroke serve` in addition to the common options
     b: str
     load: Mapping[str, Any] = {}  # fields of ServeOptions
 
@@ -20,7 +22,7 @@ def _threads() -> str:
     return f"--threads {max(1, (cores or 1) // 2)} --threads-batch {cores or 1}"
 
 
-# Long prompts arrive while others write; prompts that share three quarters; mostly decode.
+# Prompts of mixed length; prompts that share three quarters of their tokens; mostly decode.
 MIXED = {"random_input_len": 512, "random_range_ratio": 0.9}
 SHARED = {"random_prefix_len": 384, "random_input_len": 128}
 DECODE = {"random_input_len": 32, "random_output_len": 64}
@@ -34,9 +36,7 @@ PLAYBOOK = {
     "attention-backend": Play("", "--kernels reference"),
     "threads-per-phase": Play("", _threads()),
 }
-MISSING = {
-    "speculative": "speculative decoding is not supported yet, so there is nothing to compare"
-}
+MISSING = {"speculative": "speculative decoding is not supported yet"}
 
 
 def play(name: str) -> Play:
@@ -44,7 +44,7 @@ def play(name: str) -> Play:
         raise ConfigError(f"--playbook {name}: {MISSING[name]}")
     if name not in PLAYBOOK:
         raise ConfigError(
-            f"--playbook {name!r} is not known{nearest(name, PLAYBOOK)}; `--playbook list` shows "
-            "them"
+            f"--playbook {name!r} does not exist{nearest(name, PLAYBOOK)}; `--playbook list` "
+            "prints all entries"
         )
     return PLAYBOOK[name]

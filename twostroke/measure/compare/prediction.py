@@ -1,4 +1,4 @@
-"""The doctor's experiment as a comparison, and whether what it predicted came true."""
+"""The doctor's experiment as an `ab` comparison, and the check of its prediction."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twostroke.errors import ConfigError
-from twostroke.measure.compare.ab import Figures
+from twostroke.measure.compare.ab import RunFigures
 from twostroke.measure.compare.arms import PORT, is_url
 from twostroke.measure.compare.paired_comparison import METRICS, Comparison, compare
-from twostroke.measure.doctor.verdict import Experiment, Verdict
+from twostroke.measure.doctor.verdict import ProposedExperiment, Verdict
 
-NAMES = {"itl": "itl_p99"}  # the doctor's → ours, where they differ
+NAMES = {"itl": "itl_p99"}  # metric of the doctor → metric of `ab`
 
 
-def read_experiment(path: str) -> Experiment:
+def read_experiment(path: str) -> ProposedExperiment:
     try:
         verdict = Verdict.from_json(Path(path).read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"--from-doctor {path}: {error.strerror}") from None
     experiment = verdict.experiment
     if experiment is None:
-        raise ConfigError(f"{path}: the verdict is {verdict.verdict}, and proposes no experiment")
+        raise ConfigError(f"{path}: the verdict {verdict.verdict} proposes no experiment")
     ratio = experiment.predicted_ratio
     if not isinstance(ratio, int | float) or not (math.isfinite(ratio) and ratio > 0):
         raise ConfigError(f"{path}: predicted_ratio must be a number above 0, not {ratio!r}")
@@ -36,32 +36,32 @@ def read_experiment(path: str) -> Experiment:
     return experiment
 
 
-def arms_of(experiment: Experiment, a: str) -> tuple[str, str]:
-    """`a`: options that the server had when the doctor saw it; B has the doctor's over them."""
+def arms_of(experiment: ProposedExperiment, a: str) -> tuple[str, str]:
+    """Return both arms. `a`: the options of the diagnosed server; B adds the doctor's options."""
     if is_url(a) or PORT in a:
         raise ConfigError(
-            "--from-doctor changes options of `twostroke serve`, and starts both servers: give "
-            "those that the server has now as --a, such as --a '--max-num-seqs 2'"
+            "--from-doctor changes options of `twostroke serve` and starts both servers: give the "
+            "options of the diagnosed server as --a, such as --a '--max-num-seqs 2'"
         )
     words: list[str] = []
     for flag, value in experiment.setting.items():
         if not flag.startswith("--") or PORT in f"{flag} {value}":
-            raise ConfigError(f"the experiment sets {flag!r}, which is no option of serve")
+            raise ConfigError(f"the experiment sets {flag!r}, which is not an option of serve")
         words += [flag] if value is True else [flag, str(value)]
     return a, f"{a} {shlex.join(words)}".strip()
 
 
-class Outcome(NamedTuple):
-    """A prediction beside what was measured."""
+class PredictionOutcome(NamedTuple):
+    """A prediction and the measured ratio."""
 
     name: str
     metric: str
     predicted: float  # ratio B / A
-    measured: Comparison | None  # None: the runs have no such figure
+    measured: Comparison | None  # None: the runs do not have this figure
 
     @property
     def verdict(self) -> str:
-        """CONFIRMED: the metric got better, as said. REFUTED: it stayed or got worse."""
+        """CONFIRMED if the metric improved, REFUTED if the metric did not improve."""
         if self.measured is None:
             return "INCONCLUSIVE"
         return {"WIN": "CONFIRMED", "INCONCLUSIVE": "INCONCLUSIVE"}.get(
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
     @property
     def sentence(self) -> str:
         if self.measured is None:
-            return f"{self.verdict}: the runs have no {self.metric}"
+            return f"{self.verdict}: the runs do not have {self.metric}"
         one = self.measured
         if one.low <= self.predicted <= one.high:
             size = "the prediction lies in the interval"
@@ -94,16 +94,18 @@ class Outcome(NamedTuple):
         }
 
 
-def outcome(experiment: Experiment, a: Sequence[Figures], b: Sequence[Figures]) -> Outcome:
-    """Of the runs of both arms. The metric was named before they began, and is judged alone: its
-    interval needs no correction for the others, which might have shown something by chance."""
+def outcome_of(
+    experiment: ProposedExperiment, a: Sequence[RunFigures], b: Sequence[RunFigures]
+) -> PredictionOutcome:
+    """Compare the prediction with the runs of both arms. The metric was chosen before the runs, so
+    its interval needs no correction for other metrics."""
     metric = _metric(experiment)
     before, after = ([getattr(one, metric) for one in runs] for runs in (a, b))
     measured = None
     if min(*before, *after) > 0:
         measured = compare(metric, before, after, num_metrics=1)
-    return Outcome(experiment.name, metric, experiment.predicted_ratio, measured)
+    return PredictionOutcome(experiment.name, metric, experiment.predicted_ratio, measured)
 
 
-def _metric(experiment: Experiment) -> str:
+def _metric(experiment: ProposedExperiment) -> str:
     return NAMES.get(experiment.metric, experiment.metric)

@@ -1,9 +1,9 @@
-"""`diagnose`: what a doctor has seen → a verdict. Rules over an `Account`, and nothing else.
+"""`diagnose`: rules that turn the observations of a server into a verdict.
 
-Slow is what is not a request's own work. Computing its prompt and writing its tokens take as long
-as they take (`twostroke roofline` says how long they should); waiting for others, for room, for a
-template or for the network is what a rule can name. A rule speaks if its part of the time is both
-large in proportion and long enough to be noticed; each threshold stands beside its name below.
+The computation of a request's own prompt and tokens is not a fault (`twostroke roofline` estimates
+its time). A rule names the time that a request waits for other requests, for memory, for the
+template or for the network. A rule applies if its share of the time exceeds a threshold and the
+time is long enough to be noticed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from twostroke.measure.doctor import account as of
-from twostroke.measure.doctor.account import Account, is_stall
-from twostroke.measure.doctor.doctor import Seen
+from twostroke.measure.doctor.account import (
+    FULL_KV,
+    Part,
+    TimeAccount,
+    account_of_metrics,
+    account_of_probes,
+    account_of_records,
+    client_extra_of,
+    is_stall,
+)
 from twostroke.measure.doctor.treatment import experiment
 from twostroke.measure.doctor.verdict import (
     BOTH,
@@ -25,33 +32,35 @@ from twostroke.measure.doctor.verdict import (
     Cause,
     Verdict,
 )
+from twostroke.measure.doctor.watch import Observations
 from twostroke.measure.load.scrape import change
 from twostroke.measure.report.tables import duration
 
-START_SHARE, START_S = 0.35, 0.1  # of the time to the first token; mean a request
-BEHIND_SHARE = 0.5  # of it, behind the prompts of others: longer than all its own work
+# Thresholds. A share is of the time to the first token or of the time between tokens.
+START_SHARE, START_S = 0.35, 0.1  # of the time to the first token; mean seconds a request
+BEHIND_SHARE = 0.5  # of the time to the first token, behind the prompts of other requests
 STALLED_SHARE = 0.2  # of the time between tokens, in gaps that prompts made long
-PREFILL_SHARE = 0.7  # of the time between tokens, prompts of others
-STREAMS_SHARE = 0.1  # of all the time: where less is between tokens, nobody waits for them
-PREEMPTION_SHARE = 0.15
-HOST_SHARE, HOST_S = 0.3, 0.002  # of the time between tokens; mean a token
-REPEATED_SHARE = 0.4  # of the prompt tokens computed
-OUTSIDE_SHARE, OUTSIDE_S = 0.3, 0.12  # of a probe's time, seen by its client and by the server
+PREFILL_SHARE = 0.7  # of the time between tokens, prompts of other requests
+STREAMS_SHARE = 0.1  # of all the time: below it, the time between tokens does not matter
+PREEMPTION_SHARE = 0.15  # of the time between tokens
+HOST_SHARE, HOST_S = 0.3, 0.002  # of the time between tokens; mean seconds a token
+REPEATED_SHARE = 0.4  # of the computed prompt tokens
+OUTSIDE_SHARE, OUTSIDE_S = 0.3, 0.12  # of a probe's time; seconds
 UNREADY_S = 0.5
-SMALL_BATCH = {"cpu": 16}  # requests at one time; fewer leave a machine mostly idle
+SMALL_BATCH = {"cpu": 16}  # below this number of running requests a device is mostly idle
 SMALL_BATCH_ELSEWHERE = 64
-SURE = {"step records": 0.95, "/metrics": 0.8, "client only": 0.65}
-LEAST_SURE = 0.5  # a cause that is less sure is no verdict
+LEVEL_CONFIDENCE = {"step records": 0.95, "/metrics": 0.8, "client only": 0.65}
+MIN_CONFIDENCE = 0.5  # of a cause that counts for the verdict
 
 
-def diagnose(seen: Seen) -> Verdict:
-    account = _account(seen)
-    rules = _Rules(seen, account)
-    # An engine that was not there explains all else, and comes first.
+def diagnose(observed: Observations) -> Verdict:
+    account = _account(observed)
+    rules = _Rules(observed, account)
+    # An engine that was down explains the other causes, and comes first.
     causes = sorted(
         rules.causes(), key=lambda one: (one.cause != "cold_start", -one.weight * one.confidence)
     )
-    sure = [one for one in causes if one.confidence >= LEAST_SURE]
+    sure = [one for one in causes if one.confidence >= MIN_CONFIDENCE]
     if sure:
         phases = {one.phase for one in sure}
         both = "both" in phases or phases == {"start", "stream"}
@@ -62,31 +71,33 @@ def diagnose(seen: Seen) -> Verdict:
             verdict = NOT_ENOUGH
     return Verdict(
         verdict,
-        account.level,
-        tuple(causes),
-        account.ledger(),
-        experiment(sure[0], seen, account) if sure else None,
-        tuple(rules.notes()),
-        rules.not_examined(),
-        rules.figures(),
-        seen.server,
-        seen.seconds,
-        account.requests,
+        evidence_level=account.level,
+        causes=tuple(causes),
+        ledger=account.ledger(),
+        experiment=experiment(sure[0], observed, account) if sure else None,
+        notes=tuple(rules.notes()),
+        not_examined=rules.not_examined(),
+        figures=rules.figures(),
+        server=observed.server,
+        seconds=observed.seconds,
+        requests=account.requests,
     )
 
 
-def _account(seen: Seen) -> Account:
-    """Of the best evidence that there is."""
-    if seen.steps is not None:
-        return of.account_of_records(seen)
-    return of.account_of_metrics(seen) or of.account_of_probes(seen)
+def _account(observed: Observations) -> TimeAccount:
+    """Return the account from the best evidence."""
+    if observed.steps is not None:
+        return account_of_records(observed)
+    return account_of_metrics(observed) or account_of_probes(observed)
 
 
 class _Rules:
-    def __init__(self, seen: Seen, account: Account) -> None:
-        self.seen, self.account = seen, account
-        self.outside = of.outside_of(seen)
-        self.round_trip_s = statistics.median(seen.pings_s) if seen.pings_s else 0.0
+    """The rules over one account and its observations."""
+
+    def __init__(self, observed: Observations, account: TimeAccount) -> None:
+        self.observed, self.account = observed, account
+        self.outside = client_extra_of(observed)
+        self.round_trip_s = statistics.median(observed.pings_s) if observed.pings_s else 0.0
         self.repeats = self._repeats()
 
     def causes(self) -> list[Cause]:
@@ -110,50 +121,50 @@ class _Rules:
 
     def _repeats(self) -> float:
         share = self.account.repeated_share
-        own = self.account.start_share(of.OWN_PREFILL, of.BEHIND_PROMPTS, of.OTHERS_PROMPTS)
+        own = self.account.start_share(Part.OWN_PREFILL, Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS)
         return share if share >= REPEATED_SHARE and own * share >= START_SHARE else 0.0
 
     def _start(
-        self, cause: str, seconds: float, *evidence: str, least: float = START_SHARE
+        self, cause: str, seconds: float, *evidence: str, min_share: float = START_SHARE
     ) -> Iterator[Cause]:
-        """A cause, if so many seconds of all requests' times to the first token are enough."""
+        """Yield a cause if `seconds`, summed over all requests, exceed its thresholds."""
         account = self.account
         share = seconds / account.start_s if account.start_s > 0 else 0.0
         mean_s = seconds / max(1, len(account.parts) if account.each else account.requests)
-        if share >= least and mean_s >= START_S:
-            said = (
+        if share >= min_share and mean_s >= START_S:
+            message = (
                 f"{duration(mean_s)} of {duration(account.ttft_s)} to the first token ({share:.0%})"
             )
-            yield self._cause(cause, share, least, "start", said, *evidence)
+            yield self._cause(cause, share, min_share, "start", message, *evidence)
 
     def _cause(
-        self, cause: str, share: float, least: float, phase: str, *evidence: str, count: int = 0
+        self, cause: str, share: float, min_share: float, phase: str, *evidence: str, count: int = 0
     ) -> Cause:
-        """`count`: of what was looked at; without it, of the requests."""
+        """Return a cause. `count`: number of observations; 0: the number of requests."""
         account = self.account
-        sure = SURE[account.level]
-        sure *= 0.75 + 0.25 * min(1.0, (share - least) / least)
+        sure = LEVEL_CONFIDENCE[account.level]
+        sure *= 0.75 + 0.25 * min(1.0, (share - min_share) / min_share)
         if (count or account.requests) < 3:
             sure *= 0.7
-        # What is known of steps counts for streams that have not ended, too.
-        for_phase = account.start_s if phase == "start" else account.stream_s
-        weight = share if count else share * for_phase / (account.total_s or 1.0)
-        said = tuple(filter(None, evidence))
-        return Cause(cause, round(sure, 2), said, round(share, 3), phase, round(weight, 4))
+        # Figures of steps include streams that have not ended.
+        phase_s = account.start_s if phase == "start" else account.stream_s
+        weight = share if count else share * phase_s / (account.total_s or 1.0)
+        message = tuple(filter(None, evidence))
+        return Cause(cause, round(sure, 2), message, round(share, 3), phase, round(weight, 4))
 
     def tokenizer(self) -> Iterator[Cause]:
         yield from self._start(
             "tokenizer_or_template",
-            self.account.seconds(of.TOKENISING),
-            "spent before the request reaches the queue: chat template, tokenizer, or the wait for "
-            "a thread to run them",
+            self.account.seconds(Part.TOKENISING),
+            "spent before the request reached the queue: chat template, tokenizer, or the wait for "
+            "a thread",
         )
 
     def no_prefix_reuse(self) -> Iterator[Cause]:
         if not self.repeats:
             return
         account = self.account
-        computed = account.seconds(of.OWN_PREFILL, of.BEHIND_PROMPTS, of.OTHERS_PROMPTS)
+        computed = account.seconds(Part.OWN_PREFILL, Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS)
         yield from self._start(
             "no_prefix_reuse",
             computed * self.repeats,
@@ -162,210 +173,239 @@ class _Rules:
         )
 
     def queue(self) -> Iterator[Cause]:
-        account, seen = self.account, self.seen
+        account, observed = self.account, self.observed
         if account.level != "step records":
             yield from self._queue_by_gauges()
             return
-        behind = account.seconds(of.BEHIND_PROMPTS, of.OTHERS_PROMPTS) * (1 - self.repeats)
-        longest = max((one["num_prompt"] - one["num_cached"] for one in seen.requests), default=0)
+        behind = account.seconds(Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS) * (1 - self.repeats)
+        longest = max(
+            (one["num_prompt"] - one["num_cached"] for one in observed.requests), default=0
+        )
         yield from self._start(
             "queueing_behind_prefills",
             behind,
-            f"meanwhile the prompts of others were computed, the longest {longest:,} tokens",
-            least=BEHIND_SHARE,
+            f"meanwhile the prompts of other requests were computed, the longest {longest:,} "
+            "tokens",
+            min_share=BEHIND_SHARE,
         )
-        full = seen.seats is not None and not self._is_small(seen.seats)
+        full = observed.seats is not None and not self._is_small(observed.seats)
         yield from self._start(
             "overloaded" if full else "batch_too_small",
-            account.seconds(of.NO_SEAT),
-            f"all {seen.seats} seats (--max-num-seqs) were taken, and the KV cache had room",
+            account.seconds(Part.NO_SEAT),
+            f"all {observed.seats} seats (--max-num-seqs) were taken, and the KV cache had room",
         )
         yield from self._start(
             "kv_pressure",
-            account.seconds(of.NO_KV_ROOM),
-            f"the KV cache ({seen.limits.get('kv_tokens', 0):,} tokens) had no room for them",
+            account.seconds(Part.NO_KV_ROOM),
+            f"the KV cache ({observed.limits.get('kv_tokens', 0):,} tokens) had no room for the "
+            "requests",
         )
 
     def _is_small(self, seats: float) -> bool:
-        device = str(self.seen.limits.get("device", "")).partition(":")[0]
+        device = str(self.observed.limits.get("device", "")).partition(":")[0]
         return seats < SMALL_BATCH.get(device, SMALL_BATCH_ELSEWHERE)
 
     def _queue_by_gauges(self) -> Iterator[Cause]:
-        """What is waited for, where a server only says how many wait and run."""
-        account, looks = self.account, self.seen.looks
+        """Judge the queue of a server that reports only its running and waiting requests."""
+        account, gauges = self.account, self.observed.gauges
         away_s = self.round_trip_s * len(account.parts)
-        waited = account.seconds(of.QUEUE) + max(0.0, account.seconds(of.BEFORE_PREFILL) - away_s)
-        queued = [look for look in looks if look.waiting]
-        running = [look.running or 0.0 for look in queued]
-        usage = statistics.median([look.kv_usage or 0.0 for look in queued] or [0.0])
-        preempted = change(self.seen.before, self.seen.after, "preemptions")
-        said = f"requests waited in {len(queued)} of {len(looks)} looks at the server"
-        if usage >= of.FULL_KV or (queued and preempted):
+        waited = account.seconds(Part.QUEUE) + max(
+            0.0, account.seconds(Part.BEFORE_PREFILL) - away_s
+        )
+        queued = [reading for reading in gauges if reading.waiting]
+        running = [reading.running or 0.0 for reading in queued]
+        usage = statistics.median([reading.kv_usage or 0.0 for reading in queued] or [0.0])
+        preempted = change(self.observed.before, self.observed.after, "preemptions")
+        message = f"requests waited in {len(queued)} of {len(gauges)} samples of the gauges"
+        if usage >= FULL_KV or (queued and preempted):
             yield from self._start(
-                "kv_pressure", waited, said, f"the KV cache was {usage:.0%} full"
+                "kv_pressure", waited, message, f"the KV cache was {usage:.0%} full"
             )
             return
-        seats = self.seen.seats or (max(running) if running else 0)
+        seats = self.observed.seats or (max(running) if running else 0)
         taken = sum(one >= seats for one in running)
-        if queued and len(queued) >= 0.3 * len(looks) and taken >= 0.7 * len(queued):
+        if queued and len(queued) >= 0.3 * len(gauges) and taken >= 0.7 * len(queued):
             name = "batch_too_small" if self._is_small(seats) else "overloaded"
-            yield from self._start(name, waited, f"{said}, while {seats:g} ran: all that may")
+            yield from self._start(
+                name, waited, f"{message}, while {seats:g} ran, the limit of the server"
+            )
         elif self._others_prefill() >= 0.3:
-            said = f"prompts were computed in {self._others_prefill():.0%} of the time"
-            yield from self._start("queueing_behind_prefills", waited, said)
+            message = f"prompts were computed in {self._others_prefill():.0%} of the time"
+            yield from self._start("queueing_behind_prefills", waited, message)
 
     def _others_prefill(self) -> float:
-        prefill = change(self.seen.before, self.seen.after, "prefill_s")
-        return (prefill or 0.0) / self.seen.seconds if self.seen.seconds else 0.0
+        prefill = change(self.observed.before, self.observed.after, "prefill_s")
+        return (prefill or 0.0) / self.observed.seconds if self.observed.seconds else 0.0
 
     def cold_start(self) -> Iterator[Cause]:
-        seen = self.seen
+        observed = self.observed
         restarts = 0.0
-        if seen.before is not None and seen.after is not None:
+        if observed.before is not None and observed.after is not None:
             name = "twostroke:engine_restarts_total"
-            restarts = seen.after.series.get(name, 0.0) - seen.before.series.get(name, 0.0)
-        if seen.unready_s < UNREADY_S and not restarts:
+            restarts = observed.after.series.get(name, 0.0) - observed.before.series.get(name, 0.0)
+        if observed.unready_s < UNREADY_S and not restarts:
             return
-        share = seen.unready_s / max(seen.seconds + seen.unready_s, 1e-9)
-        evidence = [f"the engine was not up for {duration(seen.unready_s)}"] * bool(seen.unready_s)
+        share = observed.unready_s / max(observed.seconds + observed.unready_s, 1e-9)
+        evidence = [f"the engine was not up for {duration(observed.unready_s)}"] * bool(
+            observed.unready_s
+        )
         if restarts:
-            evidence.append(f"{restarts:.0f} times an engine that had died was started again")
-        yield Cause("cold_start", SURE["step records"], tuple(evidence), round(share, 3), "start")
+            evidence.append(f"an engine died and was restarted {restarts:.0f} times")
+        yield Cause(
+            "cold_start",
+            LEVEL_CONFIDENCE["step records"],
+            tuple(evidence),
+            round(share, 3),
+            "start",
+        )
 
     # ── between the client and the server ───────────────────────────────────────────────────
 
     def client_or_network(self) -> Iterator[Cause]:
         outside = self.outside
         if outside is None:
-            if self.round_trip_s >= OUTSIDE_S and len(self.seen.pings_s) >= 3:
-                said = f"a round trip to /health takes {duration(self.round_trip_s)}"
+            if self.round_trip_s >= OUTSIDE_S and len(self.observed.pings_s) >= 3:
+                message = f"a round trip to /health takes {duration(self.round_trip_s)}"
                 if self.account.ttft_s and self.round_trip_s > OUTSIDE_SHARE * self.account.ttft_s:
                     share = min(1.0, self.round_trip_s / self.account.ttft_s)
-                    yield self._cause("client_or_network", share, OUTSIDE_SHARE, "start", said)
+                    yield self._cause("client_or_network", share, OUTSIDE_SHARE, "start", message)
             return
         share = outside.start_s / outside.ttft_s if outside.ttft_s else 0.0
         round_trip = (
             f"a round trip to /health takes {duration(self.round_trip_s)}"
-            if self.seen.pings_s
+            if self.observed.pings_s
             else ""
         )
         if share >= OUTSIDE_SHARE and outside.start_s >= OUTSIDE_S:
-            said = (
-                f"the first token of {outside.count} probes came {duration(outside.start_s)} later "
-                f"here than the server wrote it ({share:.0%} of their time to the first token)"
+            message = (
+                f"the first token of {outside.count} probes arrived {duration(outside.start_s)} "
+                f"after the server wrote the token ({share:.0%} of their time to the first token)"
             )
-            yield self._cause("client_or_network", share, OUTSIDE_SHARE, "start", said, round_trip)
+            yield self._cause(
+                "client_or_network", share, OUTSIDE_SHARE, "start", message, round_trip
+            )
         share = outside.stream_s / outside.span_s if outside.span_s else 0.0
         if share >= OUTSIDE_SHARE and outside.stream_s >= OUTSIDE_S:
-            said = (
-                f"their tokens took {duration(outside.stream_s)} longer to arrive here than to be "
-                f"written ({share:.0%} of the time between the first and the last)"
+            message = (
+                f"the tokens of probes took {duration(outside.stream_s)} longer to arrive than to "
+                f"be written ({share:.0%} of the time between the first and the last)"
             )
-            yield self._cause("client_or_network", share, OUTSIDE_SHARE, "stream", said, round_trip)
+            yield self._cause(
+                "client_or_network", share, OUTSIDE_SHARE, "stream", message, round_trip
+            )
 
     # ── between tokens ──────────────────────────────────────────────────────────────────────
 
     def kv_preemption(self) -> Iterator[Cause]:
         account = self.account
-        share, waited = account.stream_share(of.PREEMPTION), account.kv_waited_share
+        share, waited = account.stream_share(Part.PREEMPTION), account.kv_waited_share
         if share >= PREEMPTION_SHARE:
-            said = (
+            message = (
                 f"{share:.0%} of the time between tokens was lost to {account.preempted} "
                 "preemptions"
             )
-            yield self._cause("kv_pressure", share, PREEMPTION_SHARE, "stream", said)
+            yield self._cause("kv_pressure", share, PREEMPTION_SHARE, "stream", message)
         if waited >= PREEMPTION_SHARE and account.preempted:
-            said = (
+            message = (
                 f"{account.preempted} requests lost their blocks to others, and requests waited "
                 f"for blocks for {waited:.0%} of their time"
             )
             count = account.gaps
-            yield self._cause("kv_pressure", waited, PREEMPTION_SHARE, "stream", said, count=count)
+            yield self._cause(
+                "kv_pressure", waited, PREEMPTION_SHARE, "stream", message, count=count
+            )
         if account.level != "step records":
-            preempted = change(self.seen.before, self.seen.after, "preemptions") or 0.0
+            preempted = change(self.observed.before, self.observed.after, "preemptions") or 0.0
             if preempted >= 2:
-                said = f"{preempted:.0f} requests were sent back for want of KV blocks"
-                yield self._cause("kv_pressure", 0.3, PREEMPTION_SHARE, "stream", said)
+                message = f"{preempted:.0f} requests were preempted because of missing KV blocks"
+                yield self._cause("kv_pressure", 0.3, PREEMPTION_SHARE, "stream", message)
 
     def prefill_starves(self) -> Iterator[Cause]:
         account = self.account
         share = account.stalled_share
         if account.level != "step records" and self._others_prefill() < 0.1:
-            return  # streams stand still, and not because of prompts
+            return  # the stalls have another reason than prompts
         if share >= STALLED_SHARE:
-            said = (
+            message = (
                 f"{share:.0%} of the time between tokens passed in gaps at least 10 times as long "
                 f"as usual, the longest {duration(account.worst_gap_s)}; the usual gap is "
                 f"{duration(account.gap_s)}"
             )
             yield self._cause(
-                "prefill_starves_decode", share, STALLED_SHARE, "stream", said, count=account.gaps
+                "prefill_starves_decode",
+                share,
+                STALLED_SHARE,
+                "stream",
+                message,
+                count=account.gaps,
             )
             return
-        share = account.stream_share(of.OTHERS_PREFILL)
+        share = account.stream_share(Part.OTHERS_PREFILL)
         if share >= PREFILL_SHARE and account.stream_s >= STREAMS_SHARE * account.total_s:
-            said = f"{share:.0%} of the time between tokens went into the prompts of others"
-            yield self._cause("prefill_starves_decode", share, PREFILL_SHARE, "stream", said)
+            message = (
+                f"{share:.0%} of the time between tokens went into the prompts of other requests"
+            )
+            yield self._cause("prefill_starves_decode", share, PREFILL_SHARE, "stream", message)
 
     def host_bound(self) -> Iterator[Cause]:
         account = self.account
-        share = account.stream_share(of.HOST)
+        share = account.stream_share(Part.HOST)
         tokens = max(1.0, account.output_tokens * len(account.parts))
-        each_s = account.seconds(of.HOST) / tokens
+        each_s = account.seconds(Part.HOST) / tokens
         if share >= HOST_SHARE and each_s >= HOST_S:
-            said = (
-                f"{share:.0%} of the time between tokens the device had nothing to do: "
+            message = (
+                f"{share:.0%} of the time between tokens the device was idle: "
                 f"{duration(each_s)} a token"
             )
-            yield self._cause("host_bound_decode", share, HOST_SHARE, "stream", said)
+            yield self._cause("host_bound_decode", share, HOST_SHARE, "stream", message)
 
-    # ── what is no fault, and what could not be told ────────────────────────────────────────
+    # ── notes, and causes that could not be examined ────────────────────────────────────────
 
     def unexplained_start(self) -> bool:
-        """Slow to start, for a reason that no rule knows."""
+        """Return True if the start was slow for a reason that no rule names."""
         account = self.account
         if account.level == "step records":
-            seconds = account.seconds(of.NO_STEP)
+            seconds = account.seconds(Part.NO_STEP)
             mean_s = seconds / max(1, len(account.parts))
-            return account.start_share(of.NO_STEP) >= START_SHARE and mean_s >= START_S
-        good = [one for one in self.seen.probes if one.ok]
+            return account.start_share(Part.NO_STEP) >= START_SHARE and mean_s >= START_S
+        good = [one for one in self.observed.probes if one.ok]
         if not good:
-            return bool(self.seen.stuck_s)
+            return bool(self.observed.stuck_s)
         ttft = statistics.median(one.ttft_s for one in good)
         tpots = [tpot for one in good if (tpot := one.tpot_s) is not None]
-        return bool(self.seen.stuck_s) or is_stall(
+        return bool(self.observed.stuck_s) or is_stall(
             ttft, statistics.median(tpots) if tpots else ttft
         )
 
     def notes(self) -> Iterator[str]:
-        account, seen = self.account, self.seen
+        account, observed = self.account, self.observed
         if not account.requests:
-            yield "No request ended while we looked; look longer (--for), or let it probe."
-        elif not seen.traffic:
-            yield f"There was no traffic but {len(seen.probes)} probes of the doctor's own."
+            yield "No request ended during the watch; watch longer (--for), or allow probes."
+        elif not observed.traffic:
+            yield f"There was no traffic except {len(observed.probes)} probes of the doctor."
         if account.total_s:
-            decode = account.seconds(of.DECODE) / account.total_s
+            decode = account.seconds(Part.DECODE) / account.total_s
             if decode >= 0.6:
                 yield (
                     f"{NOTES['output_bound']} ({decode:.0%} is decode, {account.output_tokens:.0f} "
                     "tokens a request)"
                 )
-            own = account.seconds(of.OWN_PREFILL) / account.total_s
+            own = account.seconds(Part.OWN_PREFILL) / account.total_s
             if own >= 0.6:
                 yield f"{NOTES['prompt_bound']} ({own:.0%})"
-        used = [look.kv_usage for look in seen.looks if look.kv_usage is not None]
+        used = [reading.kv_usage for reading in observed.gauges if reading.kv_usage is not None]
         if used and max(used) < 0.3:
             yield f"{NOTES['memory_reserved']} (at most {max(used):.1%} was in use)"
-        failed = [one for one in seen.probes if not one.ok]
+        failed = [one for one in observed.probes if not one.ok]
         if failed:
-            yield f"{len(failed)} of {len(seen.probes)} probes failed: {failed[0].error}"
-        if seen.stuck_s:
-            yield f"A probe had no answer after {duration(max(seen.stuck_s))}."
+            yield f"{len(failed)} of {len(observed.probes)} probes failed: {failed[0].error}"
+        if observed.stuck_s:
+            yield f"A probe got no answer within {duration(max(observed.stuck_s))}."
 
     def not_examined(self) -> dict[str, str]:
         found = {
-            "slow_interconnect": "no server tells how long its devices wait for each other; "
-            "profile it (`twostroke profile`, nsys)"
+            "slow_interconnect": "servers do not report how long their devices wait for each "
+            "other; profile the server (`twostroke profile`, nsys)"
         }
         if self.account.level != "step records":
             why = f"needs step records; the evidence here is {self.account.level}"
@@ -373,12 +413,13 @@ class _Rules:
                 found[name] = why
         if self.outside is None:
             found["client_or_network"] = (
-                "only by the round trip to /health: needs probes, and a server that times them"
+                "only the round trip to /health was examined; the rest needs probes and a server "
+                "with request records"
             )
         return found
 
     def figures(self) -> dict[str, float]:
-        account, seen = self.account, self.seen
+        account, observed = self.account, self.observed
         found = {
             "requests": float(account.requests),
             "ttft_ms": 1e3 * account.ttft_s,
@@ -387,9 +428,13 @@ class _Rules:
             "stalled_share": account.stalled_share,
             "repeated_prompt_share": account.repeated_share,
             "round_trip_ms": 1e3 * self.round_trip_s,
-            "unready_s": seen.unready_s,
-            "most_running": max((look.running or 0.0 for look in seen.looks), default=0.0),
-            "most_waiting": max((look.waiting or 0.0 for look in seen.looks), default=0.0),
+            "unready_s": observed.unready_s,
+            "most_running": max(
+                (reading.running or 0.0 for reading in observed.gauges), default=0.0
+            ),
+            "most_waiting": max(
+                (reading.waiting or 0.0 for reading in observed.gauges), default=0.0
+            ),
         }
         if self.outside is not None:
             found["outside_start_ms"] = 1e3 * self.outside.start_s
@@ -398,7 +443,7 @@ class _Rules:
 
 
 def _merged(before: Cause | None, now: Cause) -> Cause:
-    """The same cause found in both phases."""
+    """Return one cause for a cause that was found in both phases."""
     if before is None:
         return now
     phase = before.phase if before.phase == now.phase else "both"

@@ -1,19 +1,20 @@
-"""`experiment`: the one change to try against a cause, and what it should gain by the ledger."""
+"""`experiment`: the change to try against a cause, and its predicted gain."""
 
 from __future__ import annotations
 
 import math
 
-from twostroke.measure.doctor import account as of
-from twostroke.measure.doctor.account import Account
-from twostroke.measure.doctor.doctor import Seen
-from twostroke.measure.doctor.verdict import Cause, Experiment
+from twostroke.measure.doctor.account import Part, TimeAccount
+from twostroke.measure.doctor.verdict import Cause, ProposedExperiment
+from twostroke.measure.doctor.watch import Observations
 
 MAX_STALL = 8  # serve's default for --max-decode-stall
 
 
-def experiment(cause: Cause, seen: Seen, account: Account) -> Experiment | None:
-    """None: no setting of the server helps; the docs say what does."""
+def experiment(
+    cause: Cause, observed: Observations, account: TimeAccount
+) -> ProposedExperiment | None:
+    """Return the change to try, or None if no setting of the server helps."""
     makers = {
         "queueing_behind_prefills": _let_short_prompts_overtake,
         "prefill_starves_decode": _bound_stalls,
@@ -22,84 +23,92 @@ def experiment(cause: Cause, seen: Seen, account: Account) -> Experiment | None:
         "no_prefix_reuse": _reuse_prefixes,
     }
     maker = makers.get(cause.cause)
-    return None if maker is None else maker(cause, seen, account)
+    return None if maker is None else maker(cause, observed, account)
 
 
-def _let_short_prompts_overtake(cause: Cause, seen: Seen, account: Account) -> Experiment:
-    parts = (of.BEHIND_PROMPTS, of.OTHERS_PROMPTS, of.QUEUE, of.BEFORE_PREFILL)
+def _let_short_prompts_overtake(
+    cause: Cause, observed: Observations, account: TimeAccount
+) -> ProposedExperiment:
+    parts = (Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS, Part.QUEUE, Part.BEFORE_PREFILL)
     unhindered_s = account.ttft_s * account.median_start_ratio(*parts)
     goal_ms = 50 * math.ceil(max(250.0, 4e3 * unhindered_s) / 50)
-    return Experiment(
+    return ProposedExperiment(
         "short-prompts-first",
         {"--ttft-slo-ms": goal_ms},
         "ttft",
         _rounded(account.median_start_ratio(*parts)),
-        "with a goal for the first token, a prompt that can still meet it goes before a long one "
-        "that is under way",
+        "with a TTFT goal, a prompt that can still meet the goal goes before a long prompt that is "
+        "being computed",
     )
 
 
-def _bound_stalls(cause: Cause, seen: Seen, account: Account) -> Experiment:
+def _bound_stalls(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
     bound_s = max(0.04, MAX_STALL * account.gap_s)
     ratio = bound_s / account.worst_gap_s if account.worst_gap_s else 1.0
     setting = {"--max-decode-stall": MAX_STALL}
-    if ratio > 0.9:  # that bound is kept already: a tighter one
+    if ratio > 0.9:  # the default bound already holds: propose a tighter bound
         setting, ratio = {"--max-decode-stall": 3}, 3 / MAX_STALL
-    return Experiment(
+    return ProposedExperiment(
         "bounded-stalls",
         setting,
         "itl",
         _rounded(ratio),
-        "each step's prefill is cut so that a stream waits at most so many times as long for a "
-        "token as it does alone",
+        "the prefill of each step is bounded, so that a stream waits for a token at most this many "
+        "times as long as alone",
     )
 
 
-def _more_seats(cause: Cause, seen: Seen, account: Account) -> Experiment:
-    at_once = max(((look.running or 0) + (look.waiting or 0) for look in seen.looks), default=1)
-    wanted = 1 << max(1, math.ceil(math.log2(max(at_once, 2 * (seen.seats or 1), 2))))
-    flag = " (llama-server: -np)" if seen.server.get("kind") == "llama-server" else ""
-    return Experiment(
+def _more_seats(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
+    at_once = max(
+        ((reading.running or 0) + (reading.waiting or 0) for reading in observed.gauges), default=1
+    )
+    wanted = 1 << max(1, math.ceil(math.log2(max(at_once, 2 * (observed.seats or 1), 2))))
+    flag = " (llama-server: -np)" if observed.server.get("kind") == "llama-server" else ""
+    return ProposedExperiment(
         "more-seats",
         {"--max-num-seqs": wanted},
         "ttft",
-        _rounded(account.median_start_ratio(of.NO_SEAT, of.QUEUE, of.BEFORE_PREFILL)),
-        f"{at_once:.0f} requests were there at one time and {seen.seats} may run{flag}; decoding "
-        "them together reads the weights once for all",
+        _rounded(account.median_start_ratio(Part.NO_SEAT, Part.QUEUE, Part.BEFORE_PREFILL)),
+        f"{at_once:.0f} requests were active at one time and {observed.seats} may run{flag}; a "
+        "larger batch reads the weights once for all its requests",
     )
 
 
-def _more_cache(cause: Cause, seen: Seen, account: Account) -> Experiment:
-    blocks = seen.limits.get("kv_tokens", 0) // max(1, seen.limits.get("block_size", 16))
+def _more_cache(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
+    blocks = observed.limits.get("kv_tokens", 0) // max(1, observed.limits.get("block_size", 16))
     wanted = {"--num-gpu-blocks-override": 4 * blocks} if blocks else {}
     if cause.phase == "stream":
-        lost = max(account.stream_share(of.PREEMPTION), account.kv_waited_share)
+        lost = max(account.stream_share(Part.PREEMPTION), account.kv_waited_share)
         metric, ratio = "tpot", 1 - lost
     else:
-        metric, ratio = "ttft", account.median_start_ratio(of.NO_KV_ROOM, of.QUEUE)
-    return Experiment(
+        metric, ratio = "ttft", account.median_start_ratio(Part.NO_KV_ROOM, Part.QUEUE)
+    return ProposedExperiment(
         "more-kv-cache",
         wanted or {"--gpu-memory-utilization": 0.95},
         metric,
         _rounded(ratio),
-        "requests wait for blocks or lose theirs; with more of them they need not. Where there is "
-        "no more memory: fewer at one time (--max-num-seqs), or --kv-cache-dtype float16",
+        "requests wait for KV blocks or are preempted; a larger KV cache avoids both. Without more "
+        "memory: fewer running requests (--max-num-seqs), or --kv-cache-dtype float16",
     )
 
 
-def _reuse_prefixes(cause: Cause, seen: Seen, account: Account) -> Experiment:
-    parts = (of.OWN_PREFILL, of.BEHIND_PROMPTS, of.OTHERS_PROMPTS)
-    reused = any(one["num_cached"] for one in seen.requests)
+def _reuse_prefixes(
+    cause: Cause, observed: Observations, account: TimeAccount
+) -> ProposedExperiment:
+    parts = (Part.OWN_PREFILL, Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS)
+    reused = any(one["num_cached"] for one in observed.requests)
     setting: dict[str, object] = {"--enable-prefix-caching": True}
-    if reused:  # it is on; what it keeps is lost again before it is needed
-        blocks = seen.limits.get("kv_tokens", 0) // max(1, seen.limits.get("block_size", 16))
+    if reused:  # prefix caching is on, but blocks are evicted before they are reused
+        blocks = observed.limits.get("kv_tokens", 0) // max(
+            1, observed.limits.get("block_size", 16)
+        )
         setting = {"--num-gpu-blocks-override": 4 * blocks}
-    return Experiment(
+    return ProposedExperiment(
         "prefix-reuse",
         setting,
         "ttft",
         _rounded(account.median_start_ratio(*parts, factor=account.repeated_share)),
-        "the part that prompts share is computed once and kept",
+        "the shared prefix of prompts is computed once and stays in the cache",
     )
 
 

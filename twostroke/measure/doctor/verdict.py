@@ -1,9 +1,9 @@
-"""The doctor's verdict: what `twostroke doctor URL --json` prints, and what other commands read.
+"""The doctor's verdict, which `twostroke doctor URL --json` prints and `twostroke ab` reads.
 
 verdict     healthy, slow_to_start, slow_to_stream, both, not_enough_evidence
-causes      why, the largest first, each with figures
-ledger      where the time of the requests went; sums to 100%
-experiment  the one change to try next on `twostroke serve`, and what it should gain
+causes      the causes with their evidence, the largest first
+ledger      the share of each part of the requests' time; the sum is 1
+experiment  the next change to try on `twostroke serve`, with its predicted gain
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ HEALTHY, SLOW_TO_START, SLOW_TO_STREAM = "healthy", "slow_to_start", "slow_to_st
 BOTH, NOT_ENOUGH = "both", "not_enough_evidence"
 VERDICTS = (HEALTHY, SLOW_TO_START, SLOW_TO_STREAM, BOTH, NOT_ENOUGH)
 
-# What each cause is, in a sentence that a stranger understands.
+# Cause → its description in a report.
 CAUSES = {
-    "queueing_behind_prefills": "Requests wait for their turn while long prompts are computed.",
-    "prefill_starves_decode": "Streams stand still while the prompts of others are computed.",
-    "batch_too_small": "Requests wait for a seat although the machine could run more at one time.",
-    "kv_pressure": "The KV cache is full: requests wait for room, or lose theirs to others.",
-    "no_prefix_reuse": "Prompts begin alike, and the part they share is computed every time.",
-    "tokenizer_or_template": "Template and tokenizer take long before a request reaches the queue.",
-    "client_or_network": "Time is lost between the server and whoever reads the answer.",
-    "overloaded": "More arrives than the machine can compute: requests wait behind a full batch.",
-    "cold_start": "The engine was starting while requests were there.",
-    "host_bound_decode": "The device waits for the host between two steps.",
-    "slow_interconnect": "Devices wait for each other's parts of a layer.",
+    "queueing_behind_prefills": "Requests wait in the queue while long prompts are computed.",
+    "prefill_starves_decode": "Streams stall while the prompts of other requests are computed.",
+    "batch_too_small": "Requests wait although the device could run a larger batch.",
+    "kv_pressure": "The KV cache is full: requests wait for blocks or are preempted.",
+    "no_prefix_reuse": "Prompts share a prefix that is computed again for every request.",
+    "tokenizer_or_template": "The chat template or the tokenizer delays requests before the queue.",
+    "client_or_network": "Time is lost between the server and the client.",
+    "overloaded": "The server is overloaded: requests wait behind a full batch.",
+    "cold_start": "The engine was starting while requests arrived.",
+    "host_bound_decode": "The device waits for the host between steps.",
+    "slow_interconnect": "Devices wait for the results of other devices.",
 }
-# Said, and never a reason for another verdict than `healthy`.
+# Notes do not change the verdict.
 NOTES = {
-    "output_bound": "Most of the time goes into writing long answers: nothing is wrong with that.",
-    "prompt_bound": "Most of the time goes into computing the requests' own prompts.",
-    "memory_reserved": "The KV cache is reserved from the start; free room in it is not a leak.",
+    "output_bound": "Most of the time goes into long answers, which is not a fault.",
+    "prompt_bound": "Most of the time goes into the requests' own prompts, which is not a fault.",
+    "memory_reserved": "The KV cache is reserved at the start; its free memory is not a leak.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
+    """A cause of slowness with its evidence."""
+
     cause: str  # one of CAUSES
     confidence: float  # 0 to 1
     evidence: tuple[str, ...]  # sentences with figures
-    share: float  # of the time before the first token or of that between tokens, the worse of both
+    share: float  # of the time to the first token or between tokens, the larger of both
     phase: str  # "start", "stream" or "both"
-    weight: float = 0.0  # of all the time of the requests: by this the largest comes first
+    weight: float = 0.0  # share of all the time of the requests; sorts the causes
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
-    """The next change to try. `setting`: flags of `twostroke serve` and their new values; True: a
-    flag without a value."""
+class ProposedExperiment:
+    """The next change to try. `setting` maps flags of `twostroke serve` to values; True stands for
+    a flag without a value."""
 
     name: str
     setting: dict[str, Any]
@@ -64,28 +66,27 @@ class Experiment:
 
     @property
     def options(self) -> str:
-        """As words of a command line."""
-        words = (f"{flag}" if value is True else f"{flag} {value}" for flag, value in self.items)
-        return " ".join(words)
-
-    @property
-    def items(self) -> list[tuple[str, Any]]:
-        return list(self.setting.items())
+        """The setting as options of a command line."""
+        return " ".join(
+            flag if value is True else f"{flag} {value}" for flag, value in self.setting.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """The result of a diagnosis."""
+
     verdict: str
     evidence_level: str  # "client only", "/metrics", "step records"
     causes: tuple[Cause, ...] = ()
     ledger: dict[str, float] = field(default_factory=dict)  # part → share of the time; sums to 1
-    experiment: Experiment | None = None
-    notes: tuple[str, ...] = ()  # sentences: what was seen and is no fault
-    not_examined: dict[str, str] = field(default_factory=dict)  # cause → why it could not be judged
-    figures: dict[str, Any] = field(default_factory=dict)  # what the rules looked at
+    experiment: ProposedExperiment | None = None
+    notes: tuple[str, ...] = ()  # sentences about observations that are not faults
+    not_examined: dict[str, str] = field(default_factory=dict)  # cause → the reason
+    figures: dict[str, Any] = field(default_factory=dict)  # the inputs of the rules
     server: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0  # how long it looked
-    requests: int = 0  # that the ledger is made of
+    seconds: float = 0.0  # length of the watch
+    requests: int = 0  # number of requests in the ledger
     schema: int = SCHEMA
 
     def as_json(self) -> dict[str, Any]:
@@ -93,29 +94,31 @@ class Verdict:
 
     @classmethod
     def from_json(cls, text: str | bytes, name: str = "the verdict") -> Verdict:
-        """Raises `ConfigError` for what no doctor has written."""
+        """Read a verdict. Raise `ConfigError` for any other file."""
         try:
-            given = json.loads(text)
-            if given["schema"] != SCHEMA:
-                raise ConfigError(f"{name} has schema {given['schema']}, and {SCHEMA} is read here")
-            causes = tuple(Cause(**one) for one in given.pop("causes"))
-            experiment = given.pop("experiment")
+            fields = json.loads(text)
+            if fields["schema"] != SCHEMA:
+                raise ConfigError(
+                    f"{name} has schema {fields['schema']}; only {SCHEMA} is supported"
+                )
+            causes = tuple(Cause(**one) for one in fields.pop("causes"))
+            experiment = fields.pop("experiment")
             found = cls(
-                **given,
+                **fields,
                 causes=causes,
-                experiment=None if experiment is None else Experiment(**experiment),
+                experiment=None if experiment is None else ProposedExperiment(**experiment),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                f"{name} is no verdict; write one with `twostroke doctor URL --json`"
+                f"{name} is not a verdict; write a verdict with `twostroke doctor URL --json`"
             ) from None
         if found.verdict not in VERDICTS:
-            raise ConfigError(f"{name}: there is no verdict {found.verdict!r}")
+            raise ConfigError(f"{name}: unknown verdict {found.verdict!r}")
         return found
 
 
 def headline(found: Verdict) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     words = {
         HEALTHY: "Healthy",
         SLOW_TO_START: "Slow to start",

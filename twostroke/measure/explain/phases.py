@@ -1,12 +1,11 @@
-"""One controlled request to a server, taken apart into its phases.
+"""The phases of one request with a fixed prompt and a fixed output on an idle server.
 
-Fixed prompt, fixed output, nobody else about, /metrics before and after. How much can be told
-depends on the server; the evidence is named with the result:
+The detail depends on the evidence that the server gives:
 
-    client only      when the request was sent and each token came
-    /metrics         what the server's counters grew by: queue, prefill, decode
-    per request      the request's own times, sent with its answer
-    step records     every step the engine ran for it (twostroke)
+    client only      the times of sending and of each token
+    /metrics         the growth of the server's counters: queue, prefill, decode
+    per request      times that the server sends with the answer
+    step records     every step that the engine ran for the request (twostroke only)
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from twostroke.measure.load.definitions import DEFINITIONS, Sample
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.sample_client import CHAT, OpenAIClient, first_model, send_first
-from twostroke.measure.load.scrape import Metrics, change, identify, scrape
-from twostroke.measure.load.workload import Planned, Prompts
+from twostroke.measure.load.scrape import MetricsScrape, change, identify, scrape
+from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 from twostroke.measure.report.tables import duration
 
 LEVELS = ("client only", "/metrics", "per request", "step records")
-QUIET_S = 5.0  # how long others are waited for
+QUIET_S = 5.0  # time to wait until the server is idle
 
 
 @dataclass
 class Phases:
-    """What a request took and where, in seconds; None: not known."""
+    """The times of a request's phases in seconds; None: not known."""
 
     samples: list[Sample]
     server: dict[str, Any]
@@ -42,7 +41,7 @@ class Phases:
     queue_s: float | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
-    alone: bool | None = None  # None: the server does not say
+    alone: bool | None = None  # None: not reported
     problems: list[str] = field(default_factory=list)
     kv: dict[str, float] = field(default_factory=dict)
     steps: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +49,7 @@ class Phases:
 
     @property
     def sample(self) -> Sample:
-        """The request in the middle, by its time."""
+        """The request with the median end-to-end latency."""
         ordered = sorted(self.samples, key=lambda sample: sample.e2el_s)
         return ordered[len(ordered) // 2]
 
@@ -64,7 +63,7 @@ class Phases:
 
     @property
     def verdict(self) -> str:
-        """Where most of the request's time went."""
+        """The part of the request that took the most time."""
         return "slow to start" if self.ttft_s > self.stream_s else "slow to stream"
 
     def sentence(self) -> str:
@@ -116,25 +115,27 @@ class Phases:
 
     @property
     def outside_s(self) -> float | None:
-        """Of the time to the first token, what was neither queue nor prefill: client, network,
-        HTTP, tokenising."""
+        """The time to the first token outside queue and prefill: client, network, HTTP,
+        tokenizer."""
         if self.prefill_s is None:
             return None
         return max(0.0, self.ttft_s - self.prefill_s - (self.queue_s or 0.0))
 
     def kv_sentence(self) -> str:
-        """What is reserved against what is used, for people who see a full GPU."""
+        """Return a sentence that compares the reserved with the used KV cache."""
         kv = self.kv
         if "reserved" in kv:
             return (
-                f"The KV cache reserves {kv['reserved']:,.0f} tokens from the start, whatever is "
-                f"asked; this request used at most {kv['request']:,.0f} of them "
-                f"({kv['request'] / kv['reserved']:.1%}). Memory that is reserved and free is room "
-                "for more requests, not a leak."
+                f"The KV cache reserves {kv['reserved']:,.0f} tokens at the start; this request "
+                f"used at most {kv['request']:,.0f} of them "
+                f"({kv['request'] / kv['reserved']:.1%}). Free reserved memory is room for more "
+                "requests, not a leak."
             )
         if "usage" in kv:
-            return f"The server says that {kv['usage']:.1%} of its KV cache is in use while idle."
-        return "The server does not say how much KV cache it reserves or uses."
+            return (
+                f"The server reports that {kv['usage']:.1%} of its KV cache is in use while idle."
+            )
+        return "The server does not report its KV cache."
 
 
 async def measure_phases(
@@ -148,51 +149,54 @@ async def measure_phases(
 ) -> Phases:
     if min(prompt_tokens, repeat) < 1 or output_tokens < 2:
         raise ConfigError(
-            "give a prompt of at least 1 token, an output of at least 2, 1 repetition"
+            "the prompt needs at least 1 token, the output at least 2, and there must be at least "
+            "1 repetition"
         )
     connections = Connections(Endpoint(url, api_key))
     try:
         server = await identify(connections)
         name = model or str((await first_model(connections))["id"])
         client = OpenAIClient(connections, name, route)
-        prompts = Prompts(0, secrets.token_hex(4), as_text=route == CHAT)
+        prompts = PromptGenerator(0, secrets.token_hex(4), as_text=route == CHAT)
 
-        def planned(number: int) -> Planned:
+        def planned(number: int) -> PlannedRequest:
             prompt = prompts.unique(number, prompt_tokens)
-            return Planned(0.0, prompt, prompt_tokens, output_tokens)
+            return PlannedRequest(0.0, prompt, prompt_tokens, output_tokens)
 
-        await send_first(client, planned(-1))  # a first one compiles, fills caches and connects
+        await send_first(client, planned(-1))  # warm-up: connects, compiles, fills caches
         problems = []
         if not await _quiet(connections):
-            problems.append("others use the server: their requests are in these figures")
+            problems.append("other clients use the server, and their requests affect these figures")
         before = await scrape(connections)
         with GpuSamples() as gpu:
             samples = [await send_first(client, planned(n)) for n in range(repeat)]
         after = await _settled(connections, before, repeat)
-        found = Phases(samples, server, name, problems=problems, gpu=gpu.summary())
-        _from_metrics(found, before, after, repeat)
-        _from_request(found)
-        await _from_records(found, connections)
-        _check(found, output_tokens)
-        return found
+        phases = Phases(samples, server, name, problems=problems, gpu=gpu.summary())
+        _from_metrics(phases, before, after, repeat)
+        _from_request(phases)
+        await _from_records(phases, connections)
+        _check(phases, output_tokens)
+        return phases
     finally:
         connections.close()
 
 
 async def _quiet(connections: Connections) -> bool:
-    """Whether nobody else is served, after a moment's wait."""
+    """Wait until the server is idle. Return False if other requests run after `QUIET_S`."""
     for _ in range(int(QUIET_S / 0.25)):
         metrics = await scrape(connections)
         if metrics is None:
-            return True  # nobody can say
+            return True  # not known
         if not (metrics.get("running") or metrics.get("waiting")):
             return True
         await asyncio.sleep(0.25)
     return False
 
 
-async def _settled(connections: Connections, before: Metrics | None, count: int) -> Metrics | None:
-    """The metrics, once they have counted the requests."""
+async def _settled(
+    connections: Connections, before: MetricsScrape | None, count: int
+) -> MetricsScrape | None:
+    """Return the metrics after the server has counted the requests."""
     after = None
     for _ in range(20):
         after = await scrape(connections)
@@ -203,51 +207,54 @@ async def _settled(connections: Connections, before: Metrics | None, count: int)
     return after
 
 
-def _from_metrics(found: Phases, before: Metrics | None, after: Metrics | None, count: int) -> None:
+def _from_metrics(
+    phases: Phases, before: MetricsScrape | None, after: MetricsScrape | None, count: int
+) -> None:
     if before is None or after is None:
         return
     served = change(before, after, "requests")
     if served is not None:
-        found.alone = served == count
-        if not found.alone:
-            found.problems.append(
-                f"the server served {served:.0f} requests meanwhile, and {count} of them were ours"
+        phases.alone = served == count
+        if not phases.alone:
+            phases.problems.append(
+                f"the server served {served:.0f} requests meanwhile, and only {count} of them are "
+                "measured"
             )
     parts = {name: change(before, after, name) for name in ("queue_s", "prefill_s", "decode_s")}
     if parts["prefill_s"] is not None:
-        found.evidence = "/metrics"
+        phases.evidence = "/metrics"
         each = {name: None if value is None else value / count for name, value in parts.items()}
-        found.queue_s, found.prefill_s = each["queue_s"], each["prefill_s"]
-        found.decode_s = each["decode_s"]
+        phases.queue_s, phases.prefill_s = each["queue_s"], each["prefill_s"]
+        phases.decode_s = each["decode_s"]
     usage = after.get("kv_usage")
     if usage is not None:
-        found.kv["usage"] = usage
+        phases.kv["usage"] = usage
     reserved = after.series.get("twostroke:kv_cache_reserved_tokens")
     if reserved:
-        sample = found.sample
-        found.kv |= {"reserved": reserved, "request": sample.prompt_tokens + sample.output_tokens}
+        sample = phases.sample
+        phases.kv |= {"reserved": reserved, "request": sample.prompt_tokens + sample.output_tokens}
 
 
-def _from_request(found: Phases) -> None:
-    timings = found.sample.timings
+def _from_request(phases: Phases) -> None:
+    timings = phases.sample.timings
     if timings is None or "prompt_ms" not in timings:
         return
-    found.evidence = "per request"
-    found.prefill_s, found.decode_s = timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
+    phases.evidence = "per request"
+    phases.prefill_s, phases.decode_s = timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
     if "queue_ms" in timings:
-        found.queue_s = timings["queue_ms"] / 1e3
+        phases.queue_s = timings["queue_ms"] / 1e3
 
 
-async def _from_records(found: Phases, connections: Connections) -> None:
-    if found.server["kind"] != "twostroke":
+async def _from_records(phases: Phases, connections: Connections) -> None:
+    if phases.server["kind"] != "twostroke":
         return
-    seconds = min(600.0, 5.0 + sum(sample.e2el_s for sample in found.samples))
+    seconds = min(600.0, 5.0 + sum(sample.e2el_s for sample in phases.samples))
     try:
         records = await connections.fetch_json(f"/records?seconds={seconds:.0f}")
     except ServerError:
         return
-    # The warm-up, and whoever was there before, are in the records as well.
-    own = {sample.request_id for sample in found.samples}
+    # The records also contain the warm-up and earlier requests.
+    own = {sample.request_id for sample in phases.samples}
     numbers: set[int] = set()
     for request in records["requests"]:
         if request["request_id"].rsplit("-", 1)[0] in own:
@@ -255,10 +262,10 @@ async def _from_records(found: Phases, connections: Connections) -> None:
     steps = [step for step in records["steps"] if step["step"] in numbers]
     if not steps:
         return
-    found.evidence = "step records"
+    phases.evidence = "step records"
     decode = [step for step in steps if step["decode"]["tokens"] and not step["prefill"]["tokens"]]
     prefill = [step for step in steps if step["prefill"]["tokens"]]
-    found.steps = {
+    phases.steps = {
         "prefill_steps": len(prefill),
         "decode_steps": len(decode),
         "decode_step_ms": 1e3 * statistics.median(s["device_s"] for s in decode)
@@ -268,23 +275,23 @@ async def _from_records(found: Phases, connections: Connections) -> None:
     }
 
 
-def _check(found: Phases, output_tokens: int) -> None:
-    sample = found.sample
+def _check(phases: Phases, output_tokens: int) -> None:
+    sample = phases.sample
     if sample.cached_tokens and sample.cached_tokens > 0.05 * sample.prompt_tokens:
-        found.problems.append(
+        phases.problems.append(
             f"{sample.cached_tokens} of {sample.prompt_tokens} prompt tokens came from the prefix "
             "cache"
         )
     if sample.output_tokens < output_tokens:
-        found.problems.append(
+        phases.problems.append(
             f"the model stopped after {sample.output_tokens} of {output_tokens} tokens: the server "
-            "does not know ignore_eos"
+            "does not support ignore_eos"
         )
 
 
 class GpuSamples:
-    """Utilisation and memory of this machine's first NVIDIA GPU while it is open; nothing where
-    there is none, or no pynvml."""
+    """Samples of the utilisation and memory of the first NVIDIA GPU of this machine. Without a
+    GPU or pynvml there are no samples."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []

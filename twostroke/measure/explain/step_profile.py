@@ -1,4 +1,4 @@
-"""A running server's steps taken apart by its own profiler, as a table, a page and a timeline."""
+"""The profile of a running server's steps, as a table, an HTML page and a timeline."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from twostroke.measure.report.html import bullets, footing, ledger, page, sectio
 from twostroke.measure.report.tables import milliseconds
 
 MAX_SECONDS = 60.0
-STOP_TIMEOUT_S = 120.0  # torch's profiler takes its time to sum up
+STOP_TIMEOUT_S = 120.0  # torch's profiler takes long to summarise
 SHOWN_KERNELS = 8
 DEFINITIONS = {
-    "step": "on a CPU from the beginning of its plan to the end of its commit, on torch the "
-    "device's time; steps that only prefill, only decode, or do both (mixed) are told apart",
-    "share": "of all the phase's steps; a step is the mean, median the step in the middle",
-    "GFLOP/s, GB/s": "what the stage computes and must read at the least, over its time",
-    "of roof": "the least time that this takes at the machine's measured ceilings, over its time",
-    "between steps": "not part of a step: messages, and having nothing to do",
+    "step": "on a CPU the time from the start of the plan to the end of the commit, on torch the "
+    "time on the device; steps with prefill, with decode and with both (mixed) are separate",
+    "share": "share of the time of all steps of the phase; `a step` is the mean",
+    "GFLOP/s, GB/s": "operations and least bytes of the stage, divided by its time",
+    "of roof": "the shortest possible time at the machine's measured ceilings, divided by the time",
+    "between steps": "time outside steps: messages and idle time",
 }
 Json = dict[str, Any]
 
 
 async def profile_server(url: str, api_key: str | None, seconds: float) -> tuple[Json, Json]:
-    """The profile of the next seconds, and the step and request records of them."""
+    """Return the profile of the next seconds, and the step and request records of that time."""
     if not 0 < seconds <= MAX_SECONDS:
-        raise ConfigError("--seconds: give a number up to 60; a longer profile ends by itself")
+        raise ConfigError("--seconds must be above 0 and at most 60")
     connections = Connections(Endpoint(url, api_key))
     try:
         try:
@@ -42,26 +42,30 @@ async def profile_server(url: str, api_key: str | None, seconds: float) -> tuple
         except ServerError as error:
             if error.status in (404, 405):
                 raise ServerError(
-                    f"{url} cannot be profiled: it is not a twostroke server (of this version)"
+                    f"{url} cannot be profiled: the server is not twostroke, or has another version"
                 ) from None
             raise
         try:
             await asyncio.sleep(seconds)
-        finally:  # also if it is interrupted: nobody else would stop it
-            found = await connections.fetch_json("/stop_profile", {}, STOP_TIMEOUT_S)
+        finally:  # an interruption must stop the profile, too
+            profile = await connections.fetch_json("/stop_profile", {}, STOP_TIMEOUT_S)
         records = await connections.fetch_json(f"/records?seconds={seconds + 1:g}")
     finally:
         connections.close()
-    return found | {"definitions": DEFINITIONS, "environment": environment()}, records
+    return profile | {"definitions": DEFINITIONS, "environment": environment()}, records
 
 
-def perfetto(found: Json, records: Json) -> Json:
-    if found["kind"] == "stages":
-        return timeline(records, found)
-    return {"traceEvents": found["events"], "displayTimeUnit": "ms", "otherData": found["server"]}
+def perfetto(profile: Json, records: Json) -> Json:
+    if profile["kind"] == "stages":
+        return timeline(records, profile)
+    return {
+        "traceEvents": profile["events"],
+        "displayTimeUnit": "ms",
+        "otherData": profile["server"],
+    }
 
 
-# ── as people read it ───────────────────────────────────────────────────────────────────────────
+# ── reports ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def headline(name: str, phase: Json) -> str:
@@ -77,17 +81,19 @@ def headline(name: str, phase: Json) -> str:
     )
 
 
-def medians(found: Json, phase: str) -> dict[str, float]:
-    """Of each stage and of the step, where every step is known."""
-    steps = [seconds for _, name, _, *seconds in found.get("steps", ()) if name == phase]
+def medians(profile: Json, phase: str) -> dict[str, float]:
+    """Return the median seconds of each stage and of the step, if every step is known."""
+    steps = [seconds for _, name, _, *seconds in profile.get("steps", ()) if name == phase]
     if not steps:
         return {}
-    stages = {name: median(row[n] for row in steps) for n, name in enumerate(found["stage_names"])}
+    stages = {
+        name: median(row[n] for row in steps) for n, name in enumerate(profile["stage_names"])
+    }
     return stages | {"step": median(map(sum, steps))}
 
 
 def stage_rows(phase: Json, server: Json, middle: dict[str, float]) -> list[list[str]]:
-    """A row a stage and one for the step: mean and median time, share, rates, share of the roof."""
+    """Return a row for each stage and one for the step: times, share, rates, share of the roof."""
     steps, total = phase["steps"], phase["step_s"]
     rows = []
     for name, stage in phase["stages"].items():
@@ -115,7 +121,7 @@ def _per_step(seconds: float, steps: int) -> str:
 
 
 def _roof(stage: Json, server: Json) -> str:
-    """The least time that the machine needs for it, over what it took."""
+    """Return the shortest possible time of the stage, divided by its time."""
     floors = [
         stage[work] / server[rate]
         for work, rate in (("flops", "ops_per_s"), ("num_bytes", "read_bytes_per_s"))
@@ -126,7 +132,7 @@ def _roof(stage: Json, server: Json) -> str:
 
 
 HEAD = ["", "a step", "median", "share", "GFLOP/s", "GB/s", "of roof"]
-KERNEL_HEAD = ["kernel", "part", "calls", "in all", "share"]
+KERNEL_HEAD = ["kernel", "part", "calls", "total", "share"]
 
 
 def kernel_rows(phase: Json, count: int | None = None) -> list[list[str]]:
@@ -142,31 +148,33 @@ def kernel_rows(phase: Json, count: int | None = None) -> list[list[str]]:
     ]
 
 
-def notes(found: Json) -> list[str]:
-    said = []
-    if not found["phases"]:
-        said.append("no step ran meanwhile: send requests while it profiles")
-    if found["ended_by"] != "stop":
-        said.append(f"ended by itself after {found['seconds']:.1f} s ({found['ended_by']})")
-    if found["kind"] == "stages" and not found["server"]["read_bytes_per_s"]:
-        said.append("of roof: known if the server is started with --measure-ceilings")
-    return said
+def notes(profile: Json) -> list[str]:
+    lines = []
+    if not profile["phases"]:
+        lines.append("no step ran: send requests during the profile")
+    if profile["ended_by"] != "stop":
+        lines.append(
+            f"the profile ended by itself after {profile['seconds']:.1f} s ({profile['ended_by']})"
+        )
+    if profile["kind"] == "stages" and not profile["server"]["read_bytes_per_s"]:
+        lines.append("of roof: start the server with --measure-ceilings")
+    return lines
 
 
-def title(found: Json) -> str:
-    server = found["server"]
-    return f"{server['model']} on {server['device']}, {found['seconds']:.1f} s"
+def title(profile: Json) -> str:
+    server = profile["server"]
+    return f"{server['model']} on {server['device']}, {profile['seconds']:.1f} s"
 
 
-def show_profile(console: Console, found: Json) -> None:
-    console.print(Text(title(found), style="bold"))
-    for name, phase in found["phases"].items():
+def show_profile(console: Console, profile: Json) -> None:
+    console.print(Text(title(profile), style="bold"))
+    for name, phase in profile["phases"].items():
         console.print()
         console.print(Text(headline(name, phase), style="bold"))
-        _show(console, HEAD, stage_rows(phase, found["server"], medians(found, name)))
+        _show(console, HEAD, stage_rows(phase, profile["server"], medians(profile, name)))
         if phase.get("kernels"):
             _show(console, KERNEL_HEAD, kernel_rows(phase, SHOWN_KERNELS))
-    for note in notes(found):
+    for note in notes(profile):
         console.print(Text(f"· {note}", style="dim"))
 
 
@@ -182,14 +190,14 @@ def _show(console: Console, head: list[str], rows: list[list[str]]) -> None:
 
 
 COLORS = {"prefill": "prefill", "decode": "decode", "mixed": "queue"}
-STAGE_COLORS = {  # beside prefill's and decode's: what belongs to neither
+STAGE_COLORS = {  # stages that belong to neither phase
     **dict.fromkeys(("plan", "commit", "call", "inputs", "unaccounted"), "host"),
     "sampling": "preemption",
 }
 
 
-def profile_page(found: Json) -> str:
-    phases = found["phases"]
+def profile_page(profile: Json) -> str:
+    phases = profile["phases"]
     total = sum(phase["step_s"] for phase in phases.values()) or 1.0
     shares = [
         (f"{name} ({phase['steps']:,} steps)", phase["step_s"] / total, COLORS.get(name, "queue"))
@@ -197,22 +205,22 @@ def profile_page(found: Json) -> str:
     ]
     body = [section("Time in steps, by phase", stacked(shares))] if phases else []
     for name, phase in phases.items():
-        rows = stage_rows(phase, found["server"], medians(found, name))
+        rows = stage_rows(phase, profile["server"], medians(profile, name))
         content = ledger(_stage_bars(name, phase)) + table(HEAD, rows)
         if phase.get("kernels"):
             content += table(KERNEL_HEAD, kernel_rows(phase))
         body.append(section(headline(name, phase), content))
-    if said := notes(found):
-        body.append(section("Notes", bullets(said)))
-    kept = {key: value for key, value in found.items() if key not in ("steps", "events")}
+    if lines := notes(profile):
+        body.append(section("Notes", bullets(lines)))
+    kept = {key: value for key, value in profile.items() if key not in ("steps", "events")}
     facts = (
-        f"{sum(phase['steps'] for phase in phases.values()):,} steps in {found['seconds']:.1f} s"
+        f"{sum(phase['steps'] for phase in phases.values()):,} steps in {profile['seconds']:.1f} s"
     )
-    return page("profile", title(found), facts, [*body, footing(kept)], kept)
+    return page("profile", title(profile), facts, [*body, footing(kept)], kept)
 
 
 def _stage_bars(name: str, phase: Json) -> list[tuple[str, float, str, str, str]]:
-    """Those that took a share of the step that can be seen, the longest first."""
+    """Return a bar for each stage with at least 1% of the time, the longest first."""
     stages = sorted(phase["stages"].items(), key=lambda pair: -pair[1]["seconds"])
     return [
         (

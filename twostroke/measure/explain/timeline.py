@@ -1,9 +1,8 @@
-"""Step and request records as a timeline in the trace-event format, which Perfetto and
-chrome://tracing open.
+"""Step and request records as a timeline in the trace-event format of Perfetto and chrome://tracing.
 
-One process (one for each engine, where there are several) has a lane each for scheduler, prefill,
-decode and host; another has a track a request, with flows to the steps that served it, whichever
-engine ran them; counters for the queue, the tokens of a step and the KV cache stand above them.
+Each engine is a process with lanes for scheduler, prefill, decode and host, and with counters for
+the queue, the tokens of a step and the KV cache. One more process has a track for each request,
+with flows to the steps that served the request.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 ENGINE, REQUESTS = 1, 2
-SEVERAL = 10  # the first of several engines
+FIRST_ENGINE = 10  # process id of the first of several engines
 SCHEDULER, PREFILL, DECODE, HOST, STAGES = 1, 2, 3, 4, 5
 LANES = {SCHEDULER: "scheduler", PREFILL: "prefill", DECODE: "decode", HOST: "host (idle device)"}
 STAGE_LANE = "stages (of all layers together)"
@@ -21,7 +20,7 @@ Event = dict[str, Any]
 
 
 def timeline(records: dict[str, Any], profile: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`records`: as `/records` has them; `profile`: of stages, as `/stop_profile` has it."""
+    """Return the timeline of `/records` and optionally of a stage profile of `/stop_profile`."""
     steps, requests = records["steps"], records["requests"]
     starts = [step["planned_s"] for step in steps] + [one["received_s"] for one in requests]
     starts += [] if profile is None else [began for _, _, began, *_ in profile["steps"][:1]]
@@ -38,15 +37,16 @@ def timeline(records: dict[str, Any], profile: dict[str, Any] | None = None) -> 
             "model": records["model"],
             "device": records["device"],
             "begin_s": begin,
-            "attributed": "in a mixed step decode is what its slots take alone, prefill the rest",
+            "attributed": "in a mixed step, decode has the time that its slots take alone, prefill "
+            "the rest",
         },
     }
 
 
 def _pids(steps: list[Any]) -> dict[str, int]:
-    """Of the engines, by name."""
+    """Return the process id of each engine by name."""
     names = sorted({step["engine"] for step in steps})
-    return {name: n for n, name in enumerate(names, SEVERAL)} if any(names) else {"": ENGINE}
+    return {name: n for n, name in enumerate(names, FIRST_ENGINE)} if any(names) else {"": ENGINE}
 
 
 def _names(pids: dict[str, int], requests: list[Any]) -> Iterable[Event]:
@@ -114,7 +114,7 @@ def _stages(profile: dict[str, Any], begin: float) -> Iterable[Event]:
 
 
 def _prefill_share(step: Any) -> float:
-    """Of a step's time, what is prefill's: all, nothing, or as the gap's causes attribute it."""
+    """Return prefill's share of a step's time. For a mixed step the causes of its gap decide."""
     prefill, decode = step["prefill"]["tokens"], step["decode"]["tokens"]
     if not prefill or not decode:
         return float(bool(prefill))
@@ -165,7 +165,7 @@ def _requests(
 
 
 def _transfers(request: Any) -> Iterable[tuple[str, float, float]]:
-    """From one engine to the next: sent, and its blocks there. Inside the span of decode."""
+    """Yield the name, start and end of each transfer of a request between engines."""
     for before, stay in pairwise(request["stays"]):
         ended_s = stay["fetched_s"] or stay["began_s"]
         yield f"{before['engine']} → {stay['engine']}", stay["began_s"], ended_s

@@ -1,7 +1,7 @@
-"""Where the time of one request went, and who took it: a ledger that sums to the whole.
+"""A ledger of one request's time: the seconds of each part, and the requests that caused them.
 
-Made from the server's records (`/records`). Times of the engine are on its own clock, so what the
-client and the network added is not in them; `outside` in `twostroke phases` has that.
+The ledger comes from the server's records (`/records`), so the time of the client and the network
+is not included; `outside` in `twostroke phases` has that time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from twostroke.measure.report.tables import duration
 from twostroke.observe.record import ENGINE_STEPS, steps_between
 
 Record = dict[str, Any]
-SHORT_ID = 17  # "chatcmpl-" and 8 digits: no two of one server's records are alike
-# Parts of a request's time: their colour in a report, and whether they precede its first token.
-# What is not here is others' work, such as "others, during prefill".
+SHORT_ID = 17  # "chatcmpl-" and 8 digits, which are unique in a server's records
+# Part of a request's time → its colour in a report, and True if it precedes the first token.
+# Parts that are not listed are the work of other requests.
 PARTS = {
     "tokenising": ("host", True),
     "waiting in the queue": ("queue", True),
@@ -36,13 +36,13 @@ PARTS = {
 
 
 def short(request_id: str) -> str:
-    """The beginning of an id, which `--request` takes, too."""
+    """Return the beginning of a request id, which `--request` accepts."""
     return request_id if len(request_id) <= SHORT_ID + 1 else f"{request_id[:SHORT_ID]}…"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A part of the request's time, with who caused it, most first."""
+    """A part of the request's time, with the requests that caused it, the largest first."""
 
     part: str
     seconds: float
@@ -55,14 +55,16 @@ class Gap:
     """The longest wait between two tokens."""
 
     seconds: float
-    token: int  # before which one
+    token: int  # index of the token after the gap
     step: int
     cause: str
     culprits: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Ledger:
+class RequestLedger:
+    """The parts of one request's time. Their sum is the whole time."""
+
     request_id: str
     total_s: float
     entries: tuple[Entry, ...]
@@ -79,19 +81,19 @@ class Ledger:
     def sentence(self) -> str:
         largest = self.largest
         share = largest.seconds / self.total_s
-        said = f"{short(self.request_id)} took {duration(self.total_s)}, {share:.0%} of it "
-        said += largest.part
+        text = f"{short(self.request_id)} took {duration(self.total_s)}, {share:.0%} of it "
+        text += largest.part
         if largest.culprits:
-            said += f" ({', '.join(map(short, largest.culprits[:2]))})"
-        said += "."
+            text += f" ({', '.join(map(short, largest.culprits[:2]))})"
+        text += "."
         if self.worst is not None and self.worst.seconds > 0.05 * self.total_s:
             gap = self.worst
-            who = f" of {short(gap.culprits[0])}" if gap.culprits else ""
-            said += (
+            owner = f" of {short(gap.culprits[0])}" if gap.culprits else ""
+            text += (
                 f" The worst gap, {duration(gap.seconds)} before token {gap.token}, was {gap.cause}"
-                f"{who} in step {gap.step}."
+                f"{owner} in step {gap.step}."
             )
-        return said
+        return text
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -125,12 +127,14 @@ class Ledger:
 
 
 class Explainer:
-    """The records of a server's last seconds, ready to be asked about."""
+    """Explains requests from the records of a server's last seconds."""
 
     def __init__(self, records: Record) -> None:
         self.requests: list[Record] = records["requests"]
         self.steps: dict[int, Record] = {step["step"]: step for step in records["steps"]}
-        self._prompts: dict[int, list[tuple[str, int]]] = {}  # by step: whose chunk, tokens
+        self._prompts: dict[
+            int, list[tuple[str, int]]
+        ] = {}  # step → request ids and tokens of its chunks
         for request in self.requests:
             for _, step, _, size in request["chunks"]:
                 self._prompts.setdefault(step, []).append((request["request_id"], size))
@@ -142,30 +146,32 @@ class Explainer:
             return found[-1]
         known = [request["request_id"] for request in self.requests]
         if found:
-            raise RequestError(f"{len(found)} requests begin with {request_id!r}; give more of it")
+            raise RequestError(
+                f"{len(found)} request ids begin with {request_id!r}; give a longer prefix"
+            )
         raise RequestError(
-            f"no request {request_id!r} has ended in the time looked at"
+            f"no request {request_id!r} has ended in this time"
             f"{nearest(request_id, known)}; look further back with --seconds"
         )
 
     def slowest(self, count: int) -> list[Record]:
-        """Those that took the longest from their arrival, first the slowest."""
+        """Return the requests with the longest total time, the slowest first."""
         return sorted(self.requests, key=_total_s, reverse=True)[:count]
 
-    def explain(self, request: Record) -> Ledger:
+    def explain(self, request: Record) -> RequestLedger:
         total = _total_s(request)
         entries = [e for e in self._entries(request, total) if e.seconds > 0.0005 * total]
         rest = total - sum(entry.seconds for entry in entries)
         entries.append(Entry("not accounted for", rest, "rounding, and parts below 0.05%"))
-        return Ledger(
-            request["request_id"],
-            total,
-            tuple(entries),
-            self._worst(request),
-            request["num_prompt"],
-            request["num_cached"],
-            len(request["token_s"]),
-            str(request["finish_reason"]),
+        return RequestLedger(
+            request_id=request["request_id"],
+            total_s=total,
+            entries=tuple(entries),
+            worst=self._worst(request),
+            prompt_tokens=request["num_prompt"],
+            cached_tokens=request["num_cached"],
+            output_tokens=len(request["token_s"]),
+            finish_reason=str(request["finish_reason"]),
         )
 
     # ── parts ───────────────────────────────────────────────────────────────────────────────
@@ -181,7 +187,7 @@ class Explainer:
         if request["token_s"]:
             yield from self._decode(request)
             last = request["token_s"][-1]
-            yield Entry("after the last token", end - last, "detokenising and handing over")
+            yield Entry("after the last token", end - last, "detokenizing and sending")
 
     def _queue(self, request: Record, start: float, end: float) -> Entry:
         steps = [
@@ -190,15 +196,15 @@ class Explainer:
         ahead = self._others(request, steps)
         because = ""
         if steps:
-            most = max(step["running"] for step in steps)
-            because = f"behind {most} running requests"
+            running = max(step["running"] for step in steps)
+            because = f"behind {running} running requests"
             if ahead:
-                because += f" and the prompts of {len(ahead)} others"
+                because += f" and the prompts of {len(ahead)} other requests"
         return Entry("waiting in the queue", max(0.0, end - start), because, ahead)
 
     def _prefill(self, request: Record, start: float, end: float) -> Iterable[Entry]:
-        """By whose work the steps meanwhile were: its own tokens' share of the prompts in them, the
-        prompts of others, streams. What no step worked on was the host's."""
+        """Split the time by the work of its steps: the request's own prompt, the prompts of other
+        requests, and streams. The rest of the time belongs to the host."""
         sizes = {step: size for _, step, _, size in request["chunks"]}
         own = prompts = streams = 0.0
         between = [s for s in self.steps.values() if start < s["committed_s"] <= end + 1e-9]
@@ -221,16 +227,16 @@ class Explainer:
         yield Entry("prefill of its own prompt", own, words)
         words = "streams that decoded in the same steps"
         yield Entry("streams of others, during prefill", streams, words)
-        words = "prompts that were computed meanwhile"
+        words = "prompts that were computed in the same time"
         others = self._others(request, between)
         yield Entry("prompts of others, during prefill", prompts, words, others)
-        words = "planning, committing, a process that did not get its CPU"
+        words = "planning, committing, or a process without CPU time"
         yield Entry("host, during prefill", taken - own - streams - prompts, words)
 
     def _decode(self, request: Record) -> Iterable[Entry]:
         gaps = request["gaps"]
         numbers = request["token_step"]
-        # Of the engine that wrote the last of them, where there are several.
+        # With several engines: the first token of the engine that wrote the last token.
         first = next(n for n in numbers if n // ENGINE_STEPS == numbers[-1] // ENGINE_STEPS)
         spanned = [step for number, step in self.steps.items() if first < number <= numbers[-1]]
         count = len(request["token_s"])
@@ -243,11 +249,13 @@ class Explainer:
         )
         times = len(request["preempted"])
         lost = sum(tokens for _, tokens in request["preempted"])
-        words = f"sent back {times} times, {lost:,} tokens computed again"
+        words = f"preempted {times} times, {lost:,} tokens computed again"
         yield Entry("preemption", gaps["preemption"], words)
-        yield Entry("host, between its tokens", gaps["host"], "the device had nothing to do")
-        comm_s = gaps.get("communication", 0.0)  # older servers do not tell it
-        yield Entry("communication of ranks", comm_s, "sums over the ranks, and waiting for them")
+        yield Entry("host, between its tokens", gaps["host"], "the device was idle")
+        comm_s = gaps.get("communication", 0.0)  # missing in older servers
+        yield Entry(
+            "communication of ranks", comm_s, "reductions over the ranks, and waiting for the ranks"
+        )
 
     def _worst(self, request: Record) -> Gap | None:
         times, numbers = request["token_s"], request["token_step"]
@@ -267,7 +275,7 @@ class Explainer:
         return Gap(gaps[at], at + 2, number, words.get(cause, cause), culprits)
 
     def _others(self, request: Record, steps: Sequence[Record]) -> tuple[str, ...]:
-        """Whose prompts were computed in these steps, those with the most tokens first."""
+        """Return the ids of other requests with prompts in these steps, most tokens first."""
         tokens: Counter[str] = Counter()
         for step in steps:
             for name, size in self._prompts.get(step["step"], ()):

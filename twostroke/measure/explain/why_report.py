@@ -1,4 +1,4 @@
-"""What `why` found, as a table and as a page: a ledger a request."""
+"""Reports of `why`: one ledger for each request, as a table and an HTML page."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twostroke.measure.explain.why import PARTS, Entry, Ledger, short
+from twostroke.measure.explain.why import PARTS, Entry, RequestLedger, short
 from twostroke.measure.load.result import environment
 from twostroke.measure.report.html import footing, ledger, page, section, stacked, tiles
 from twostroke.measure.report.tables import milliseconds
 
 DEFINITIONS = {
-    "total": "from when the server received the request to its last word, on the server's clock: "
-    "network and client are not in it",
-    "own prefill": "of each step that computed a part of its prompt, the share of its tokens",
-    "prefill of others": "of the steps between its tokens, what prompts of others added: what its "
-    "slots would have taken alone is decode, the rest prefill (attributed, not measured)",
+    "total": "from the arrival of the request at the server to the end of its answer, on the "
+    "server's clock, without network and client",
+    "own prefill": "the request's share of the tokens in each step that computed its prompt",
+    "prefill of others": "the time that prompts of other requests added to the steps between the "
+    "tokens: decode has the time that its slots take alone, prefill the rest (attributed, not "
+    "measured)",
 }
 
 
-def why_json(ledgers: Sequence[Ledger], server: dict[str, Any]) -> dict[str, Any]:
+def why_json(ledgers: Sequence[RequestLedger], server: dict[str, Any]) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "server": server,
@@ -33,7 +34,7 @@ def why_json(ledgers: Sequence[Ledger], server: dict[str, Any]) -> dict[str, Any
     }
 
 
-def show_why(console: Console, ledgers: Sequence[Ledger]) -> None:
+def show_why(console: Console, ledgers: Sequence[RequestLedger]) -> None:
     for one in ledgers:
         console.print(Text(one.sentence(), style="bold"))
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -47,7 +48,7 @@ def show_why(console: Console, ledgers: Sequence[Ledger]) -> None:
         console.print(table)
 
 
-def why_page(ledgers: Sequence[Ledger], server: dict[str, Any]) -> str:
+def why_page(ledgers: Sequence[RequestLedger], server: dict[str, Any]) -> str:
     slowest = ledgers[0]
     body = [_request(one) for one in ledgers]
     data = why_json(ledgers, server)
@@ -56,18 +57,18 @@ def why_page(ledgers: Sequence[Ledger], server: dict[str, Any]) -> str:
     return page("why", subject, facts, [*body, footing(data)], data)
 
 
-def _request(one: Ledger) -> str:
+def _request(one: RequestLedger) -> str:
     first = sum(entry.seconds for entry in one.entries if _look(entry)[1])
     figures = [
-        ("in all", milliseconds(1e3 * one.total_s), "queue"),
-        ("up to the first token", milliseconds(1e3 * first), "prefill"),
-        ("after it", milliseconds(1e3 * (one.total_s - first)), "decode"),
+        ("total", milliseconds(1e3 * one.total_s), "queue"),
+        ("time to the first token", milliseconds(1e3 * first), "prefill"),
+        ("after the first token", milliseconds(1e3 * (one.total_s - first)), "decode"),
         (
             "prompt tokens" + (f", {one.cached_tokens:,} cached" if one.cached_tokens else ""),
             f"{one.prompt_tokens:,}",
             "prefill",
         ),
-        (f"tokens written; ended: {one.finish_reason}", f"{one.output_tokens:,}", "decode"),
+        (f"output tokens; finish reason: {one.finish_reason}", f"{one.output_tokens:,}", "decode"),
     ]
     parts = [
         (entry.part, max(0.0, entry.seconds / one.total_s), _look(entry)[0])
@@ -91,7 +92,7 @@ def _look(entry: Entry) -> tuple[str, bool]:
     return PARTS.get(entry.part, ("preemption", entry.part.endswith("during prefill")))
 
 
-def _sorted(one: Ledger) -> list[Entry]:
+def _sorted(one: RequestLedger) -> list[Entry]:
     return sorted(one.entries, key=lambda entry: -entry.seconds)
 
 

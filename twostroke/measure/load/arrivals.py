@@ -1,5 +1,4 @@
-"""When requests are due: open loop (a rate, whatever the server does) or closed loop (so many at a
-time)."""
+"""Arrival times of an open-loop workload, which sends at a rate regardless of the server."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from twostroke.errors import ConfigError
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start of `count` arrivals, the first at 0.
+    """Return `count` arrival times in seconds, the first at 0.
 
-    Gaps are gamma-distributed with mean 1 / `rate`: `burstiness` 1 is a Poisson process, less is
-    burstier (vLLM's meaning). They are scaled to last exactly what the rate says, so that seeds
-    differ in shape and not in load. `rate` inf: all at once.
+    Gaps are gamma-distributed with mean 1 / `rate`. `burstiness` 1 is a Poisson process and a
+    smaller value is burstier, as in vLLM. The gaps are scaled so that the whole run has exactly
+    this rate: seeds differ in shape and not in load. With `rate` inf all requests arrive at 0.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -24,7 +23,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 def ramp_times(count: int, start: float, end: float, strategy: str, seed: int) -> list[float]:
-    """Poisson arrivals whose rate grows from `start` to `end` over the run."""
+    """Return Poisson arrival times whose rate grows from `start` to `end` over the run."""
     rng = random.Random(seed)
     times, at = [0.0], 0.0
     for n in range(count - 1):

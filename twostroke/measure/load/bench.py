@@ -1,4 +1,4 @@
-"""`bench serve`: a workload against a server, once or at the rates of a search."""
+"""`bench serve`: runs a workload against a server, once or at the rates of a search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twostroke.measure.load.arrivals import arrival_times, check_rate, ramp_time
 from twostroke.measure.load.causes import CausedGap, caused_gaps, summary
 from twostroke.measure.load.definitions import Goals, Sample
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
-from twostroke.measure.load.load_run import Run, run_closed_loop, run_open_loop
+from twostroke.measure.load.load_run import LoadRun, run_closed_loop, run_open_loop
 from twostroke.measure.load.result import result
 from twostroke.measure.load.sample_client import (
     CHAT,
@@ -23,19 +23,25 @@ from twostroke.measure.load.sample_client import (
     first_model,
     send_first,
 )
-from twostroke.measure.load.scrape import Metrics, change, identify, scrape
+from twostroke.measure.load.scrape import MetricsScrape, change, identify, scrape
 from twostroke.measure.load.traces import read_trace, scaled
-from twostroke.measure.load.workload import Planned, Prompts, random_lengths, read_custom, replayed
+from twostroke.measure.load.workload import (
+    PlannedRequest,
+    PromptGenerator,
+    random_lengths,
+    read_custom,
+    replayed,
+)
 
 PROBE_WORDS = 64
 ROUTES = {"openai": COMPLETIONS, "openai-chat": CHAT, "vllm": COMPLETIONS}
 SEARCH_STEPS = 6
-Tell = Callable[[Sample], None]
+OnSample = Callable[[Sample], None]
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `bench serve` was asked for; the names are vLLM's where it has one."""
+    """Options of `bench serve`, under vLLM's names where vLLM has the option."""
 
     url: str
     api_key: str | None = None
@@ -63,7 +69,7 @@ class ServeOptions:
     trace_keep: int = 1
     num_warmups: int = 1
     seed: int = 0
-    salt: str = ""  # of prompts; "": as no run before had it
+    salt: str = ""  # makes prompts differ from those of other runs; "": a random salt
     ignore_eos: bool = True
     extra_body: dict[str, Any] = field(default_factory=dict)
     metric_percentiles: Sequence[float] = (99.0,)
@@ -76,7 +82,7 @@ class ServeOptions:
 
     @property
     def closed_loop(self) -> bool:
-        """Users who wait for an answer before they ask again: a limit, and nothing that is due."""
+        """True if users send the next request after the last answer, without arrival times."""
         return (
             self.max_concurrency is not None
             and math.isinf(self.request_rate)
@@ -86,7 +92,7 @@ class ServeOptions:
 
 
 class ServeBench:
-    """A connection to one server, and the runs against it."""
+    """A connection to one server, and the benchmark runs against that server."""
 
     def __init__(self, options: ServeOptions) -> None:
         check_rate(options.request_rate, options.burstiness)
@@ -96,51 +102,53 @@ class ServeBench:
         self.model = options.model
         self._runs = 0
         self._words_per_token = 1.0
-        self._template_tokens = 0  # of every chat: the same in all of them
+        self._template_tokens = 0  # tokens that the chat template adds to every prompt
 
     async def connect(self) -> None:
-        """Find out who is there, and try one request before many are sent."""
+        """Identify the server, and send the warm-up requests."""
         options = self.options
         if self.model is None:
             self.model = str((await first_model(self.connections))["id"])
         self.server = await identify(self.connections)
         if options.route == CHAT:
-            await self._fit_words()
+            await self._measure_words_per_token()
         client = self._client()
         for planned in self._random(max(1, options.num_warmups), "warm up"):
             await send_first(client, planned)
 
-    async def run(self, tell: Tell = lambda sample: None, rate: float | None = None) -> Outcome:
-        """`rate`: instead of the one that was asked for."""
+    async def run(
+        self, on_sample: OnSample = lambda sample: None, rate: float | None = None
+    ) -> BenchOutcome:
+        """Run the workload. `rate` replaces the request rate of the options."""
         options = self.options if rate is None else replace(self.options, request_rate=rate)
         planned = self.plan(options)
         client = self._client()
         before = await scrape(self.connections)
         if options.closed_loop:
             assert options.max_concurrency is not None
-            run = await run_closed_loop(client, planned, options.max_concurrency, tell)
+            run = await run_closed_loop(client, planned, options.max_concurrency, on_sample)
         else:
-            run = await run_open_loop(client, planned, options.max_concurrency, tell)
+            run = await run_open_loop(client, planned, options.max_concurrency, on_sample)
         after = await scrape(self.connections)
         gaps = caused_gaps(run.samples, await self._records(run))
         found = self._result(options, run, before, after) | {"gap_causes": summary(gaps)}
-        return Outcome(run, found, gaps)
+        return BenchOutcome(run, found, gaps)
 
     def close(self) -> None:
         self.connections.close()
 
-    def plan(self, options: ServeOptions) -> list[Planned]:
-        """The requests of one run, with prompts that no run before has sent."""
+    def plan(self, options: ServeOptions) -> list[PlannedRequest]:
+        """Return the requests of one run, with prompts that no earlier run has sent."""
         self._runs += 1
         if options.dataset_name == "trace":
             if options.dataset_path is None:
-                raise ConfigError("--dataset-name trace needs the file: --dataset-path FILE")
+                raise ConfigError("--dataset-name trace needs --dataset-path FILE")
             found = read_trace(options.dataset_path, options.trace_start_s, options.trace_seconds)
             found = scaled(found, options.trace_speed, options.trace_shrink, options.trace_keep)
             return replayed(found, self._prompts("trace"), options.trace_shrink)
         if options.dataset_name == "custom":
             if options.dataset_path is None:
-                raise ConfigError("--dataset-name custom needs the file: --dataset-path FILE")
+                raise ConfigError("--dataset-name custom needs --dataset-path FILE")
             planned = read_custom(options.dataset_path, options.custom_output_len)
             planned = planned[: options.num_prompts]
         else:
@@ -148,10 +156,10 @@ class ServeBench:
         times = self._times(options, len(planned))
         return [replace(one, at_s=at) for one, at in zip(planned, times, strict=True)]
 
-    # ── parts of it ─────────────────────────────────────────────────────────────────────────
+    # ── steps of a run ──────────────────────────────────────────────────────────────────────
 
-    async def _records(self, run: Run) -> dict[str, Any] | None:
-        """Of the run's steps and requests, as far back as the server has them."""
+    async def _records(self, run: LoadRun) -> dict[str, Any] | None:
+        """Return the server's records of the run, or None if the server keeps none."""
         if self.server["kind"] != "twostroke":
             return None
         seconds = min(600.0, run.duration_s + 1)
@@ -172,13 +180,13 @@ class ServeBench:
             options.save_detailed,
         )
 
-    def _prompts(self, what: str) -> Prompts:
-        # Another run's prompts may still be in the server's prefix cache: each run has its own.
-        salt = f"{what} {self._runs} {self.options.salt or secrets.token_hex(4)}"
+    def _prompts(self, purpose: str) -> PromptGenerator:
+        # The server's prefix cache may still hold the prompts of another run.
+        salt = f"{purpose} {self._runs} {self.options.salt or secrets.token_hex(4)}"
         as_text = self.options.route == CHAT
-        return Prompts(self.options.seed, salt, as_text, self._words_per_token)
+        return PromptGenerator(self.options.seed, salt, as_text, self._words_per_token)
 
-    def _random(self, count: int, what: str) -> list[Planned]:
+    def _random(self, count: int, purpose: str) -> list[PlannedRequest]:
         options = self.options
         lengths = random_lengths(
             count,
@@ -187,10 +195,10 @@ class ServeBench:
             options.random_range_ratio,
             options.seed,
         )
-        prompts = self._prompts(what)
+        prompts = self._prompts(purpose)
         prefix = options.random_prefix_len
         return [
-            Planned(0.0, prompts.unique(n, prefix + size, prefix), prefix + size, output)
+            PlannedRequest(0.0, prompts.unique(n, prefix + size, prefix), prefix + size, output)
             for n, (size, output) in enumerate(lengths)
         ]
 
@@ -207,13 +215,15 @@ class ServeBench:
             return ramp_times(count, start, end, options.ramp_up_strategy, options.seed)
         return arrival_times(count, options.request_rate, options.burstiness, options.seed)
 
-    async def _fit_words(self) -> None:
-        """How many words make a token here: the difference between two prompts of words."""
+    async def _measure_words_per_token(self) -> None:
+        """Derive words per token and the template's tokens from two prompts of known length."""
         client = OpenAIClient(self.connections, self.model, CHAT, self.options.extra_body)
-        prompts = Prompts(0, secrets.token_hex(4), as_text=True)
+        prompts = PromptGenerator(0, secrets.token_hex(4), as_text=True)
         counts = []
         for words in (PROBE_WORDS, 3 * PROBE_WORDS):
-            sample = await send_first(client, Planned(0.0, prompts.unique(words, words), 0, 1))
+            sample = await send_first(
+                client, PlannedRequest(0.0, prompts.unique(words, words), 0, 1)
+            )
             counts.append(sample.prompt_tokens)
         tokens = counts[1] - counts[0]
         if tokens > 0:
@@ -221,7 +231,11 @@ class ServeBench:
             self._template_tokens = max(0, counts[0] - tokens // 2)
 
     def _result(
-        self, options: ServeOptions, run: Run, before: Metrics | None, after: Metrics | None
+        self,
+        options: ServeOptions,
+        run: LoadRun,
+        before: MetricsScrape | None,
+        after: MetricsScrape | None,
     ) -> dict[str, Any]:
         rate = options.request_rate
         expected: float | None = None
@@ -259,8 +273,10 @@ class ServeBench:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    run: Run
+class BenchOutcome:
+    """The samples of a run, its figures, and the causes of its gaps."""
+
+    run: LoadRun
     result: dict[str, Any]
     gaps: list[CausedGap]
 
@@ -268,15 +284,18 @@ class Outcome:
 async def search_rate(
     bench: ServeBench,
     share: float,
-    tell: Tell = lambda sample: None,
-    tried: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> tuple[Outcome, list[dict[str, Any]]]:
-    """The highest rate at which `share` of the requests meet the goals: the rate is doubled until
-    they do not, then halved in between. The last outcome that met them, and what was tried."""
+    on_sample: OnSample = lambda sample: None,
+    on_rate: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> tuple[BenchOutcome, list[dict[str, Any]]]:
+    """Search the highest rate at which `share` of the requests meet the goals.
+
+    The rate doubles until the goals are missed; then a bisection follows. Return the last outcome
+    that met the goals, and a row for each rate.
+    """
     goals, rows = bench.options.goals, []
 
-    async def attempt(rate: float) -> tuple[Outcome, bool]:
-        outcome = await bench.run(tell, rate)
+    async def attempt(rate: float) -> tuple[BenchOutcome, bool]:
+        outcome = await bench.run(on_sample, rate)
         met = sum(map(goals.met, outcome.run.samples)) / len(outcome.run.samples)
         row = {
             "request_rate": rate,
@@ -287,7 +306,7 @@ async def search_rate(
             "met": met >= share,
         }
         rows.append(row)
-        tried(row)
+        on_rate(row)
         return outcome, met >= share
 
     low, high, best = 0.0, math.inf, None
@@ -311,17 +330,21 @@ async def search_rate(
 
 
 def run_serve(
-    options: ServeOptions, tell: Tell, share: float | None, tried: Callable[[dict[str, Any]], None]
-) -> tuple[Outcome, list[dict[str, Any]]]:
-    """`share`: search for the highest rate at which so many requests meet the goals."""
+    options: ServeOptions,
+    on_sample: OnSample,
+    share: float | None,
+    on_rate: Callable[[dict[str, Any]], None],
+) -> tuple[BenchOutcome, list[dict[str, Any]]]:
+    """Run `bench serve`. With `share`, search the highest rate at which that share of the requests
+    meets the goals."""
 
-    async def work() -> tuple[Outcome, list[dict[str, Any]]]:
+    async def work() -> tuple[BenchOutcome, list[dict[str, Any]]]:
         bench = ServeBench(options)
         try:
             await bench.connect()
             if share is not None:
-                return await search_rate(bench, share, tell, tried)
-            return await bench.run(tell), []
+                return await search_rate(bench, share, on_sample, on_rate)
+            return await bench.run(on_sample), []
         finally:
             bench.close()
 

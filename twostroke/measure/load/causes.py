@@ -1,8 +1,8 @@
-"""What each gap between tokens that a client saw was spent on, by a twostroke server's records.
+"""The causes of the gaps between tokens that a client saw, from a twostroke server's records.
 
-A client's gap has one or more of the server's in it (an event may bring several tokens). Theirs
-are by cause already (`observe/blame.py`); what the client saw beyond them, in HTTP, the network or
-the client itself, is `outside`.
+A client's gap contains one or more gaps of the server, because an event may bring several tokens.
+The server's records have the causes of its gaps (`observe/blame.py`). The rest of the client's gap
+was spent in HTTP, in the network or in the client: its cause is `outside`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from twostroke.observe.record import steps_between
 
 CAUSES = ("decode", "prefill", "preemption", "host", "communication", "outside")
 UNKNOWN = "not known"
-EARLY_S = 0.0005  # by which an event may seem to precede its token
+EARLY_S = 0.0005  # an event may seem to precede its token by this much
 Seconds = dict[str, float]  # by cause
 
 
 class CausedGap(NamedTuple):
+    """A gap between two events of one stream, with the seconds of each cause."""
+
     at_s: float  # when it ended, on the client's clock
     gap_s: float
-    parts: Seconds | None  # None: the server's records do not reach back to it
+    parts: Seconds | None  # None: the server's records do not include the gap
 
     @property
     def cause(self) -> str:
-        """What took most of it."""
+        """The cause with the most seconds."""
         return UNKNOWN if self.parts is None else max(self.parts, key=self.parts.__getitem__)
 
 
 def caused_gaps(samples: Sequence[Sample], records: dict[str, Any] | None) -> list[CausedGap]:
-    """Every gap of the samples; without records all of unknown cause."""
+    """Return every gap of the samples. Without records the causes are unknown."""
     found = records or {"steps": [], "requests": []}
     steps = {step["step"]: step for step in found["steps"]}
     requests = {_answer_id(one["request_id"]): one for one in found["requests"] if one["n"] == 1}
@@ -47,7 +49,7 @@ def caused_gaps(samples: Sequence[Sample], records: dict[str, Any] | None) -> li
 
 
 def summary(gaps: Sequence[CausedGap]) -> dict[str, Any] | None:
-    """Seconds of all gaps by cause; None where none is known."""
+    """Return the seconds of all gaps by cause, or None if no cause is known."""
     known = [gap.parts for gap in gaps if gap.parts is not None]
     if not known:
         return None
@@ -56,19 +58,19 @@ def summary(gaps: Sequence[CausedGap]) -> dict[str, Any] | None:
 
 
 def _answer_id(request_id: str) -> str:
-    return request_id.rsplit("-", 1)[0]  # the record's id has the number of the continuation
+    return request_id.rsplit("-", 1)[0]  # a record's id ends in the number of the choice
 
 
 def _parts(
     sample: Sample, request: dict[str, Any], steps: dict[int, Any]
 ) -> Iterator[Seconds | None]:
     token_s, token_step = request["token_s"], request["token_step"]
-    if not token_s or not sample.content_s:  # tokens need not have had a text
+    if not token_s or not sample.content_s:  # tokens without text bring no event
         yield from [None] * len(sample.itls_s)
         return
     if len(token_s) == len(sample.content_s):
         tokens = list(range(len(token_s)))
-    else:  # by when they came: both clocks run alike, and the last event is the last token's
+    else:  # match by time: both clocks run alike, and the last event belongs to the last token
         shift = sample.content_s[-1] - token_s[-1]
         tokens = [
             max(0, bisect_right(token_s, at_s - shift + EARLY_S) - 1) for at_s in sample.content_s
@@ -79,7 +81,7 @@ def _parts(
         for n in range(first + 1, last + 1):
             between = steps_between(token_step[n - 1], token_step[n])
             known = known and all(number in steps for number in between)
-            if token_step[n] not in between:  # from one engine to another
+            if token_step[n] not in between:  # the tokens come from two engines
                 parts["preemption"] += token_s[n] - token_s[n - 1]
             for cause, seconds in _of_token(between, steps).items():
                 parts[cause] += seconds
@@ -91,7 +93,8 @@ def _parts(
 
 
 def _of_token(between: range, steps: dict[int, Any]) -> Seconds:
-    """Between two tokens: the last step wrote the second, in the others it had no slot."""
+    """Return the seconds by cause between two tokens. The last step wrote the second token; in
+    the steps before, the request had no slot."""
     found = dict.fromkeys(CAUSES, 0.0)
     for number in between:
         since = steps[number]["since_s"] if number in steps else {}

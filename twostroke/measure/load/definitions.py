@@ -1,4 +1,4 @@
-"""What the figures mean: one set of definitions for every command, report and test."""
+"""Definitions of the figures, for every command, report and test."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 from twostroke.observe.record import RequestRecord
 
 DEFINITIONS = {
-    "ttft": "time to first token: from when the request was due to be sent (its scheduled time, "
-    "not the time at which the client got round to it) to the first event with content; the "
-    "role, empty deltas and prefill progress are no content",
+    "ttft": "time to first token: from the scheduled time of the request (not from the time at "
+    "which the client sent the request) to the first event with content; the role, empty deltas "
+    "and prefill progress are not content",
     "itl": "inter-token latency: time between two successive events with content of one request; "
     "an event that brings several tokens counts once",
     "tpot": "time per output token: (last content event - first content event) / (output tokens "
     "- 1), one figure a request; requests with one token have none",
     "e2el": "end-to-end latency: from the scheduled time to the last content event",
-    "output tokens": "as the server's usage says; where it says nothing, events with content",
+    "output tokens": "from the usage that the server reports, else the number of events with "
+    "content",
     "throughput": "tokens of requests that succeeded, divided by the time from the first "
     "scheduled send to the last answer's end",
-    "goodput": "requests a second that succeeded and met every goal given",
-    "cause of a gap": "of the time between two tokens, in the server's step records: decode (the "
-    "stream's own step), prefill (prompts of others in it), preemption (steps without a slot for "
-    "it), host (the device had nothing to do); what the client saw beyond that is outside",
+    "goodput": "requests a second that succeeded and met every goal",
+    "cause of a gap": "from the server's step records: decode (the stream's own step), prefill "
+    "(prompts of other requests in that step), preemption (steps without a slot for the stream), "
+    "host (the device was idle), outside (the rest of the time that the client saw)",
 }
 
 
@@ -34,17 +35,17 @@ class Sample:
 
     scheduled_s: float
     sent_s: float = 0.0
-    content_s: list[float] = field(default_factory=list)  # when each event with content came
+    content_s: list[float] = field(default_factory=list)  # arrival of each event with content
     ended_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int | None = None  # None: the server does not say
+    cached_tokens: int | None = None  # None: not reported
     text: str = ""
     request_id: str = ""  # as the server named it
     finish_reason: str | None = None
     error: str = ""
-    status: int | None = None  # of a refusal
-    timings: dict[str, Any] | None = None  # the server's own, as llama.cpp and twostroke send them
+    status: int | None = None  # HTTP status of an error
+    timings: dict[str, Any] | None = None  # `timings` of llama.cpp and twostroke
 
     @property
     def ok(self) -> bool:
@@ -52,7 +53,7 @@ class Sample:
 
     @property
     def lag_s(self) -> float:
-        """How much later than scheduled it was sent."""
+        """The delay between the scheduled time and the sending."""
         return self.sent_s - self.scheduled_s
 
     @property
@@ -75,8 +76,8 @@ class Sample:
 
 
 def engine_sample(record: RequestRecord) -> Sample:
-    """A request as the engine saw it, without a client: due when it was received, its content
-    events its tokens."""
+    """Return the sample of a request without a client: the engine received the request when it
+    was due, and every token is an event."""
     sample = Sample(record.received_s, record.received_s, record.token_s.tolist())
     sample.ended_s = record.finished_s
     sample.prompt_tokens, sample.output_tokens = record.num_prompt, len(record.token_s)
@@ -85,7 +86,7 @@ def engine_sample(record: RequestRecord) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Seconds a request must stay within to count for goodput; None: no matter."""
+    """Upper limits, in seconds, of a request that counts for goodput; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -93,7 +94,7 @@ class Goals:
 
     @property
     def given_ms(self) -> dict[str, float]:
-        """Those that are given, by metric."""
+        """The limits that are set, in milliseconds, by metric."""
         goals = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.e2el_s}
         return {name: 1e3 * goal for name, goal in goals.items() if goal is not None}
 
@@ -113,5 +114,5 @@ class Goals:
 
 
 def goodput(samples: Sequence[Sample], goals: Goals, duration_s: float) -> float:
-    """Requests a second that met the goals."""
+    """Return the requests a second that met the goals."""
     return sum(map(goals.met, samples)) / duration_s if duration_s else 0.0

@@ -1,7 +1,7 @@
-"""A small asynchronous HTTP client that notes when each piece of an answer arrived.
+"""A small asynchronous HTTP client that records the arrival time of each piece of an answer.
 
-The time of a piece is taken when the event loop reads it from the socket, before it is parsed, so
-that parsing one answer does not make another look late.
+The client takes the time when the event loop reads a piece from the socket, before parsing. So the
+parsing of one answer does not delay the arrival time of another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class ServerError(TwostrokeError):
-    """A server cannot be reached, or answers with an error. `status`: of the answer, if any."""
+    """A server that cannot be reached or answers with an error. `status` is None without answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -31,24 +31,28 @@ class ServerError(TwostrokeError):
 
 
 class Piece(NamedTuple):
-    at_s: float  # perf_counter when it was read
+    """Bytes of an answer's body and their arrival time."""
+
+    at_s: float  # `perf_counter` at the read
     data: bytes
 
 
 class Endpoint:
-    """A server's address, and how its requests are authorised."""
+    """A server's address and API key."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerError(f"{shown(url)} is no address; give one like http://localhost:8000")
+            raise ServerError(
+                f"{shown(url)} is not an address; give an address like http://localhost:8000"
+            )
         self.secure = parts.scheme == "https"
         self.host = parts.hostname
         try:
             self.port = parts.port or (443 if self.secure else 80)
         except ValueError:
             raise ServerError(f"{shown(url)}: the port must be a number up to 65535") from None
-        # A client's base_url ends in /v1; the routes are given with it.
+        # The base_url of OpenAI clients ends in /v1, and our routes begin with /v1.
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self.base}"
         self._headers = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
@@ -61,8 +65,8 @@ class Endpoint:
         ).encode()
 
 
-class Connection(asyncio.Protocol):
-    """One request after the other over one connection."""
+class ClientConnection(asyncio.Protocol):
+    """An HTTP/1.1 connection that sends one request after the other."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -75,7 +79,7 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     @classmethod
-    async def open(cls, endpoint: Endpoint) -> Connection:
+    async def open(cls, endpoint: Endpoint) -> ClientConnection:
         loop = asyncio.get_running_loop()
         context = ssl.create_default_context() if endpoint.secure else None
         connecting = loop.create_connection(
@@ -85,12 +89,14 @@ class Connection(asyncio.Protocol):
             _, connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
             reason = str(error) or "no answer"
-            if error.errno is not None and error.errno > 0:  # below: the name's, not the system's
+            if (
+                error.errno is not None and error.errno > 0
+            ):  # negative: a resolver error, not an errno
                 reason = os.strerror(error.errno)
             elif error.strerror:
                 reason = error.strerror
             raise ServerError(
-                f"nobody answers at {endpoint.url} ({reason}); start a server there, or give "
+                f"no server answers at {endpoint.url} ({reason}); start a server there, or give "
                 "another address"
             ) from None
         return connection
@@ -101,7 +107,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def refused(self) -> bool:
-        """Closed without a word, as a server does with a connection that was idle for long."""
+        """True if the server closed the connection without an answer, as after a long idle time."""
         return self._closed and not self.status
 
     @property
@@ -111,7 +117,7 @@ class Connection(asyncio.Protocol):
     async def request(
         self, method: str, path: str, body: bytes = b"", timeout_s: float | None = None
     ) -> AsyncGenerator[Piece]:
-        """The answer's body as it comes. Raises `ServerError` unless the status is 200."""
+        """Yield the answer's body as it arrives. Raise `ServerError` unless the status is 200."""
         self._begin()
         assert self._transport is not None
         self._transport.write(self._endpoint.head(method, path, len(body)) + body)
@@ -119,7 +125,7 @@ class Connection(asyncio.Protocol):
             while not (self._pieces or self._complete or self._closed):
                 self._waiter = asyncio.get_running_loop().create_future()
                 try:
-                    # Not wait_for: up to Python 3.11 it may lose a cancellation.
+                    # Not `wait_for`, which may lose a cancellation in Python 3.11.
                     async with asyncio.timeout(timeout_s):
                         await self._waiter
                 except TimeoutError:
@@ -134,12 +140,12 @@ class Connection(asyncio.Protocol):
             if self._complete and not self._pieces:
                 break
             if self._closed and not self._pieces:
-                raise ServerError("the server closed the connection before the answer was whole")
+                raise ServerError("the server closed the connection before the end of the answer")
         if self.status != 200:
             raise ServerError(_reason(self.status, self._refusal), self.status)
 
     def _begin(self) -> None:
-        """Ready for the next answer."""
+        """Reset the state for the next answer."""
         self.status = 0
         self._parser = httptools.HttpResponseParser(self)
         self._pieces.clear()
@@ -183,11 +189,11 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """Connections to one server, used again when they are free."""
+    """A pool of connections to one server."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._free: list[Connection] = []
+        self._free: list[ClientConnection] = []
 
     async def stream(
         self, method: str, path: str, body: bytes = b"", timeout_s: float | None = None
@@ -196,7 +202,7 @@ class Connections:
             used = self._free.pop() if self._free else None
             if used is not None and not used.reusable:
                 continue
-            connection = used or await Connection.open(self.endpoint)
+            connection = used or await ClientConnection.open(self.endpoint)
             try:
                 async for piece in connection.request(method, path, body, timeout_s):
                     yield piece
@@ -211,7 +217,7 @@ class Connections:
                     connection.close()
 
     async def fetch(self, path: str, body: Any = None, timeout_s: float = 60.0) -> bytes:
-        """The whole answer to a GET, or with a body (sent as JSON) to a POST."""
+        """Return the whole answer to a GET, or to a POST if there is a JSON body."""
         method = "GET" if body is None else "POST"
         sent = b"" if body is None else json.dumps(body).encode()
         pieces = [piece.data async for piece in self.stream(method, path, sent, timeout_s)]
@@ -222,7 +228,7 @@ class Connections:
         try:
             return json.loads(content)
         except ValueError:
-            raise ServerError(f"{path} answered with something that is not JSON") from None
+            raise ServerError(f"the answer of {path} is not JSON") from None
 
     def close(self) -> None:
         for connection in self._free:
@@ -231,11 +237,11 @@ class Connections:
 
 
 def _reason(status: int, body: bytes) -> str:
-    """What the server says is wrong."""
+    """Return the error message of an answer with a status other than 200."""
     text = body.decode(errors="replace").strip()
     try:
-        said = json.loads(text)
-        error = said.get("error", said) if isinstance(said, dict) else text
+        answer = json.loads(text)
+        error = answer.get("error", answer) if isinstance(answer, dict) else text
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except ValueError:
         pass

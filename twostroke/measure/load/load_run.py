@@ -1,5 +1,4 @@
-"""Sends a workload and gathers samples, watching the client itself: a figure counts only if the
-client was there to take it."""
+"""Open-loop and closed-loop runs of a workload, with a check that the client itself is on time."""
 
 from __future__ import annotations
 
@@ -12,32 +11,35 @@ from time import perf_counter
 
 from twostroke.measure.load.definitions import Sample
 from twostroke.measure.load.sample_client import OpenAIClient
-from twostroke.measure.load.workload import Planned
+from twostroke.measure.load.workload import PlannedRequest
 
 TICK_S = 0.01
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
+    """The samples of one run of a workload."""
+
     samples: list[Sample]
     started_s: float
     ended_s: float
-    loop_lags_s: list[float] = field(default_factory=list)  # how late the event loop was
-    most_running: int = 0
+    loop_lags_s: list[float] = field(default_factory=list)  # delays of the event loop
+    max_running: int = 0
 
     @property
     def duration_s(self) -> float:
         return self.ended_s - self.started_s
 
 
-class LoopWatch:
-    """Wakes up every 10 ms and notes how late: so late may any time stamp of this process be."""
+class EventLoopWatch:
+    """A task that wakes up every 10 ms and records its delay, which bounds the error of any time
+    stamp of this process."""
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> LoopWatch:
+    async def __aenter__(self) -> EventLoopWatch:
         self._task = asyncio.get_running_loop().create_task(self._watch())
         return self
 
@@ -56,7 +58,7 @@ class LoopWatch:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """A garbage collection would be a gap in every stream."""
+    """Disable garbage collection, which would add a gap to every stream."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -69,22 +71,22 @@ def no_collections() -> Iterator[None]:
 
 async def run_open_loop(
     client: OpenAIClient,
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedRequest],
     max_concurrency: int | None = None,
     done: Callable[[Sample], None] = lambda sample: None,
-) -> Run:
-    """Every request is sent when it is due, whatever has been answered by then. With
-    `max_concurrency` it may have to wait, which counts as its latency."""
+) -> LoadRun:
+    """Send every request at its scheduled time, regardless of answers. With `max_concurrency` a
+    request may wait in the client, which counts as latency."""
     room = asyncio.Semaphore(max_concurrency) if max_concurrency else None
-    running = most = 0
+    running = max_running = 0
     samples: list[Sample | None] = [None] * len(planned)
 
-    async def one(number: int, request: Planned, due_s: float) -> None:
-        nonlocal running, most
+    async def one(number: int, request: PlannedRequest, due_s: float) -> None:
+        nonlocal running, max_running
         if room is not None:
             await room.acquire()
         running += 1
-        most = max(most, running)
+        max_running = max(max_running, running)
         try:
             sample = await client.send(request, due_s)
         finally:
@@ -95,7 +97,7 @@ async def run_open_loop(
         done(sample)
 
     with no_collections():
-        async with LoopWatch() as watch, asyncio.TaskGroup() as tasks:
+        async with EventLoopWatch() as watch, asyncio.TaskGroup() as tasks:
             started = perf_counter()
             for number, request in enumerate(planned):
                 due = started + request.at_s
@@ -103,17 +105,17 @@ async def run_open_loop(
                     await asyncio.sleep(wait)
                 tasks.create_task(one(number, request, due))
     found = [sample for sample in samples if sample is not None]
-    return Run(found, started, max(s.ended_s for s in found), watch.lags_s, most)
+    return LoadRun(found, started, max(s.ended_s for s in found), watch.lags_s, max_running)
 
 
 async def run_closed_loop(
     client: OpenAIClient,
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedRequest],
     concurrency: int,
     done: Callable[[Sample], None] = lambda sample: None,
-) -> Run:
-    """`concurrency` users, each of whom sends the next request when the last is answered: a
-    request is due when its user is free."""
+) -> LoadRun:
+    """Send from `concurrency` users. Each user sends the next request after the last answer, and
+    that moment is the scheduled time of the request."""
     samples: list[Sample] = []
     waiting = iter(planned)
 
@@ -124,9 +126,9 @@ async def run_closed_loop(
             done(sample)
 
     with no_collections():
-        async with LoopWatch() as watch, asyncio.TaskGroup() as tasks:
+        async with EventLoopWatch() as watch, asyncio.TaskGroup() as tasks:
             started = perf_counter()
             for _ in range(min(concurrency, len(planned))):
                 tasks.create_task(user())
     ended = max(sample.ended_s for sample in samples)
-    return Run(samples, started, ended, watch.lags_s, min(concurrency, len(planned)))
+    return LoadRun(samples, started, ended, watch.lags_s, min(concurrency, len(planned)))

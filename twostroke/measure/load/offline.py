@@ -1,4 +1,4 @@
-"""`bench latency` and `bench throughput`: an engine in this process, without a server."""
+"""`bench latency` and `bench throughput`: measurements of an engine in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from twostroke.measure.load.definitions import DEFINITIONS, Sample, engine_sample
 from twostroke.measure.load.result import SCHEMA, environment, values_ms
 from twostroke.measure.load.stats import percentile, spread
-from twostroke.measure.load.workload import Prompts, random_lengths
+from twostroke.measure.load.workload import PromptGenerator, random_lengths
 from twostroke.observe.record import RequestRecord
 from twostroke.request import SamplingParams
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from twostroke.llm import LLM
 
 OFFLINE = {
-    "without a server": "the engine's own times: a request is due when the engine received it, and "
-    "every token is an event",
-    "latency": "from handing a batch to the engine to the last token of its last request",
+    "without a server": "times of the engine: a request is due when the engine receives the "
+    "request, and every token is an event",
+    "latency": "from the start of a batch to the last token of its last request",
 }
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-BINS = 60  # of the run, in the report's picture
+BINS = 60  # time intervals in the report's chart
 
 
 def latency(
@@ -35,7 +35,7 @@ def latency(
     iterations: int,
     tell: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Seconds from a batch of prompts to all their answers, under vLLM's names, and by phase."""
+    """Measure the seconds of a batch of requests, under vLLM's names, and the phases."""
     taken: list[float] = []
     samples: list[Sample] = []
     for turn in range(warmups + iterations):
@@ -61,7 +61,7 @@ def latency(
 def throughput(
     llm: LLM, count: int, input_len: int, output_len: int, range_ratio: float, seed: int
 ) -> dict[str, Any]:
-    """All requests at once, under vLLM's names."""
+    """Measure the throughput of requests that are sent all at once, under vLLM's names."""
     lengths = random_lengths(count, input_len, output_len, range_ratio, seed)
     _generate(llm, _prompts("warm up", lengths[:4]), [2] * len(lengths[:4]))
     prompts = _prompts("throughput", lengths)
@@ -85,8 +85,8 @@ def throughput(
 
 
 def over_time(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Tokens read by prefill and written by decode, in equal stretches of the run. A chunk counts
-    when it was planned."""
+    """Return the tokens of prefill and of decode in equal intervals of the run. The tokens of a
+    prefill chunk count at the time when the chunk was planned."""
     begin = min(record.received_s for record in records)
     size = max((record.finished_s - begin) / BINS for record in records) or 1.0
     counts = {"prefill": [0] * BINS, "decode": [0] * BINS}
@@ -99,7 +99,7 @@ def over_time(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _by_phase(samples: Sequence[Sample]) -> dict[str, Any]:
-    """TTFT and TPOT of the requests and the gaps between their tokens, with every value."""
+    """Return the statistics of TTFT, TPOT and ITL, and every value of TTFT and TPOT."""
     values = values_ms(samples)
     found: dict[str, Any] = {}
     for name in ("ttft", "tpot", "itl"):
@@ -122,7 +122,7 @@ def _records(outputs: Sequence[Any]) -> list[RequestRecord]:
 
 
 def _prompts(name: str, lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
-    prompts = Prompts(0, name, as_text=False)
+    prompts = PromptGenerator(0, name, as_text=False)
     return [list(prompts.unique(n, size)) for n, (size, _) in enumerate(lengths)]  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""A progress bar for a run of requests, with what they took so far."""
+"""A progress bar for a run of requests, with the median TTFT so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twostroke.measure.load.definitions import Sample
 
 class Progress:
     def __init__(self, total: int | None, shown: bool) -> None:
-        """`total`: None where it is not known."""
+        """`total` is None if the number of requests is not known."""
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -54,7 +54,7 @@ class Progress:
         self._bar.update(self._task, advance=1, description=" · ".join(words))
 
     def tried(self, row: dict[str, Any]) -> None:
-        """A rate of a search is done."""
+        """Print the result of one rate of a search."""
         word = "met" if row["met"] else "not met"
         self._bar.console.print(
             f"{row['request_rate']:8.2f} requests a second: goals {word} by {row['share']:.0%}",

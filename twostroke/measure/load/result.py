@@ -1,4 +1,4 @@
-"""A run's figures under vLLM's names, and whether they may be believed."""
+"""The figures of a run under vLLM's names, and the checks that certify the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from twostroke import __version__
 from twostroke.measure.load.definitions import DEFINITIONS, Goals, Sample, goodput
-from twostroke.measure.load.load_run import Run
-from twostroke.measure.load.stats import least_samples, percentile, percentile_interval, spread
+from twostroke.measure.load.load_run import LoadRun
+from twostroke.measure.load.stats import min_samples, percentile, percentile_interval, spread
 
 SCHEMA = 1
 METRICS = ("ttft", "tpot", "itl", "e2el")
-LAG_S = 0.005  # of the client; less is in nobody's way
-CACHED_SHARE = 0.01  # of prompts that are all different
+LAG_S = 0.005  # delay of the client that is always allowed
+CACHED_SHARE = 0.01  # share of prompt tokens that the cache may answer beyond the expected
 
 
 def environment() -> dict[str, Any]:
@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
 
 
 def values_ms(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """By metric, in ms; of requests that succeeded."""
+    """Return the values in ms by metric, of requests that succeeded."""
     good = [sample for sample in samples if sample.ok]
     return {
         "ttft": [1e3 * sample.ttft_s for sample in good],
@@ -43,19 +43,21 @@ def values_ms(samples: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def problems(
-    run: Run, percentiles: Sequence[float], cached_expected: float | None, limited: bool
+    run: LoadRun, percentiles: Sequence[float], cached_expected: float | None, limited: bool
 ) -> list[str]:
-    """Why the run's figures do not count; nothing if they do.
+    """Return the reasons why the run is not certified.
 
     `cached_expected`: the share of the prompts that the prefix cache may answer; None: any.
-    `limited`: whether requests may wait in the client (--max-concurrency), so that being sent late
-    is no fault of it.
+    `limited`: True if requests may wait in the client because of --max-concurrency, so that a late
+    send is not an error of the client.
     """
     found, good = [], [sample for sample in run.samples if sample.ok]
     failed = [sample.error for sample in run.samples if not sample.ok]
     if failed:
-        most, times = Counter(failed).most_common(1)[0]
-        found.append(f"{len(failed)} of {len(run.samples)} requests failed ({times} times: {most})")
+        error, times = Counter(failed).most_common(1)[0]
+        found.append(
+            f"{len(failed)} of {len(run.samples)} requests failed ({times} times: {error})"
+        )
     if not good:
         return found
     gaps = [gap for sample in good for gap in sample.itls_s]
@@ -63,36 +65,36 @@ def problems(
     lag = percentile(run.loop_lags_s, 99)
     if lag > allowed:
         found.append(
-            f"the client was late: its event loop by {1e3 * lag:.1f} ms in one of 100 cases, and "
-            f"{1e3 * allowed:.1f} ms are allowed; give it a core of its own"
+            f"the client was late: the p99 delay of its event loop was {1e3 * lag:.1f} ms, and "
+            f"{1e3 * allowed:.1f} ms are allowed; give the client its own core"
         )
     sent_late = percentile([sample.lag_s for sample in run.samples], 99)
     allowed = max(LAG_S, 0.1 * statistics.median(sample.ttft_s for sample in good))
     if not limited and sent_late > allowed:
         found.append(
-            f"the client was late: one of 100 requests left {1e3 * sent_late:.1f} ms after it was "
-            f"due, and {1e3 * allowed:.1f} ms are allowed"
+            f"the client was late: the p99 delay of sending a request was {1e3 * sent_late:.1f} "
+            f"ms, and {1e3 * allowed:.1f} ms are allowed"
         )
-    said = [sample for sample in good if sample.cached_tokens is not None]
-    if said and cached_expected is not None:
-        prompt = sum(sample.prompt_tokens for sample in said)
-        share = sum(sample.cached_tokens or 0 for sample in said) / max(1, prompt)
+    reported = [sample for sample in good if sample.cached_tokens is not None]
+    if reported and cached_expected is not None:
+        prompt = sum(sample.prompt_tokens for sample in reported)
+        share = sum(sample.cached_tokens or 0 for sample in reported) / max(1, prompt)
         if share > cached_expected + CACHED_SHARE:
             found.append(
-                f"the prefix cache answered {share:.0%} of the prompts, and it should have "
-                f"{cached_expected:.0%}: the server has seen them before"
+                f"the prefix cache answered {share:.0%} of the prompt tokens instead of "
+                f"{cached_expected:.0%}: the server has seen the prompts before"
             )
     for share in percentiles:
-        if len(good) < least_samples(share):
+        if len(good) < min_samples(share):
             found.append(
-                f"{len(good)} requests are too few for a p{share:g} of a figure a request; send "
-                f"{least_samples(share)}, or ask for another with --metric-percentiles"
+                f"{len(good)} requests are too few for a p{share:g}; send {min_samples(share)} "
+                "requests, or choose another percentile with --metric-percentiles"
             )
     return found
 
 
 def result(
-    run: Run,
+    run: LoadRun,
     *,
     percentiles: Sequence[float],
     goals: Goals,
@@ -100,7 +102,7 @@ def result(
     cached_expected: float | None,
     detailed: bool = False,
 ) -> dict[str, Any]:
-    """`settings`: what was asked for, under vLLM's names."""
+    """Return the result of a run. `settings`: the options of the run under vLLM's names."""
     samples = run.samples
     good = [sample for sample in samples if sample.ok]
     duration = run.duration_s
@@ -121,7 +123,7 @@ def result(
         "request_goodput": goodput(samples, goals, duration) if goals.given else None,
         "output_throughput": tokens_out / duration if duration else 0.0,
         "total_token_throughput": (tokens_in + tokens_out) / duration if duration else 0.0,
-        "max_concurrent_requests": run.most_running,
+        "max_concurrent_requests": run.max_running,
     }
     intervals: dict[str, list[float] | None] = {}
     for name, values in values_ms(samples).items():
@@ -145,8 +147,8 @@ def result(
     return found
 
 
-def detail(run: Run) -> dict[str, Any]:
-    """Every request, under vLLM's names."""
+def detail(run: LoadRun) -> dict[str, Any]:
+    """Return the values of every request, under vLLM's names."""
     samples = run.samples
     return {
         "request_ids": [sample.request_id for sample in samples],

@@ -1,4 +1,4 @@
-"""One request to a server, streamed, as a `Sample`."""
+"""A client that streams one request from a server and returns a `Sample`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from twostroke.measure.load.definitions import Sample
 from twostroke.measure.load.http_client import Connections, ServerError
-from twostroke.measure.load.workload import Planned
+from twostroke.measure.load.workload import PlannedRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OTHER_ROUTES = "bench serve --backend openai-chat, phases --chat"
@@ -17,7 +17,7 @@ IDLE_TIMEOUT_S = 600.0  # between two pieces of an answer
 
 
 class OpenAIClient:
-    """Sends requests to one route of a server and notes when their tokens came."""
+    """A client of one route of a server, which records when tokens arrive."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class OpenAIClient:
         self._extra = dict(extra or {})
         self._ignore_eos, self._keep_text = ignore_eos, keep_text
 
-    def body(self, planned: Planned) -> dict[str, Any]:
+    def body(self, planned: PlannedRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         if self.model is not None:
             body["model"] = self.model
@@ -50,10 +50,13 @@ class OpenAIClient:
         return body | self._extra | (planned.extra or {})
 
     async def send(
-        self, planned: Planned, scheduled_s: float, into: Sample | None = None
+        self, planned: PlannedRequest, scheduled_s: float, into: Sample | None = None
     ) -> Sample:
-        """Never raises for what the server does: the sample has the error. `into`: a sample to fill
-        while the answer comes, for who looks at it meanwhile or breaks it off."""
+        """Send a request and return its sample. An error of the server is in the sample.
+
+        `into`: a sample that is filled while the answer arrives, for a caller that reads the sample
+        meanwhile or cancels the request.
+        """
         sample = into or Sample(scheduled_s)
         body = json.dumps(self.body(planned)).encode()
         sample.sent_s = perf_counter()
@@ -88,8 +91,8 @@ class OpenAIClient:
         except ValueError:
             raise ServerError("the server streamed an event that is not JSON") from None
         if error := event.get("error"):
-            said = error.get("message", error) if isinstance(error, dict) else error
-            raise ServerError(f"the stream ended with an error: {said}")
+            message = error.get("message", error) if isinstance(error, dict) else error
+            raise ServerError(f"the stream ended with an error: {message}")
         sample.request_id = sample.request_id or str(event.get("id") or "")
         if isinstance(event.get("timings"), dict):
             sample.timings = event["timings"]
@@ -109,7 +112,7 @@ class OpenAIClient:
 
 
 def _content(choice: dict[str, Any]) -> str:
-    """What a choice of an event brings: text, reasoning, or a part of a tool call."""
+    """Return the content of a choice: text, reasoning, or a part of a tool call."""
     if "text" in choice:
         return choice["text"] or ""
     delta = choice.get("delta") or {}
@@ -119,8 +122,8 @@ def _content(choice: dict[str, Any]) -> str:
     return text or ""
 
 
-async def send_first(client: OpenAIClient, planned: Planned) -> Sample:
-    """A request that has to succeed before others make sense; raises with what to do."""
+async def send_first(client: OpenAIClient, planned: PlannedRequest) -> Sample:
+    """Send a first request, and raise `ServerError` with a hint if the request fails."""
     sample = await client.send(planned, perf_counter())
     if sample.ok:
         return sample
@@ -128,15 +131,15 @@ async def send_first(client: OpenAIClient, planned: Planned) -> Sample:
     if sample.status == 404:
         known = await known_models(client.connections)
         if known and client.model not in known:
-            hint = "; give one that the server has with --model"
+            hint = "; choose a model of the server with --model"
             if not any(name in sample.error for name in known):
                 hint += f": {', '.join(known[:8])}"
-    said = sample.error.rstrip(".") if hint else sample.error
-    raise ServerError(f"a first request to {client.route} failed: {said}{hint}")
+    message = sample.error.rstrip(".") if hint else sample.error
+    raise ServerError(f"a first request to {client.route} failed: {message}{hint}")
 
 
 async def known_models(connections: Connections) -> list[str]:
-    """What the server calls its models; nothing where it does not say."""
+    """Return the names of the server's models, or nothing without /v1/models."""
     try:
         listed = await connections.fetch_json("/v1/models")
         return [str(one["id"]) for one in listed["data"]]
@@ -145,19 +148,19 @@ async def known_models(connections: Connections) -> list[str]:
 
 
 async def first_model(connections: Connections) -> dict[str, Any]:
-    """The first model that the server says it has; a clear error if it is no such server."""
+    """Return the first model of /v1/models. Raise `ServerError` if there is none."""
     try:
         listed = await connections.fetch_json("/v1/models")
         models = listed["data"]
     except ServerError as error:
         if error.status == 404:
             raise ServerError(
-                f"{connections.endpoint.url} has no /v1/models: it is no OpenAI-compatible server; "
-                "name the model with --model if it is one"
+                f"{connections.endpoint.url} has no /v1/models, so it does not look like an "
+                "OpenAI-compatible server; if it is one, name the model with --model"
             ) from None
         raise
     except (KeyError, TypeError):
-        raise ServerError("/v1/models did not answer as OpenAI's does") from None
+        raise ServerError("the answer of /v1/models is not in OpenAI's format") from None
     if not models:
         raise ServerError("the server has no model loaded")
     return dict(models[0])

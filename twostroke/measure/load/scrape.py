@@ -1,4 +1,4 @@
-"""A server's own figures: `/metrics` (vLLM's, SGLang's, llama-server's or ours) and who it is."""
+"""Reads `/metrics` of vLLM, SGLang, llama-server or twostroke, and identifies the server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from twostroke.measure.load.http_client import Connections, ServerError
 
-# What the servers call the same thing, most telling first.
+# Names of one figure in the servers, the most precise first.
 NAMES = {
     "prefix_hits": ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
     "prefix_queries": ("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total"),
@@ -47,9 +47,8 @@ NAMES = {
 }
 
 
-class Metrics:
-    """One scrape: the sum over the labels of every series, by name; of a histogram's buckets, by
-    their upper bounds, too."""
+class MetricsScrape:
+    """One scrape of /metrics, summed over the labels of each series and of each bucket."""
 
     def __init__(self, text: str) -> None:
         self.series: dict[str, float] = {}
@@ -59,28 +58,28 @@ class Metrics:
                 self.series[sample.name] = self.series.get(sample.name, 0.0) + sample.value
                 if sample.name.endswith("_bucket") and "le" in sample.labels:
                     bound = float(sample.labels["le"])
-                    of = self.buckets.setdefault(sample.name.removesuffix("_bucket"), {})
-                    of[bound] = of.get(bound, 0.0) + sample.value
+                    counts = self.buckets.setdefault(sample.name.removesuffix("_bucket"), {})
+                    counts[bound] = counts.get(bound, 0.0) + sample.value
 
-    def get(self, what: str) -> float | None:
-        """A figure of `NAMES`; None where the server does not have it."""
-        for name in NAMES[what]:
+    def get(self, figure: str) -> float | None:
+        """Return a figure of `NAMES`, or None if the server does not export the figure."""
+        for name in NAMES[figure]:
             if name in self.series:
                 return self.series[name]
         return None
 
 
-async def scrape(connections: Connections) -> Metrics | None:
-    """None where the server has no /metrics, or none that can be read."""
+async def scrape(connections: Connections) -> MetricsScrape | None:
+    """Scrape /metrics. Return None if the server has no readable /metrics."""
     try:
         text = await connections.fetch("/metrics", timeout_s=10.0)
-        return Metrics(text.decode(errors="replace"))
+        return MetricsScrape(text.decode(errors="replace"))
     except (ServerError, ValueError):
         return None
 
 
 async def identify(connections: Connections) -> dict[str, Any]:
-    """Which server this is, as far as it says."""
+    """Return the URL, the kind and the version of the server, as far as they are known."""
     metrics = await scrape(connections)
     names = " ".join(metrics.series) if metrics is not None else ""
     kind = "unknown"
@@ -95,8 +94,8 @@ async def identify(connections: Connections) -> dict[str, Any]:
             break
     found: dict[str, Any] = {"url": connections.endpoint.url, "kind": kind}
     try:
-        said = await connections.fetch_json("/version", timeout_s=10.0)
-        found["version"] = said.get("version") if isinstance(said, dict) else None
+        answer = await connections.fetch_json("/version", timeout_s=10.0)
+        found["version"] = answer.get("version") if isinstance(answer, dict) else None
     except ServerError:
         pass
     if kind == "unknown":
@@ -110,9 +109,9 @@ async def identify(connections: Connections) -> dict[str, Any]:
     return found
 
 
-def change(before: Metrics | None, after: Metrics | None, what: str) -> float | None:
-    """How much a counter grew; None where it is not known."""
+def change(before: MetricsScrape | None, after: MetricsScrape | None, figure: str) -> float | None:
+    """Return the growth of a counter between two scrapes, or None if it is not known."""
     if before is None or after is None:
         return None
-    end = after.get(what)
-    return None if end is None else end - (before.get(what) or 0.0)
+    end = after.get(figure)
+    return None if end is None else end - (before.get(figure) or 0.0)

@@ -1,4 +1,4 @@
-"""What `bench serve` found, as a page: distributions, the run over time, and the search's rates."""
+"""HTML report of `bench serve`: distributions, the run over time, and the rates of a search."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.measure.load.causes import CAUSES, UNKNOWN, CausedGap
 from twostroke.measure.load.result import values_ms
-from twostroke.measure.report.charts import Series, chart, cumulative, thinned
+from twostroke.measure.report.charts import Axis, Series, chart, cumulative, thinned
 from twostroke.measure.report.html import (
+    certificate,
     footing,
     page,
     plots,
@@ -17,7 +18,6 @@ from twostroke.measure.report.html import (
     stacked,
     table,
     tiles,
-    verdict,
 )
 from twostroke.measure.report.tables import (
     CAUSE_NAMES,
@@ -30,96 +30,93 @@ from twostroke.measure.report.tables import (
 )
 
 if TYPE_CHECKING:
-    from twostroke.measure.load.bench import Outcome
+    from twostroke.measure.load.bench import BenchOutcome
 
 COLORS = ("decode", "prefill", "preemption", "host", "communication", "queue")
 CAUSE_COLORS = dict(zip(CAUSES, COLORS, strict=True))
 
 
-def serve_page(outcome: Outcome) -> str:
-    found = outcome.result
+def serve_page(outcome: BenchOutcome) -> str:
+    result = outcome.result
     shares = [
-        key.split("_")[0] for key in found if key.startswith("p") and key.endswith("_ttft_ms")
+        key.split("_")[0] for key in result if key.startswith("p") and key.endswith("_ttft_ms")
     ]
     columns = ["mean", "median", *shares]
     rows = [
-        [title, *(milliseconds(found[f"{column}_{metric}_ms"]) for column in columns)]
+        [title, *(milliseconds(result[f"{column}_{metric}_ms"]) for column in columns)]
         for metric, title in NAMES.items()
     ]
     facts = (
-        f"{found['completed']:,} requests in {found['duration']:,.1f} s, "
-        f"{found['total_input_tokens']:,} tokens in, {found['total_output_tokens']:,} out, "
-        f"{_load(found)}; {_date(found['date'])}"
+        f"{result['completed']:,} requests in {result['duration']:,.1f} s, "
+        f"{result['total_input_tokens']:,} tokens in, {result['total_output_tokens']:,} out, "
+        f"{_load(result)}; {_date(result['date'])}"
     )
     body = [
-        verdict(found),
-        _tiles(found, shares[-1] if shares else "median"),
-        _search(found),
-        section("Latency", table(["", *columns], rows), "of a request; ITL of a gap"),
+        certificate(result),
+        _tiles(result, shares[-1] if shares else "median"),
+        _search(result),
+        section("Latency", table(["", *columns], rows), "per request; ITL per gap"),
         plots(_distributions(outcome, ["median", *(p for p in shares if p != "p50")])),
         plots(_over_time(outcome)),
-        _causes(found),
-        footing(found),
+        _causes(result),
+        footing(result),
     ]
-    subject = f"{found['model_id']} on {server_name(found['server'])}"
-    return page("bench serve", subject, facts, body, found)
+    subject = f"{result['model_id']} on {server_name(result['server'])}"
+    return page("bench serve", subject, facts, body, result)
 
 
 def _date(text: str) -> str:
     return datetime.strptime(text, "%Y%m%d-%H%M%S").strftime("%Y-%m-%d %H:%M")
 
 
-def _load(found: dict[str, Any]) -> str:
-    if found["dataset_name"] == "trace":
-        return "as the trace says"
-    if found["request_rate"] != "inf":
-        return f"sent at {found['request_rate']:.2f} a second"
-    users = found["max_concurrency"]
+def _load(result: dict[str, Any]) -> str:
+    if result["dataset_name"] == "trace":
+        return "at the times of the trace"
+    if result["request_rate"] != "inf":
+        return f"sent at {result['request_rate']:.2f} a second"
+    users = result["max_concurrency"]
     return f"{users} users" if users else "all at once"
 
 
-def _tiles(found: dict[str, Any], last: str) -> str:
+def _tiles(result: dict[str, Any], last: str) -> str:
     figures: list[tuple[str, str, str]] = [
-        (f"TTFT, {last}", milliseconds(found[f"{last}_ttft_ms"]), "prefill"),
-        (f"ITL, {last}", milliseconds(found[f"{last}_itl_ms"]), "decode"),
-        ("TPOT, median", milliseconds(found["median_tpot_ms"]), "decode"),
-        ("requests a second", f"{found['request_throughput']:,.2f}", "queue"),
-        ("tokens written a second", f"{found['output_throughput']:,.1f}", "queue"),
+        (f"TTFT, {last}", milliseconds(result[f"{last}_ttft_ms"]), "prefill"),
+        (f"ITL, {last}", milliseconds(result[f"{last}_itl_ms"]), "decode"),
+        ("TPOT, median", milliseconds(result["median_tpot_ms"]), "decode"),
+        ("requests a second", f"{result['request_throughput']:,.2f}", "queue"),
+        ("output tokens a second", f"{result['output_throughput']:,.1f}", "queue"),
     ]
-    if found["request_goodput"] is not None:
+    if result["request_goodput"] is not None:
         goals = ", ".join(
-            f"{SHORT[name]} {milliseconds(ms)}" for name, ms in found["goals"].items()
+            f"{SHORT[name]} {milliseconds(ms)}" for name, ms in result["goals"].items()
         )
         words = f"goodput, requests a second within {goals}"
-        figures.append((words, f"{found['request_goodput']:,.2f}", "good"))
+        figures.append((words, f"{result['request_goodput']:,.2f}", "good"))
     return tiles(figures)
 
 
-def _distributions(outcome: Outcome, shown: Sequence[str]) -> list[str]:
-    found, values = outcome.result, values_ms(outcome.run.samples)
+def _distributions(outcome: BenchOutcome, shown: Sequence[str]) -> list[str]:
+    result, values = outcome.result, values_ms(outcome.run.samples)
     figures = []
-    for metric, color, what in (
+    for metric, color, unit in (
         ("ttft", "prefill", "requests"),
         ("itl", "decode", "gaps"),
         ("tpot", "decode", "requests"),
         ("e2el", "queue", "requests"),
     ):
         marks = [
-            (found[f"{name}_{metric}_ms"], f"{name} {milliseconds(found[f'{name}_{metric}_ms'])}")
+            (result[f"{name}_{metric}_ms"], f"{name} {milliseconds(result[f'{name}_{metric}_ms'])}")
             for name in shown
         ]
-        goal = found["goals"].get(metric)
+        goal = result["goals"].get(metric)
         if goal is not None:
             marks.append((goal, f"goal {milliseconds(goal)}"))
         figures.append(
             chart(
                 NAMES[metric],
                 [Series("", cumulative(values[metric]), color, "area")],
-                "so long or shorter",
-                f"share of {what}",
-                x_unit="ms",
-                y_unit="%",
-                x_log=None,
+                Axis("at most this long", "ms", log=None),
+                Axis(f"share of {unit}", "%"),
                 marks=marks if values[metric] else (),
                 marks_below=True,
             )
@@ -127,27 +124,23 @@ def _distributions(outcome: Outcome, shown: Sequence[str]) -> list[str]:
     return figures
 
 
-def _over_time(outcome: Outcome) -> list[str]:
+def _over_time(outcome: BenchOutcome) -> list[str]:
     run = outcome.run
     due = [(s.scheduled_s - run.started_s, 1e3 * s.ttft_s) for s in run.samples if s.ok]
     return [
         chart(
             "TTFT over the run",
             [Series("", thinned(due), "prefill", "dots")],
-            "when the request was due, in seconds",
-            "time to first token",
-            y_unit="ms",
-            y_log=None,
+            Axis("when the request was due, in seconds"),
+            Axis("time to first token", "ms", log=None),
             wide=True,
         ),
         chart(
             "Gaps between tokens over the run",
             _gap_series(outcome.gaps, run.started_s),
-            "when the gap ended, in seconds",
-            "time between two tokens of a stream",
-            y_unit="ms",
-            y_log=None,
-            note="coloured by what took most of it" if _known(outcome.gaps) else "",
+            Axis("when the gap ended, in seconds"),
+            Axis("time between two tokens of a stream", "ms", log=None),
+            note="coloured by the largest cause" if _known(outcome.gaps) else "",
             wide=True,
         ),
     ]
@@ -158,7 +151,7 @@ def _known(gaps: Sequence[CausedGap]) -> bool:
 
 
 def _gap_series(gaps: Sequence[CausedGap], started_s: float) -> list[Series]:
-    """A series a cause; those that are rare are drawn last, so that they are seen."""
+    """Return one series for each cause. Rare causes are drawn last, on top."""
     if not _known(gaps):
         points = [(gap.at_s - started_s, 1e3 * gap.gap_s) for gap in gaps]
         return [Series("", thinned(points), "decode", "dots")]
@@ -177,8 +170,8 @@ def _gap_series(gaps: Sequence[CausedGap], started_s: float) -> list[Series]:
     ]
 
 
-def _causes(found: dict[str, Any]) -> str:
-    causes = found.get("gap_causes")
+def _causes(result: dict[str, Any]) -> str:
+    causes = result.get("gap_causes")
     if causes is None:
         return ""
     seconds = causes["seconds"]
@@ -188,14 +181,14 @@ def _causes(found: dict[str, Any]) -> str:
         for cause in CAUSES
         if seconds[cause] / total >= 0.0005
     ]
-    note = "all gaps together, by the server's step records"
+    note = "all gaps, from the server's step records"
     if causes["known_share"] < 0.995:
-        note += f"; the server still had those of {causes['known_share']:.0%} of the gaps"
+        note += f"; the server still had the records of {causes['known_share']:.0%} of the gaps"
     return section("Where the time between tokens went", stacked(parts), note)
 
 
-def _search(found: dict[str, Any]) -> str:
-    tried = found.get("search")
+def _search(result: dict[str, Any]) -> str:
+    tried = result.get("search")
     if not tried:
         return ""
     points = {
@@ -205,18 +198,18 @@ def _search(found: dict[str, Any]) -> str:
         for met in (True, False)
     }
     rates = sorted((*points[True], *points[False]))
-    most = max(rate for rate, _ in rates)
+    max_rate = max(rate for rate, _ in rates)
     best = max((rate for rate, _ in points[True]), default=0.0)
     figure = chart(
         "Goodput by request rate",
         [
-            Series("sent", [(0.0, 0.0), (most, most)], "soft", "dashes"),
+            Series("sent", [(0.0, 0.0), (max_rate, max_rate)], "soft", "dashes"),
             Series("goodput", [(0.0, 0.0), *rates], "decode"),
             Series("goals met", points[True], "good", "dots"),
             Series("not met", points[False], "bad", "dots"),
         ],
-        "requests a second sent",
-        "requests a second within the goals",
+        Axis("requests a second sent"),
+        Axis("requests a second within the goals"),
         marks=[(best, f"highest: {best:.2f} a second")] if best else (),
         wide=True,
     )

@@ -1,4 +1,4 @@
-"""Percentiles and spreads, and how far to trust them."""
+"""Percentiles, their confidence intervals, and summary statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between the closest ranks, as numpy and vLLM have it; `share` in %."""
+    """Return a percentile (`share` in %) with linear interpolation, as numpy and vLLM do."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -18,16 +18,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def least_samples(share: float) -> int:
-    """How many values a percentile needs before an interval can be given for it: 381 for a p99,
-    35 for a p90. With fewer, the largest value may well be below it."""
+def min_samples(share: float) -> int:
+    """Return the number of values that a percentile's interval needs: 381 for a p99, 35 for a
+    p90. With fewer values the largest one may lie below the percentile."""
     p = share / 100
     return math.floor(3.8416 * p / (1 - p)) + 1 if p < 1 else 1
 
 
 def percentile_interval(values: Sequence[float], share: float) -> tuple[float, float] | None:
-    """An interval that has the true percentile in it 95 times of 100, by order statistics; None
-    where there are too few values for one."""
+    """Return the 95% confidence interval of a percentile from order statistics, or None with too
+    few values."""
     count, p = len(values), share / 100
     if not count:
         return None
@@ -40,7 +40,7 @@ def percentile_interval(values: Sequence[float], share: float) -> tuple[float, f
 
 
 def spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles, under vLLM's names."""
+    """Return mean, median, standard deviation and percentiles, under vLLM's names."""
     found = {
         "mean": statistics.fmean(values) if values else 0.0,
         "median": statistics.median(values) if values else 0.0,

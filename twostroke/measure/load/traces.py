@@ -1,10 +1,10 @@
-"""Request traces, compressed (.gz) or not:
+"""Readers of request traces. A file may be compressed (.gz).
 
 Azure's CSV          times and lengths
-Mooncake's JSONL     and which blocks of the prompt are shared
-/records             requests of a twostroke server, as it has them
-bench results        of `bench serve --save-detailed`, ours and vLLM's: with start_times
-guidellm's export    of the first benchmark in it
+Mooncake's JSONL     times, lengths, and the blocks that prompts share
+/records             requests in the records of a twostroke server
+bench results        `bench serve --save-detailed` of twostroke and vLLM, with start_times
+guidellm's export    the first benchmark of the file
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from twostroke.errors import ConfigError, shown
 
-MOONCAKE_BLOCK = 512  # tokens of the prompt that one of its hash ids stands for
-SPREAD = 0.8  # of the logarithm of synthetic lengths: a 99th percentile of 4.7 means
+MOONCAKE_BLOCK = 512  # prompt tokens of one hash id
+SPREAD = 0.8  # deviation of the log of synthetic lengths: the p99 is 4.7 times the mean
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    at_s: float  # after the trace's first
+    """The arrival and the lengths of one request. Blocks with equal ids have equal tokens."""
+
+    at_s: float  # seconds after the first request of the trace
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()  # of `MOONCAKE_BLOCK` tokens: equal ids, equal tokens
+    blocks: tuple[int, ...] = ()  # ids of blocks of `MOONCAKE_BLOCK` tokens
 
 
 def read_trace(path: str, start_s: float = 0.0, seconds: float | None = None) -> list[TraceRequest]:
-    """The requests that arrive in `seconds` from `start_s`, with times from there."""
+    """Return the requests that arrive in `seconds` after `start_s`, with times from `start_s`."""
     found = []
     for request in _read(Path(path)):
         if seconds is not None and request.at_s >= start_s + seconds:
             break
         if request.at_s >= start_s:
             at_s = request.at_s - start_s
-            shifted = (at_s, request.prompt_tokens, request.output_tokens, request.blocks)
-            found.append(TraceRequest(*shifted))
+            found.append(replace(request, at_s=at_s))
     if not found:
         raise ConfigError(
             f"{path}: no request arrives in the {seconds or 0:g} s from {start_s:g} s"
@@ -54,8 +55,8 @@ def read_trace(path: str, start_s: float = 0.0, seconds: float | None = None) ->
 def scaled(
     requests: list[TraceRequest], speed: float = 1.0, shrink: float = 1.0, keep: int = 1
 ) -> list[TraceRequest]:
-    """The trace for a smaller machine: `speed` divides times, `shrink` divides lengths (blocks of
-    the prompt with them), and of `keep` requests one is kept."""
+    """Return the trace scaled to a smaller machine. `speed` divides times, `shrink` divides lengths
+    and block sizes, and one of each `keep` requests is kept."""
     return [
         TraceRequest(
             one.at_s / speed,
@@ -68,12 +69,10 @@ def scaled(
 
 
 def at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
-    """The trace with times scaled so that its requests come at this mean rate, in requests a
-    second."""
+    """Return the trace with times scaled to a mean rate in requests a second."""
     if len(requests) < 2 or requests[-1].at_s <= 0:
         raise ConfigError(
-            "--rate scales the times of a trace, and this one has no two requests at different "
-            "times"
+            "--rate scales the times of a trace, but all requests of this trace have the same time"
         )
     return scaled(requests, speed=rate * requests[-1].at_s / (len(requests) - 1))
 
@@ -81,8 +80,8 @@ def at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
 def synthetic(
     rate: float, seconds: float, mean_prompt: int, mean_output: int, seed: int = 0
 ) -> list[TraceRequest]:
-    """A trace where none is given: Poisson arrivals, log-normal lengths with these means. No two
-    prompts begin alike."""
+    """Return a synthetic trace with Poisson arrivals and log-normal lengths of these means. The
+    prompts share no prefix."""
     rng = random.Random(f"synthetic {seed}")
     found, at_s = [], 0.0
     while at_s < seconds:
@@ -123,10 +122,10 @@ def _read(path: Path) -> Iterator[TraceRequest]:
 
 def _unknown(path: Path, where: str) -> ConfigError:
     return ConfigError(
-        f"{path}, {where}: this is neither Azure's trace (a header {','.join(AZURE_COLUMNS)}) nor "
-        "Mooncake's (one JSON object a line with timestamp, input_length, output_length, "
-        "hash_ids) nor one JSON object: a twostroke server's /records, a result of bench serve "
-        "--save-detailed with start_times, or guidellm's export"
+        f"{path}, {where}: unknown format. Known are Azure's trace (a header "
+        f"{','.join(AZURE_COLUMNS)}), Mooncake's trace (one JSON object a line with timestamp, "
+        "input_length, output_length, hash_ids), a twostroke server's /records, a result of bench "
+        "serve --save-detailed with start_times, and guidellm's export"
     )
 
 
@@ -134,7 +133,7 @@ def _unknown(path: Path, where: str) -> ConfigError:
 
 
 def _document(first: str, lines: Iterator[str]) -> dict[str, Any] | None:
-    """The file as one JSON object; None if its lines are to be read one by one."""
+    """Return the file as one JSON object, or None if each line is an object."""
     try:
         content = json.loads(first)
     except ValueError:
@@ -150,21 +149,23 @@ def _document(first: str, lines: Iterator[str]) -> dict[str, Any] | None:
 
 def _exported(path: Path, content: dict[str, Any]) -> Iterator[TraceRequest]:
     key = next(key for key in _EXPORTS if key in content)
-    what, rows_of = _EXPORTS[key]
+    format_name, rows_of = _EXPORTS[key]
     try:
         rows = sorted(
             (float(at_s), int(prompt), int(output), number)
             for number, (at_s, prompt, output) in enumerate(rows_of(content))
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"{path}: this looks like {what}, but misses {error}") from None
+        raise ConfigError(
+            f"{path}: this looks like {format_name}, but is malformed: {error}"
+        ) from None
     for at_s, prompt, output, number in rows:
         if not (0 <= at_s < math.inf) or prompt < 0 or output < 0:
             raise ConfigError(
-                f"{path}: request {number} of {what} has the time {at_s:g} and {prompt} and "
-                f"{output} tokens; times and lengths are from 0"
+                f"{path}: request {number} of {format_name} has the time {at_s:g}, {prompt} prompt "
+                f"tokens and {output} output tokens; none of them may be negative"
             )
-        if output:  # else it failed
+        if output:  # a request without output failed
             yield TraceRequest(at_s - rows[0][0], max(1, prompt), output)
 
 
@@ -188,7 +189,8 @@ def _rows_of_guidellm(content: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]
 
 
 Rows = Callable[[dict[str, Any]], Iterator[tuple[Any, Any, Any]]]
-# A key that tells the kind of file: its name, and its requests' times, prompts and outputs.
+# A key of the file → the name of its format, and a function that yields time, prompt tokens and
+# output tokens of each request.
 _EXPORTS: dict[str, tuple[str, Rows]] = {
     "benchmarks": ("guidellm's export", _rows_of_guidellm),
     "input_lens": ("a result of bench serve", _rows_of_bench),
@@ -208,14 +210,18 @@ def _azure(path: Path, lines: Iterator[str]) -> Iterator[TraceRequest]:
             continue
         words = line.strip().split(",")
         try:
-            at = datetime.fromisoformat(words[0][:26])  # seven digits of a second are one too many
+            at = datetime.fromisoformat(
+                words[0][:26]
+            )  # Azure writes seven digits of a second; Python reads six
             prompt, output = int(words[1]), int(words[2])
         except (ValueError, IndexError):
             raise _malformed(path, number, line, "a time and two numbers of tokens") from None
         begun = begun or at
         at_s = (at - begun).total_seconds()
         if at_s < last or prompt < 0 or output < 0:
-            raise _malformed(path, number, line, "times that do not go back and lengths from 0")
+            raise _malformed(
+                path, number, line, "a request with an ascending time and lengths from 0"
+            )
         last = at_s
         yield TraceRequest(at_s, max(1, prompt), max(1, output))
 
@@ -234,7 +240,9 @@ def _mooncake(path: Path, first: str, lines: Iterator[str]) -> Iterator[TraceReq
                 raise _malformed(path, number, line, expected) from None
             begun = at if begun is None else begun
             if at - begun < last or prompt < 0 or output < 0:
-                raise _malformed(path, number, line, "times that do not go back, lengths from 0")
+                raise _malformed(
+                    path, number, line, "a request with an ascending time and lengths from 0"
+                )
             last = at - begun
             yield TraceRequest(last, max(1, prompt), max(1, output), blocks)
         line, number = next(lines, ""), number + 1

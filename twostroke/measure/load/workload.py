@@ -1,7 +1,7 @@
-"""What is sent: prompts of a given length, each its own unless the workload says what they share.
+"""Requests of a workload: prompts of a given length that share only what the workload says.
 
-Prompts are random token ids where the route takes ids (/v1/completions), else random words, whose
-number is fitted to the length by asking the server once (`words_per_token`).
+Prompts are random token ids if the route accepts ids (/v1/completions), else random words. The
+number of words for a length follows from `words_per_token`, which the client measures once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from twostroke.errors import ConfigError
 from twostroke.measure.load.traces import TraceRequest, block_tokens
 
-# Ids that are ordinary words in every large vocabulary: special tokens lie at either end.
+# Ids of ordinary words in every large vocabulary; special tokens lie at both ends.
 FIRST_ID, LAST_ID = 1000, 9999
 # fmt: off
 WORDS = [
@@ -30,12 +30,12 @@ WORDS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One request to be sent. `prompt`: token ids, a text, or a chat's messages."""
+class PlannedRequest:
+    """A request to send. `prompt`: token ids, a text, or the messages of a chat."""
 
     at_s: float
     prompt: list[int] | str | list[dict[str, Any]]
-    prompt_tokens: int  # as planned; the server's usage has the last word
+    prompt_tokens: int  # as planned; the usage that the server reports takes precedence
     output_tokens: int | None
     extra: dict[str, Any] | None = None
 
@@ -43,7 +43,7 @@ class Planned:
 def random_lengths(
     count: int, mean_in: int, mean_out: int, range_ratio: float, seed: int
 ) -> list[tuple[int, int]]:
-    """Lengths drawn evenly from `mean` times 1 ± `range_ratio` (vLLM's meaning)."""
+    """Return lengths drawn uniformly from `mean` times 1 ± `range_ratio`, as in vLLM."""
     if not 0 <= range_ratio < 1:
         raise ConfigError(f"--random-range-ratio {range_ratio:g}: give a number from 0 to below 1")
     rng = random.Random(f"lengths {seed}")
@@ -55,9 +55,9 @@ def random_lengths(
     return [(draw(mean_in), draw(mean_out)) for _ in range(count)]
 
 
-class Prompts:
-    """Prompts of as many tokens as asked for. `salt` makes them differ from another run's, which
-    a server's prefix cache may still hold."""
+class PromptGenerator:
+    """A generator of prompts of a given length. `salt` makes the prompts differ from those of
+    another run, which a server's prefix cache may still hold."""
 
     def __init__(self, seed: int, salt: str, as_text: bool, words_per_token: float = 1.0) -> None:
         self._seed = f"{seed} {salt}"
@@ -65,13 +65,13 @@ class Prompts:
         self._words_per_token = words_per_token
 
     def unique(self, number: int, tokens: int, prefix_tokens: int = 0) -> list[int] | str:
-        """`prefix_tokens` of it are the same in every prompt."""
+        """Return a prompt whose first `prefix_tokens` are the same in every prompt."""
         parts = [("prefix", prefix_tokens), (f"prompt {number}", max(1, tokens - prefix_tokens))]
         return self._join([self._part(name, size) for name, size in parts if size])
 
     def of_blocks(self, number: int, blocks: Sequence[int], size: int, tokens: int) -> Any:
-        """A prompt whose blocks of `size` tokens are those of the trace: prompts that share ids
-        share tokens. What is left over is its own."""
+        """Return a prompt made of blocks of `size` tokens. Prompts that share block ids share
+        tokens. The tokens after the last block are unique."""
         parts = []
         left = tokens
         for block in blocks:
@@ -97,10 +97,12 @@ class Prompts:
         return " ".join(units) if self._as_text else units
 
 
-def replayed(requests: list[TraceRequest], prompts: Prompts, shrink: float) -> list[Planned]:
+def replayed(
+    requests: list[TraceRequest], prompts: PromptGenerator, shrink: float
+) -> list[PlannedRequest]:
     size = block_tokens(shrink)
     return [
-        Planned(
+        PlannedRequest(
             one.at_s,
             prompts.of_blocks(n, one.blocks, size, one.prompt_tokens),
             one.prompt_tokens,
@@ -110,9 +112,9 @@ def replayed(requests: list[TraceRequest], prompts: Prompts, shrink: float) -> l
     ]
 
 
-def read_custom(path: str, output_tokens: int | None) -> list[Planned]:
-    """vLLM's `custom` data set: JSON lines with `prompt` and perhaps `output_tokens`; `messages`
-    are taken too."""
+def read_custom(path: str, output_tokens: int | None) -> list[PlannedRequest]:
+    """Read vLLM's `custom` data set: JSON lines with `prompt` or `messages`, and optionally
+    `output_tokens`."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -125,10 +127,10 @@ def read_custom(path: str, output_tokens: int | None) -> list[Planned]:
             entry = json.loads(line)
             prompt = entry["messages"] if "messages" in entry else entry["prompt"]
             wanted = entry.get("output_tokens", output_tokens)
-            planned.append(Planned(0.0, prompt, 0, None if wanted is None else int(wanted)))
+            planned.append(PlannedRequest(0.0, prompt, 0, None if wanted is None else int(wanted)))
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{path}, line {number}: this is no JSON object with `prompt` or `messages`"
+                f"{path}, line {number}: expected a JSON object with `prompt` or `messages`"
             ) from None
     if not planned:
         raise ConfigError(f"{path} has no prompts")

@@ -1,8 +1,8 @@
-"""`twostroke quality`: how far a format's next-token distributions are from a base's.
+"""`twostroke quality`: compares the next-token distributions of a format with those of a base.
 
-One engine at a time reads the same windows of a text. The base's distributions, a vocabulary of
-numbers a token, go to a temporary file as 16-bit codes of their log-probabilities; every other
-engine's are compared with them as they are computed, 64 positions at a time.
+One engine at a time reads the same windows of a text. The base's distributions go to a temporary
+file as 16-bit codes of log-probabilities. Every other engine's distributions are compared with the
+file while they are computed, 64 positions at a time.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ if TYPE_CHECKING:
     from twostroke.llm import LLM
 
 DEFINITIONS = {
-    "perplexity": "exp of the mean of -log p(token) over the scored tokens: all but the first of "
-    "each window",
-    "ratio": "perplexity over the base's",
-    "KL": "sum over the vocabulary of p log(p / q), p the base's distribution of the next token "
-    "and q this one's, in nats; one value a scored token",
-    "same token": "share of scored tokens where both find the same next token likeliest",
-    "phases": "of tokens that it writes itself: the difference between a token's log-probability "
-    "in decode and that of the same token when all is read back as a prompt; where the phases have "
-    "formats of their own, in which case all other figures are prefill's",
+    "perplexity": "exp of the mean of -log p(token) over the scored tokens, which are all tokens "
+    "except the first of each window",
+    "ratio": "perplexity divided by the base's perplexity",
+    "KL": "sum over the vocabulary of p log(p / q) in nats, where p is the base's distribution of "
+    "the next token and q the format's; one value for each scored token",
+    "same token": "share of scored tokens where both distributions have the same most likely token",
+    "phases": "if prefill and decode have different formats: the difference between the "
+    "log-probability of a generated token in decode and in a prefill of the same text; all other "
+    "figures are then figures of prefill",
 }
-WRITTEN = 64  # tokens that are written after each prompt, to compare the phases, at the most
-PROMPTS = 8  # of them
-SHORTEST = 8  # context in which there is room for it
-# A log-probability as a 16-bit code: steps of 1/2048 down to -32. A probability changes by at most
-# a relative 1/4096, and so does what it adds to a KL.
-STEPS, MOST = 2048, 65535
-PERCENTILES = (*range(1, 100), 99.9)  # of KL, for the report's picture
+# The comparison of the phases: prompts, largest number of generated tokens, shortest context.
+PHASE_PROMPTS, MAX_PHASE_TOKENS, MIN_PHASE_CONTEXT = 8, 64, 8
+# A log-probability as a 16-bit code: steps of 1/2048 down to -32. A probability and its part of a
+# KL change by at most a relative 1/4096.
+STEPS, MAX_CODE = 2048, 65535
+PERCENTILES = (*range(1, 100), 99.9)  # of KL, for the report's chart
 
 Floats = npt.NDArray[np.float32]
 
 
 class Setup(NamedTuple):
-    """What is measured: an engine's settings, and what a reader calls them."""
+    """The settings of an engine, and their name in the report."""
 
     name: str
     settings: dict[str, Any]
@@ -59,15 +58,15 @@ class Setup(NamedTuple):
 
 @dataclass
 class Reading:
-    """What one engine made of the text: a value a scored token, in order."""
+    """The values of one engine for each scored token, in order."""
 
-    logprobs: list[float] = field(default_factory=list)  # of the text's own tokens
-    best: list[int] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)  # from the base's; the base itself has none
+    logprobs: list[float] = field(default_factory=list)  # of the tokens of the text
+    best: list[int] = field(default_factory=list)  # most likely tokens
+    kl: list[float] = field(default_factory=list)  # from the base; empty for the base
 
 
 class BaseFile:
-    """The base's distributions, [scored tokens, vocabulary] on disk until it is closed."""
+    """The base's distributions, [scored tokens, vocabulary], in a temporary file."""
 
     def __init__(self, num_tokens: int, vocab_size: int) -> None:
         needed, folder = 2 * num_tokens * vocab_size, tempfile.gettempdir()
@@ -75,17 +74,17 @@ class BaseFile:
         if needed > free:
             raise ConfigError(
                 f"the base's distributions of {num_tokens:,} tokens take {needed / 1e9:.1f} GB in "
-                f"{folder}, where {free / 1e9:.1f} GB are free; lower --tokens, or set TMPDIR"
+                f"{folder}, where {free / 1e9:.1f} GB are free; lower --tokens or set TMPDIR"
             )
         self.vocab_size = vocab_size
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - see `close`
 
     def append(self, logprobs: Floats) -> None:
-        codes = np.rint(np.minimum(logprobs * np.float32(-STEPS), MOST))
+        codes = np.rint(np.minimum(logprobs * np.float32(-STEPS), MAX_CODE))
         self._file.write(codes.astype(np.uint16).tobytes())
 
     def read(self, first: int, count: int) -> Floats:
-        """Log-probabilities of some tokens, each line adding up to 1 again."""
+        """Return the log-probabilities of `count` tokens, normalised again."""
         self._file.seek(2 * first * self.vocab_size)
         data = self._file.read(2 * count * self.vocab_size)
         lines = np.frombuffer(data, np.uint16).reshape(count, -1).astype(np.float32)
@@ -97,14 +96,14 @@ class BaseFile:
 
 def log_softmax(lines: Floats) -> Floats:
     lines = lines - lines.max(axis=1, keepdims=True)
-    # In double: 100,000 numbers are added up, and two such sums are subtracted later.
+    # In double precision: 100,000 numbers are summed, and two such sums are subtracted later.
     sums = np.exp(lines).sum(axis=1, dtype=np.float64, keepdims=True)
     return lines - np.log(sums).astype(np.float32)
 
 
 def divergence(base: Floats, other: Floats) -> list[float]:
-    """KL(base ‖ other) of each line of log-probabilities."""
-    # What is impossible for the other counts as e⁻¹⁰⁰, so that a sum stays a number.
+    """Return KL(base ‖ other) of each row of log-probabilities."""
+    # A probability of 0 in `other` counts as e⁻¹⁰⁰, which keeps the sum finite.
     terms = np.exp(base) * (base - np.maximum(other, np.float32(-100)))
     found: list[float] = terms.sum(axis=1, dtype=np.float64).tolist()
     return found
@@ -124,8 +123,8 @@ def measure_quality(
     num_tokens: int,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """The figures of the base and of every other setup, on the first `num_tokens` of the text in
-    windows of `context`."""
+    """Measure the base and every other setup on the first `num_tokens` of the text, in windows of
+    `context` tokens."""
     rows, reference, windows = [], None, None
     kept: BaseFile | None = None
     try:
@@ -142,18 +141,18 @@ def measure_quality(
             elif (windows, kept.vocab_size) != (cut, vocabulary):
                 raise ConfigError(
                     f"{setup.name} and {base.name} cut the text into different tokens: "
-                    "distributions can be compared only over the same vocabulary"
+                    "the comparison needs the same vocabulary"
                 )
             reading = _read(llm, windows, kept, is_base=reference is None)
             reference = reference or reading
             row = _row(setup, llm, reading, reference)
-            if llm.engine.config.phases_differ and context >= SHORTEST:
-                prompts = [window[: context // 2] for window in windows[:PROMPTS]]
-                row["phases"] = phase_difference(llm, prompts, min(WRITTEN, context // 4))
+            if llm.engine.config.phases_differ and context >= MIN_PHASE_CONTEXT:
+                prompts = [window[: context // 2] for window in windows[:PHASE_PROMPTS]]
+                row["phases"] = phase_difference(llm, prompts, min(MAX_PHASE_TOKENS, context // 4))
             row["seconds"] = perf_counter() - begun
             rows.append(row)
             del llm
-            _free_memory()  # before the next engine takes its own
+            _free_memory()  # before the next engine allocates
     finally:
         if kept is not None:
             kept.close()
@@ -175,8 +174,8 @@ def _open(setup: Setup, context: int) -> LLM:
 
     if setup.settings.get("kv_eviction") == "heavy-hitters":
         raise ConfigError(
-            "heavy hitters are told by decode, and the text is computed by prefill: their quality "
-            "cannot be measured so; see docs/EVICTION.md for figures"
+            "the quality of heavy-hitters eviction cannot be measured here, because it needs "
+            "decode and the text is computed by prefill; see docs/EVICTION.md for figures"
         )
     size = setup.settings.get("block_size", 16)
     sizes = {"max_model_len": context + 1, "max_num_seqs": 1, "enable_prefix_caching": False}
@@ -186,10 +185,10 @@ def _open(setup: Setup, context: int) -> LLM:
 
 
 def _windows(llm: LLM, text: str, context: int, num_tokens: int) -> list[list[int]]:
-    """The text's tokens, cut so that each window begins as the model's texts begin."""
+    """Return the tokens of the text in windows that begin with the model's start tokens."""
     tokenizer = llm.get_tokenizer()
     if tokenizer is None:
-        raise ConfigError("a text cannot be measured without a tokenizer")
+        raise ConfigError("the quality measurement needs a tokenizer")
     begin = tokenizer.encode("")[:1]
     ids = tokenizer.encode(text, add_special_tokens=False)[:num_tokens]
     size = context - len(begin)
@@ -219,16 +218,15 @@ def _read(llm: LLM, windows: Sequence[list[int]], kept: BaseFile, is_base: bool)
 
 
 def read_window(llm: LLM, window: list[int], take: Callable[[list[int], Floats], None]) -> None:
-    """Give `take` every token of the window but the first, with the logits it is judged by, some
-    at a time.
+    """Call `take` with chunks of the window's tokens, without the first, and their logits.
 
-    They count as written, so that what a setting does to a request that writes (`kv_eviction`) is
-    in the figures; computed they are by prefill.
+    Prefill computes the tokens, but the request counts them as generated, so that settings for
+    generated tokens (`kv_eviction`) take effect.
     """
 
     def hear(start: int, logits: Floats) -> None:
         targets = window[start + 1 : start + 1 + len(logits)]
-        if targets:  # after the last token comes none
+        if targets:  # the last position has no target
             take(targets, logits[: len(targets)])
 
     core = llm.engine.core
@@ -259,7 +257,7 @@ def _row(setup: Setup, llm: LLM, found: Reading, base: Reading) -> dict[str, Any
     if found is base:
         return row
     kl = np.array(found.kl)
-    # Of the difference of two perplexities on the same tokens: what the tokens have in common goes.
+    # The paired difference on the same tokens cancels the variance that both formats share.
     ratios = np.array(found.logprobs) - np.array(base.logprobs)
     error = float(ratios.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
     return row | {
@@ -275,7 +273,7 @@ def _row(setup: Setup, llm: LLM, found: Reading, base: Reading) -> dict[str, Any
 
 
 def phase_difference(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> dict[str, Any]:
-    """By how much log-probabilities of the tokens that `llm` writes differ between the phases."""
+    """Return the difference of the generated tokens' log-probabilities between the phases."""
     write = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
     read = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     found: list[float] = []
@@ -285,7 +283,7 @@ def phase_difference(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) ->
         (again,) = llm.generate([[*prompt, *ids]], read, use_tqdm=False)
         assert decoded is not None
         assert again.prompt_logprobs is not None
-        for n in range(1, len(ids)):  # the first of them is drawn by prefill
+        for n in range(1, len(ids)):  # prefill samples the first token
             scored = again.prompt_logprobs[len(prompt) + n]
             assert scored is not None
             found.append(abs(decoded[n][ids[n]].logprob - scored[ids[n]].logprob))
@@ -294,6 +292,6 @@ def phase_difference(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) ->
 
 def _free_memory() -> None:
     gc.collect()
-    torch: Any = sys.modules.get("torch")  # not imported for this
+    torch: Any = sys.modules.get("torch")  # do not import torch only for this
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What `twostroke quality` found, as a table and as a page."""
+"""Reports of `twostroke quality`: a table and an HTML page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from twostroke.measure.report.charts import Series, chart
+from twostroke.measure.report.charts import Axis, Series, chart
 from twostroke.measure.report.html import footing, page, plots, section, table, tiles
 from twostroke.measure.report.tables import show_rows
 
@@ -25,10 +25,10 @@ HEAD = (
 COLORS = ("decode", "prefill", "preemption", "good", "bad", "queue", "host")
 
 
-def quality_rows(found: Json) -> list[list[str]]:
-    """The base first; it has nothing to be compared with."""
+def quality_rows(result: Json) -> list[list[str]]:
+    """Return one row for each setup. The base is first, without a comparison."""
     rows = []
-    for one in (found["base"], *found["formats"]):
+    for one in (result["base"], *result["formats"]):
         cells = [one["name"], f"{one['weight_bytes'] / 1e6:,.1f} MB"]
         cells += [f"{one['kv_bytes_per_token']:,.0f}", f"{one['perplexity']:.4f}"]
         if "kl_mean" in one:
@@ -44,39 +44,39 @@ def quality_rows(found: Json) -> list[list[str]]:
     return rows
 
 
-def quality_facts(found: Json) -> str:
-    return f"{found['scored']:,} tokens scored, in windows of {found['context']:,}"
+def quality_facts(result: Json) -> str:
+    return f"{result['scored']:,} tokens scored, in windows of {result['context']:,}"
 
 
-def phase_lines(found: Json) -> list[str]:
-    """Of rows whose phases have formats of their own."""
+def phase_lines(result: Json) -> list[str]:
+    """Return a sentence for each setup with different formats in prefill and decode."""
     return [
-        f"{one['name']}: a token's log-probability in decode differs from that in prefill by "
-        f"{phases['mean']:.4f} on average, {phases['max']:.4f} at the most, over "
-        f"{phases['tokens']:,} tokens that it wrote; the figures above are prefill's"
-        for one in (found["base"], *found["formats"])
+        f"{one['name']}: the log-probability of a token in decode differs from prefill by "
+        f"{phases['mean']:.4f} on average and {phases['max']:.4f} at most, over "
+        f"{phases['tokens']:,} generated tokens; the figures above are figures of prefill"
+        for one in (result["base"], *result["formats"])
         if (phases := one.get("phases"))
     ]
 
 
-def show_quality(console: Console, found: Json) -> None:
-    base = found["base"]
+def show_quality(console: Console, result: Json) -> None:
+    base = result["base"]
     console.print(Text(f"{base['model']} on {base['device']}", style="bold"))
-    console.print(Text(quality_facts(found)))
-    rows = quality_rows(found)
+    console.print(Text(quality_facts(result)))
+    rows = quality_rows(result)
     if console.width >= 110:
         show_rows(console, HEAD, rows)
-    else:  # a block a format, where a line of eight columns would break
+    else:  # a narrow terminal: one block for each format
         for cells in rows:
             console.print(Text(cells[0], style="bold"))
             pairs = zip(HEAD[1:], cells[1:], strict=True)
             show_rows(console, ("", ""), [list(pair) for pair in pairs])
-    for line in phase_lines(found):
+    for line in phase_lines(result):
         console.print(Text(line))
 
 
-def quality_page(found: Json) -> str:
-    formats = found["formats"]
+def quality_page(result: Json) -> str:
+    formats = result["formats"]
     curves = [
         Series(one["name"], [(max(kl, 1e-9), share) for share, kl in one["kl_percentiles"]], color)
         for one, color in zip(formats, COLORS, strict=False)
@@ -84,22 +84,20 @@ def quality_page(found: Json) -> str:
     figure = chart(
         "KL from the base, by token",
         curves,
-        "nats, so far or nearer",
-        "share of tokens",
-        y_unit="%",
-        x_log=True,
+        Axis("nats, at most", log=True),
+        Axis("share of tokens", "%"),
         wide=True,
         note="" if len(formats) <= len(COLORS) else f"the first {len(COLORS)} formats",
     )
-    shown = [("perplexity of the base", f"{found['base']['perplexity']:.3f}", "queue")]
+    shown = [("perplexity of the base", f"{result['base']['perplexity']:.3f}", "queue")]
     for one, color in zip(formats[:3], COLORS, strict=False):
         shown.append((f"mean KL, {one['name']}", f"{one['kl_mean']:.5f}", color))
-    rows = table(HEAD, quality_rows(found))
+    rows = table(HEAD, quality_rows(result))
     body = [
         tiles(shown),
-        section("By format", rows, "; ".join(phase_lines(found))),
+        section("By format", rows, "; ".join(phase_lines(result))),
         plots([figure] if curves else []),
     ]
-    base = found["base"]
+    base = result["base"]
     subject = f"{base['model']} on {base['device']}"
-    return page("quality", subject, quality_facts(found), [*body, footing(found)], found)
+    return page("quality", subject, quality_facts(result), [*body, footing(result)], result)

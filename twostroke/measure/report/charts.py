@@ -1,5 +1,5 @@
-"""Plots as SVG text. Colours are classes of the page, so that they follow light and dark; what an
-axis shows is told in HTML around the picture, where it stays readable on a phone."""
+"""Charts as SVG text. Colours are CSS classes of the page, so that they follow light and dark mode.
+The label of an axis is HTML beside the picture, which stays readable on a phone."""
 
 from __future__ import annotations
 
@@ -10,24 +10,33 @@ from html import escape
 
 WIDTH, WIDE, HEIGHT = 640, 1320, 280
 LEFT, RIGHT, TOP, BOTTOM = 88, 40, 16, 32
-MARK_LINE, MARK_ROWS = 24, 9  # lines of words of marks
-MARK_ROOM, TICK_ROOM = 260, 78  # what words take at most, on a phone
-MANY = 60  # points, from which on a dot says no more what it is
+MARK_LINE, MARK_ROWS = 24, 9  # height and number of the text rows of marks
+MARK_ROOM, TICK_ROOM = 260, 78  # largest width of a text on a phone
+MAX_TITLED_DOTS = 60  # with more points, a dot has no tooltip
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
+class Axis:
+    """The label of an axis, the unit of its ticks, and its scale."""
+
+    label: str
+    unit: str = ""
+    log: bool | None = False  # None: logarithmic if the values differ a lot
+
+
+@dataclass(frozen=True)
 class Series:
-    """Points of one colour (a class `c-…` of the page). `kind`: line, area, dashes, dots, rings."""
+    """Points of one colour, with the CSS class `c-{color}`."""
 
     name: str
     points: Sequence[Point]
     color: str = "prefill"
-    kind: str = "line"
+    style: str = "line"  # line, area, dashes, dots or rings
 
 
-class Axis:
-    """Values to places on the picture. `unit`: of the values, said at every tick."""
+class Scale:
+    """The mapping of values to coordinates of the picture. `unit` stands at every tick."""
 
     def __init__(
         self,
@@ -72,8 +81,8 @@ def nice_step(rough: float) -> float:
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
 
 
-def number(value: float, unit: str = "") -> str:
-    """As short as a tick must be: 200 ms, 1.5 s, 40%, 12k, 3T."""
+def short_number(value: float, unit: str = "") -> str:
+    """Format a number for a tick, such as 200 ms, 1.5 s, 40%, 12k or 3T."""
     if unit == "ms":
         big = abs(value) >= 1000
         return f"{value / 1e3:.4g} s" if big else f"{value:.4g} ms"
@@ -90,52 +99,50 @@ def number(value: float, unit: str = "") -> str:
 def chart(
     title: str,
     series: Sequence[Series],
-    x_label: str,
-    y_label: str,
+    x: Axis,
+    y: Axis,
     *,
-    x_unit: str = "",
-    y_unit: str = "",
-    x_log: bool | None = False,
-    y_log: bool | None = False,
     marks: Sequence[tuple[float, str]] = (),
     marks_below: bool = False,
     note: str = "",
     wide: bool = False,
 ) -> str:
-    """A figure; "" without points. `marks`: vertical lines with words, such as goals and
-    percentiles; their words stand at the top or, with `marks_below`, where a curve that rises is
-    not. `x_log`, `y_log` None: where values differ a lot."""
+    """Return a chart as an HTML figure, or "" without points.
+
+    `marks`: vertical lines with a text, such as goals and percentiles. The texts stand at the top
+    or, with `marks_below`, at the bottom, where a rising curve leaves room.
+    """
     points = [point for one in series for point in one.points]
     if not points:
         return ""
-    xs = [x for x, _ in points] + [x for x, _ in marks]
-    ys = [y for _, y in points]
-    x_log, y_log = _is_log(xs, x_log), _is_log(ys, y_log)
-    up = Axis(_low(ys, y_log), max(ys), HEIGHT - BOTTOM, TOP, y_log, y_unit)
+    xs = [value for value, _ in points] + [value for value, _ in marks]
+    ys = [value for _, value in points]
+    x_log, y_log = _is_log(xs, x.log), _is_log(ys, y.log)
+    up = Scale(_low(ys, y_log), max(ys), HEIGHT - BOTTOM, TOP, y_log, y.unit)
 
-    def picture(width: int, kind: str) -> str:
-        across = Axis(_low(xs, x_log), max(xs), LEFT, width - RIGHT, x_log, x_unit)
+    def picture(width: int, css_class: str) -> str:
+        across = Scale(_low(xs, x_log), max(xs), LEFT, width - RIGHT, x_log, x.unit)
         drawn = [*_grid(across, up), *(_drawn(one, across, up) for one in series)]
         drawn += _marks(marks, across, marks_below)
         return (
-            f'<svg class="{kind}" viewBox="0 0 {width} {HEIGHT}" role="img" '
+            f'<svg class="{css_class}" viewBox="0 0 {width} {HEIGHT}" role="img" '
             f'aria-label="{escape(title)}">{"".join(drawn)}</svg>'
         )
 
-    # A picture that is as wide as the page would have tiny letters on a phone: it is there twice.
+    # A wide chart has a second, narrow picture: the wide one has tiny letters on a phone.
     pictures = picture(WIDTH, "narrow" if wide else "")
     if wide:
         pictures += picture(WIDE, "broad")
-    said = f'<span class="note">{escape(note)}</span>' if note else ""
+    note_html = f'<span class="note">{escape(note)}</span>' if note else ""
     return (
-        f"<figure{' class=wide' if wide else ''}><figcaption><b>{escape(title)}</b>{said}"
-        f'{_legend(series)}</figcaption><p class="axis">{escape(y_label)}</p>{pictures}'
-        f'<p class="axis end">{escape(x_label)}</p></figure>'
+        f"<figure{' class=wide' if wide else ''}><figcaption><b>{escape(title)}</b>{note_html}"
+        f'{_legend(series)}</figcaption><p class="axis">{escape(y.label)}</p>{pictures}'
+        f'<p class="axis end">{escape(x.label)}</p></figure>'
     )
 
 
 def _is_log(values: Sequence[float], wanted: bool | None) -> bool:
-    """Of its own accord where the largest is 20 times the smallest, and none is 0."""
+    """Return `wanted`, or True if the largest value is 20 times the smallest and none is 0."""
     return wanted if wanted is not None else 0 < 20 * min(values) < max(values)
 
 
@@ -143,13 +150,13 @@ def _low(values: Sequence[float], log: bool) -> float:
     return min(values) if log else min(0.0, min(values))
 
 
-def _grid(across: Axis, up: Axis) -> list[str]:
+def _grid(across: Scale, up: Scale) -> list[str]:
     parts = []
     for tick in up.ticks():
         y = up.at(tick)
         parts.append(
             f'<line class="grid" x1="{across.start}" x2="{across.end}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="end" x="{LEFT - 8}" y="{y:.1f}" dy=".35em">{number(tick, up.unit)}'
+            f'<text class="end" x="{LEFT - 8}" y="{y:.1f}" dy=".35em">{short_number(tick, up.unit)}'
             "</text>"
         )
     last = -math.inf
@@ -160,42 +167,43 @@ def _grid(across: Axis, up: Axis) -> list[str]:
         last = x
         parts.append(
             f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 8}" dy=".8em">'
-            f"{number(tick, across.unit)}</text>"
+            f"{short_number(tick, across.unit)}</text>"
         )
     return parts
 
 
-def _drawn(one: Series, across: Axis, up: Axis) -> str:
+def _drawn(one: Series, across: Scale, up: Scale) -> str:
     places = [(across.at(x), up.at(y)) for x, y in one.points]
-    if one.kind in ("dots", "rings"):
-        if len(places) > MANY:  # one path is a tenth of as many circles
+    if one.style in ("dots", "rings"):
+        if len(places) > MAX_TITLED_DOTS:  # a path takes a tenth of the bytes of circles
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
             return f'<path class="dots c-{one.color}" d="{path}"/>'
         circles = (
-            f'<circle class="{one.kind} c-{one.color}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>'
-            f"{escape(one.name)} {number(px, across.unit)}, {number(py, up.unit)}</title></circle>"
+            f'<circle class="{one.style} c-{one.color}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>'
+            f"{escape(one.name)} {short_number(px, across.unit)}, "
+            f"{short_number(py, up.unit)}</title></circle>"
             for (x, y), (px, py) in zip(places, one.points, strict=True)
         )
         return "".join(circles)
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    line = f'<polyline class="{one.kind} c-{one.color}" points="{path}"/>'
-    if one.kind == "area" and places:
+    line = f'<polyline class="{one.style} c-{one.color}" points="{path}"/>'
+    if one.style == "area" and places:
         bottom = f"{HEIGHT - BOTTOM}"
         corners = f"{places[0][0]:.1f},{bottom} {path} {places[-1][0]:.1f},{bottom}"
         line = f'<polygon class="fill c-{one.color}" points="{corners}"/>{line}'
     return line
 
 
-def _marks(marks: Sequence[tuple[float, str]], across: Axis, below: bool) -> list[str]:
-    """Each has a line of words of its own, so that none is over another's."""
+def _marks(marks: Sequence[tuple[float, str]], across: Scale, below: bool) -> list[str]:
+    """Draw the marks, each with its text on its own row, so that texts do not overlap."""
     parts = []
-    for number, (value, words) in enumerate(sorted(marks)):
-        x, row = across.at(value), number % MARK_ROWS
+    for index, (value, words) in enumerate(sorted(marks)):
+        x, row = across.at(value), index % MARK_ROWS
         line = HEIGHT - BOTTOM - MARK_LINE * (row + 1) if below else TOP + MARK_LINE * row
         side, shift = ("end", -6) if x > across.end - MARK_ROOM else ("start", 6)
         parts.append(
             f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text class="{side} said" x="{x + shift:.1f}" y="{line}" '
+            f'<text class="{side} mark-text" x="{x + shift:.1f}" y="{line}" '
             f'dy=".9em">{escape(words)}</text>'
         )
     return parts
@@ -205,27 +213,27 @@ def _legend(series: Sequence[Series]) -> str:
     named = [one for one in series if one.name and one.points]
     if len(named) < 2:
         return ""
-    keys = (f'<span class="key {s.kind} c-{s.color}">{escape(s.name)}</span>' for s in named)
+    keys = (f'<span class="key {s.style} c-{s.color}">{escape(s.name)}</span>' for s in named)
     return f'<span class="keys">{"".join(keys)}</span>'
 
 
-def cumulative(values: Sequence[float], most: int = 400) -> list[Point]:
-    """The share of values that are at most x, in at most `most` points."""
+def cumulative(values: Sequence[float], max_points: int = 400) -> list[Point]:
+    """Return the cumulative distribution in percent, as at most `max_points` points."""
     ordered = sorted(values)
     count = len(ordered)
     kept = (
         range(count)
-        if count <= most
-        else sorted({round(n * (count - 1) / most) for n in range(most + 1)})
+        if count <= max_points
+        else sorted({round(n * (count - 1) / max_points) for n in range(max_points + 1)})
     )
     return [(ordered[n], 100 * (n + 1) / count) for n in kept]
 
 
-def thinned(points: Sequence[Point], most: int = 2000) -> list[Point]:
-    """At most `most` points: the highest of each stretch, so that no spike is lost."""
-    if len(points) <= most:
+def thinned(points: Sequence[Point], max_points: int = 2000) -> list[Point]:
+    """Return the highest point of each interval, so that no spike is lost."""
+    if len(points) <= max_points:
         return list(points)
-    size = math.ceil(len(points) / most)
+    size = math.ceil(len(points) / max_points)
     ordered = sorted(points)
-    stretches = (ordered[n : n + size] for n in range(0, len(ordered), size))
-    return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
+    intervals = (ordered[n : n + size] for n in range(0, len(ordered), size))
+    return [max(interval, key=lambda point: point[1]) for interval in intervals]

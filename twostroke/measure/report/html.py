@@ -1,5 +1,5 @@
-"""Reports as one HTML file each: no script, nothing loaded, readable in light and dark, on a
-desktop and on a phone. Colours and shapes are those of the dashboard (`dash.html`)."""
+"""Reports as self-contained HTML files without scripts, for light and dark mode, desktop and phone.
+Colours and shapes are those of the dashboard (`dash.html`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from twostroke.measure.report.charts import number
+from twostroke.measure.report.charts import short_number
 
 STYLE = """
 :root{color-scheme:light dark;--bg:light-dark(#f4f4f1,#0e1115);--card:light-dark(#fff,#161a20);
@@ -50,7 +50,7 @@ figcaption b{font-weight:650}.note,.axis,.keys{font-size:12px}.axis.end{text-ali
 .key.line::before,.key.dashes::before{width:16px;height:0;border-radius:0;background:none;
 border-top:2px solid var(--c)}.key.dashes::before{border-top-style:dashed}
 svg{width:100%;height:auto;display:block}
-svg text{fill:var(--soft);font:13px system-ui,sans-serif}svg .said{fill:var(--ink);
+svg text{fill:var(--soft);font:13px system-ui,sans-serif}svg .mark-text{fill:var(--ink);
 paint-order:stroke;stroke:var(--card);stroke-width:5px;stroke-linejoin:round}.narrow{display:none}
 text.end{text-anchor:end}text.mid{text-anchor:middle}
 .grid{stroke:var(--line)}.mark{stroke:var(--soft);stroke-dasharray:4 4}
@@ -91,8 +91,11 @@ LOGO = (
 
 
 def page(command: str, subject: str, facts: str, body: Sequence[str], data: dict[str, Any]) -> str:
-    """`command`: that made it; `facts`: a line below the subject; `data`: the figures themselves,
-    kept in the file for programs."""
+    """Return a report as an HTML file.
+
+    `command`: the command that made the report. `facts`: the line below the subject. `data`: the
+    figures as JSON for programs.
+    """
     kept = json.dumps(data).replace("</", "<\\/")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -107,30 +110,30 @@ def page(command: str, subject: str, facts: str, body: Sequence[str], data: dict
 
 
 def section(title: str, content: str, note: str = "") -> str:
-    said = f" <span>{escape(note)}</span>" if note else ""
-    return f"<section><h2>{escape(title)}{said}</h2>{content}</section>"
+    note_html = f" <span>{escape(note)}</span>" if note else ""
+    return f"<section><h2>{escape(title)}{note_html}</h2>{content}</section>"
 
 
 def plots(figures: Sequence[str]) -> str:
     return f'<div class="plots">{"".join(figures)}</div>' if any(figures) else ""
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> str:
-    """`words`: the column that has words, as the first one has; the others have numbers."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_column: int = 0) -> str:
+    """Return a table. `text_column` is aligned left, and the columns of numbers right."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        said = (
-            f"<{tag}{' class=left' if number == words else ''}>{escape(cell)}</{tag}>"
-            for number, cell in enumerate(cells)
+        html = (
+            f"<{tag}{' class=left' if index == text_column else ''}>{escape(cell)}</{tag}>"
+            for index, cell in enumerate(cells)
         )
-        return f"<tr>{''.join(said)}</tr>"
+        return f"<tr>{''.join(html)}</tr>"
 
     lines = "".join(line("td", row) for row in rows)
     return f'<div class="wide-table"><table>{line("th", head)}{lines}</table></div>'
 
 
 def tiles(figures: Sequence[tuple[str, str] | tuple[str, str, str]]) -> str:
-    """Name, value, and perhaps a colour."""
+    """Return tiles of a name, a value and optionally a colour."""
     cells = []
     for name, value, *color in figures:
         shade = f" c-{color[0]}" if color else ""
@@ -143,7 +146,7 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def stacked(parts: Sequence[tuple[str, float, str]]) -> str:
-    """Name, share and colour of each part, as one bar with a legend."""
+    """Return one stacked bar with a legend, from the name, share and colour of each part."""
     cells = "".join(
         f'<i class="c-{color}" style="width:{100 * share:.2f}%" title="{escape(name)}"></i>'
         for name, share, color in parts
@@ -156,7 +159,7 @@ def stacked(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def ledger(rows: Sequence[tuple[str, float, str, str, str]]) -> str:
-    """A bar a row: name, share, colour, time, and why."""
+    """Return one row with a bar for each name, share, colour, time and reason."""
     cells = []
     for name, share, color, took, why in rows:
         width = f"{100 * max(0.0, min(1.0, share)):.2f}%"
@@ -169,27 +172,35 @@ def ledger(rows: Sequence[tuple[str, float, str, str, str]]) -> str:
     return f'<div class="ledger">{"".join(cells)}</div>'
 
 
-def footing(found: dict[str, Any]) -> str:
-    """What the figures mean and where they were taken: the end of every report."""
-    terms = _terms(found["definitions"])
-    where = dict(found["environment"])
-    for name, value in (found.get("server") or {}).items():
+def footing(result: dict[str, Any]) -> str:
+    """Return the end of every report: the definitions and the environment."""
+    terms = _terms(result["definitions"])
+    where = dict(result["environment"])
+    for name, value in (result.get("server") or {}).items():
         where[f"server, {name}"] = value
     return (
-        f"<section><details open><summary>What the figures mean</summary>{terms}</details>"
-        f"</section><section><h2>Where they were taken</h2>{_terms(where)}</section>"
+        f"<section><details open><summary>Definitions</summary>{terms}</details>"
+        f"</section><section><h2>Environment</h2>{_terms(where)}</section>"
     )
 
 
 def _terms(pairs: dict[str, Any]) -> str:
-    said = []
+    items = []
     for name, value in pairs.items():
-        shown = number(value) if isinstance(value, float) else "–" if value is None else str(value)
-        said.append(f"<dt>{escape(str(name))}</dt><dd>{escape(shown)}</dd>")
-    return f"<dl>{''.join(said)}</dl>"
+        shown = (
+            short_number(value)
+            if isinstance(value, float)
+            else "–"
+            if value is None
+            else str(value)
+        )
+        items.append(f"<dt>{escape(str(name))}</dt><dd>{escape(shown)}</dd>")
+    return f"<dl>{''.join(items)}</dl>"
 
 
-def verdict(found: dict[str, Any]) -> str:
-    if found["certified"]:
-        return '<p class="verdict">Certified: client on time, no errors, nothing from a cache.</p>'
-    return f'<div class="verdict bad"><b>Not certified</b>{bullets(found["problems"])}</div>'
+def certificate(result: dict[str, Any]) -> str:
+    if result["certified"]:
+        return (
+            '<p class="verdict">Certified: client on time, no errors, no unexpected cache hits.</p>'
+        )
+    return f'<div class="verdict bad"><b>Not certified</b>{bullets(result["problems"])}</div>'

@@ -1,4 +1,4 @@
-"""Results as a terminal shows them: nothing wider than the terminal, no word broken."""
+"""Results as tables for a terminal, no wider than the terminal."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def milliseconds(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In a sentence."""
+    """Format a duration for a sentence."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def show_serve(console: Console, found: dict[str, Any], percentiles: Sequence[float]) -> None:
+def show_serve(console: Console, result: dict[str, Any], percentiles: Sequence[float]) -> None:
     narrow = console.width < 70
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("", no_wrap=True)
@@ -53,28 +53,28 @@ def show_serve(console: Console, found: dict[str, Any], percentiles: Sequence[fl
     for metric, title in (SHORT if narrow else NAMES).items():
         cells = ["mean", "median", *(f"p{share:g}" for share in percentiles)]
         values = [
-            found.get(f"{cell}_{metric}_ms") for cell in cells if not (narrow and cell == "mean")
+            result.get(f"{cell}_{metric}_ms") for cell in cells if not (narrow and cell == "mean")
         ]
         table.add_row(title, *map(milliseconds, values))
-    if found.get("search"):
-        show_rows(console, SEARCH_HEAD, search_rows(found["search"]))
+    if result.get("search"):
+        show_rows(console, SEARCH_HEAD, search_rows(result["search"]))
         console.print()
-    console.print(Text(f"{found['model_id']} on {server_name(found['server'])}", style="bold"))
+    console.print(Text(f"{result['model_id']} on {server_name(result['server'])}", style="bold"))
     console.print(
-        f"{found['completed']:,} requests in {found['duration']:,.1f} s: "
-        f"{found['request_throughput']:,.2f} a second, {found['output_throughput']:,.1f} tokens a "
-        f"second written, {found['total_token_throughput']:,.1f} in all",
+        f"{result['completed']:,} requests in {result['duration']:,.1f} s: "
+        f"{result['request_throughput']:,.2f} a second, {result['output_throughput']:,.1f} output "
+        f"tokens a second, {result['total_token_throughput']:,.1f} tokens a second in total",
         highlight=False,
     )
     console.print(table)
-    if found["request_goodput"] is not None:
+    if result["request_goodput"] is not None:
         console.print(
-            f"goodput: {found['request_goodput']:,.2f} requests a second met the goals",
+            f"goodput: {result['request_goodput']:,.2f} requests a second met the goals",
             highlight=False,
         )
-    if found.get("gap_causes"):
-        console.print(Text(f"gaps: {cause_words(found['gap_causes']['seconds'])}"))
-    show_problems(console, found)
+    if result.get("gap_causes"):
+        console.print(Text(f"gaps: {cause_words(result['gap_causes']['seconds'])}"))
+    show_problems(console, result)
 
 
 def server_name(server: dict[str, Any]) -> str:
@@ -82,15 +82,15 @@ def server_name(server: dict[str, Any]) -> str:
 
 
 def cause_words(seconds: dict[str, float]) -> str:
-    """Shares of the time between tokens, the largest first."""
+    """Return the shares of the time between tokens as a text, the largest first."""
     total = sum(seconds.values()) or 1.0
     order = sorted(seconds, key=lambda cause: -seconds[cause])
-    said = [(seconds[cause] / total, CAUSE_NAMES[cause]) for cause in order]
-    return ", ".join(f"{share:.0%} {name}" for share, name in said if share >= 0.005)
+    shares = [(seconds[cause] / total, CAUSE_NAMES[cause]) for cause in order]
+    return ", ".join(f"{share:.0%} {name}" for share, name in shares if share >= 0.005)
 
 
 def search_rows(tried: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The rates of a search, the lowest first."""
+    """Return a row for each rate that a search tried, the lowest rate first."""
     return [
         [
             f"{row['request_rate']:,.2f}",
@@ -113,35 +113,37 @@ def show_rows(console: Console, head: Sequence[str], rows: Sequence[Sequence[str
     console.print(table)
 
 
-def show_problems(console: Console, found: dict[str, Any]) -> None:
-    if found["certified"]:
-        console.print("[green]certified[/green]: client on time, no errors, nothing from a cache")
+def show_problems(console: Console, result: dict[str, Any]) -> None:
+    if result["certified"]:
+        console.print(
+            "[green]certified[/green]: client on time, no errors, no unexpected cache hits"
+        )
         return
     console.print(Text("not certified:", style="bold red"))
-    for problem in found["problems"]:
+    for problem in result["problems"]:
         console.print(Padding(Text(f"· {problem}"), (0, 0, 0, 2), expand=False))
 
 
 def show_imported(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    """Files side by side: a column each."""
+    """Print one column for each imported file."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
-    for found in results:
-        table.add_column(found["tool"], justify="right", no_wrap=True)
+    for result in results:
+        table.add_column(result["tool"], justify="right", no_wrap=True)
     for metric, title in SHORT.items():
         for name in ("median", "p99"):
-            cells = [found["metrics"][metric].get(name) for found in results]
+            cells = [result["metrics"][metric].get(name) for result in results]
             if any(cell is not None for cell in cells):
                 table.add_row(f"{title}, {name}", *map(milliseconds, cells))
     for name, key in (("requests", "requests"), ("failed", "failed")):
-        table.add_row(name, *(_number(found[key]) for found in results))
-    table.add_row("requests/s", *(_number(found["request_throughput"]) for found in results))
-    table.add_row("tokens/s", *(_number(found["output_throughput"]) for found in results))
+        table.add_row(name, *(_number(result[key]) for result in results))
+    table.add_row("requests/s", *(_number(result["request_throughput"]) for result in results))
+    table.add_row("tokens/s", *(_number(result["output_throughput"]) for result in results))
     console.print(table)
-    for found in results:
-        for difference in found["differences"]:
-            said = Text(f"· {found['tool']}: {difference}")
-            console.print(Padding(said, (0, 0, 0, 2), expand=False))
+    for result in results:
+        for difference in result["differences"]:
+            line = Text(f"· {result['tool']}: {difference}")
+            console.print(Padding(line, (0, 0, 0, 2), expand=False))
 
 
 def _number(value: float | None) -> str:

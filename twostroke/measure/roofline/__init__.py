@@ -1,1 +1,1 @@
-"""Floors of both phases from a model and a machine."""
+"""Lower bounds on the time of prefill and decode, from a model and a machine."""

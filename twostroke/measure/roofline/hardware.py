@@ -1,7 +1,7 @@
-"""What the machines people run models on can do at most, from their makers' data sheets.
+"""Peak rates of common hardware from data sheets.
 
-Dense rates (without sparsity), in FLOP/s by precision, and bytes a second of memory. A real kernel
-reaches a share of them; `EFFICIENCY` has what well-made ones reach.
+Rates are dense (without sparsity) FLOP/s by precision, and memory bytes a second. Real kernels
+reach a share of these rates (`PREFILL_EFFICIENCY`, `DECODE_EFFICIENCY`).
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from twostroke.errors import ConfigError, nearest
 
 T, GB = 1e12, 1e9
-# Shares of the data sheet's rates that good kernels reach: an estimate, told as one.
+# Estimated shares of the data sheet's rates that good kernels reach.
 PREFILL_EFFICIENCY, DECODE_EFFICIENCY = 0.6, 0.8
 
 
 @dataclass(frozen=True)
 class Hardware:
+    """The rates and the memory of a device."""
+
     name: str
-    flops: dict[str, float]  # by precision of the product
+    flops: dict[str, float]  # FLOP/s by precision of the matmul
     bandwidth: float  # bytes a second
     memory: float  # bytes
     link: float = 0.0  # bytes a second to another such device, one way
     measured: bool = False
 
     def rate(self, precision: str) -> float:
-        """FLOP/s in a precision; where the device does not have it, in the next wider one."""
+        """Return FLOP/s in a precision, or in the next wider precision of the device."""
         for name in _wider(precision):
             if name in self.flops:
                 return self.flops[name]
@@ -35,13 +37,13 @@ class Hardware:
 def _wider(precision: str) -> tuple[str, ...]:
     order = ("fp4", "fp8", "int8", "fp16", "fp32")
     at = order.index(precision) if precision in order else 3
-    if precision == "int4":  # weights alone: the products are 16 bits wide
+    if precision == "int4":  # only weights have 4 bits: the matmul has 16
         at = 3
     return tuple(name for name in order[at:] if precision != "fp8" or name != "int8")
 
 
-# TFLOP/s in 16 bits, 8-bit floats, 8-bit integers, 4-bit floats (0: not there); GB/s of memory; GB
-# of memory; GB/s to another device.
+# TFLOP/s in fp16, fp8, int8 and fp4 (0: not supported); GB/s of memory; GB of memory; GB/s to
+# another device.
 _TABLE = {
     "A100-40GB": (312, 0, 624, 0, 1555, 40, 300),
     "A100": (312, 0, 624, 0, 2039, 80, 300),
@@ -70,7 +72,7 @@ HERE = "here"
 
 
 def find_hardware(name: str) -> Hardware:
-    """By its name, in any spelling; `here` is this machine, measured now."""
+    """Return the hardware with this name. `here` measures this machine."""
     if name.lower() in (HERE, "this", "cpu", "local"):
         return measure_here()
     wanted = name.lower().replace("-", "").replace("_", "").replace(" ", "")
@@ -81,13 +83,13 @@ def find_hardware(name: str) -> Hardware:
             return hardware
     known_names = [*HARDWARE, HERE]
     raise ConfigError(
-        f"--hardware {name!r} is not in the table{nearest(name, known_names)}; there are "
+        f"--hardware {name!r} is not in the table{nearest(name, known_names)}; choose one of "
         f"{', '.join(known_names)}"
     )
 
 
 def measure_here() -> Hardware:
-    """This machine's processor: what its cores multiply and read, measured on the spot."""
+    """Measure the FLOP/s and the memory bandwidth of this machine's CPU."""
     import os
 
     from twostroke.observe.ceilings import measure_ceilings

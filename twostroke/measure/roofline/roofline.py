@@ -1,10 +1,10 @@
-"""Floors of both phases from a model's shape and a machine's rates, by arithmetic one can follow.
+"""Lower bounds on the time of prefill and decode, from a model's shape and a machine's rates.
 
-    prefill   FLOPs of the prompt / rate of products, or the bytes it must read / bandwidth
-    decode    bytes of a step (weights once, every stream's keys and values) / bandwidth, or FLOPs
+    prefill   FLOPs of the prompt / matmul rate, or bytes to read / bandwidth
+    decode    bytes of a step (weights once, the KV of every stream) / bandwidth, or FLOPs / rate
 
-A floor is what no implementation can be faster than on that data sheet. An estimate is a floor
-divided by an efficiency that well-made kernels reach. Measured is what a running server reports.
+A floor is the shortest time that the rates allow. An estimate is the floor divided by the
+efficiency of good kernels. Measured figures come from a running server.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from twostroke.model.describe.spec import ExpertsSpec, ModelSpec
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5625, "fp4": 0.5625}
 KV_BYTES = {"fp32": 4.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 DEFINITIONS = {
-    "floor": "the least time for the work at the machine's rates: the larger of FLOPs / rate of "
-    "products and bytes / bandwidth, plus what passes between devices",
-    "estimate": "the floor divided by what well-made kernels reach of a data sheet; where the "
-    "machine was measured, the floor",
-    "FLOPs a byte": "arithmetic intensity; below the ridge memory decides, above it products",
-    "measured": "what a running server's steps of one phase alone did, over their time",
+    "floor": "the shortest time at the machine's rates: the larger of FLOPs / matmul rate and "
+    "bytes / bandwidth, plus the communication between devices",
+    "estimate": "the floor divided by the efficiency of good kernels on a data sheet's rates; on a "
+    "measured machine, the floor",
+    "FLOPs a byte": "arithmetic intensity; below the ridge a step is memory-bound, above it "
+    "compute-bound",
+    "measured": "FLOPs and bytes of a running server's steps with one phase only, over their time",
 }
-FILE = "file"  # weights as a GGUF file has them: `Roofline`'s `stored`
-RESERVED = 0.9  # of the memory, for weights and KV: --gpu-memory-utilization's default
+FILE = "file"  # weights as stored in a GGUF file (`stored` of `Roofline`)
+MEMORY_SHARE = 0.9  # for weights and KV: the default of --gpu-memory-utilization
 
 
 @dataclass(frozen=True)
-class Settings:
+class RooflineSettings:
+    """The lengths, the batch and the formats of a roofline."""
+
     prompt: int = 1024
-    context: int = 1024  # positions a decoding stream has behind it
+    context: int = 1024  # positions that a decode slot attends to
     batch: int = 1
     tensor_parallel: int = 1
     weights: str = "fp16"
     kv: str = "fp16"
-    decode_weights: str | None = None  # what decode reads, beside `weights`, if that is another
+    decode_weights: str | None = None  # format of decode's own weights, if it differs
 
 
 @dataclass(frozen=True)
 class Floor:
-    """One piece of work: what it needs and the least time for it, in seconds."""
+    """The FLOPs and bytes of one step, and the shortest time for them."""
 
     name: str
     flops: float
@@ -89,14 +92,17 @@ class Floor:
 
 
 class Roofline:
-    """A model on a machine. `spec` None: only the number of parameters is known. `stored`: bytes
-    of each weight, in the place of what `settings.weights` says."""
+    """A model on a machine.
+
+    `spec` is None if only the number of parameters is known. `stored`: the bytes of each weight,
+    which replace the format `settings.weights`.
+    """
 
     def __init__(
         self,
         spec: ModelSpec | None,
         hardware: Hardware,
-        settings: Settings,
+        settings: RooflineSettings,
         parameters: float = 0.0,
         stored: Mapping[str, float] | None = None,
     ) -> None:
@@ -129,7 +135,7 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte from which on products, not memory, decide."""
+        """FLOPs a byte above which a step is compute-bound."""
         return self.rate / self.bandwidth
 
     @property
@@ -138,9 +144,9 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> float:
-        """In memory, where both formats are if there are two."""
-        more = 0.0 if self.in_decode is self else self.in_decode.weight_bytes
-        return self.parameters * self.width + more
+        """Bytes of the weights in memory, of both formats if there are two."""
+        decode_bytes = 0.0 if self.in_decode is self else self.in_decode.weight_bytes
+        return self.parameters * self.width + decode_bytes
 
     def prefill(self, prompt: int | None = None) -> Floor:
         tokens = prompt or self.settings.prompt
@@ -154,7 +160,7 @@ class Roofline:
         return self._floor(f"prefill {tokens:,}", flops, moved, (tokens, 1), PREFILL_EFFICIENCY)
 
     def decode(self, batch: int | None = None) -> Floor:
-        """One step of `batch` streams, each with a context behind it."""
+        """Return the floor of a decode step of `batch` streams at the context of the settings."""
         if self.in_decode is not self:
             return self.in_decode.decode(batch)
         streams, context = batch or self.settings.batch, self.settings.context
@@ -172,9 +178,9 @@ class Roofline:
     def _floor(
         self, name: str, flops: float, moved: float, sent: tuple[int, int], efficiency: float
     ) -> Floor:
-        """`sent`: tokens and samples, which the ranks tell each other of."""
+        """Return a floor. `sent`: tokens and samples that the ranks exchange."""
         if self.hardware.measured:
-            efficiency = 1.0  # the rates are what kernels reach here
+            efficiency = 1.0  # measured rates are rates of kernels
         return Floor(
             name,
             flops,
@@ -186,7 +192,7 @@ class Roofline:
         )
 
     def comm_s(self, tokens: int, samples: int) -> float:
-        """Of 16-bit activations, summed and gathered by a ring."""
+        """Return the seconds for the ring reduction and gathering of 16-bit activations."""
         ranks = self.settings.tensor_parallel
         if ranks == 1 or self.spec is None or not self.hardware.link:
             return 0.0
@@ -195,16 +201,18 @@ class Roofline:
 
     @property
     def kv_tokens(self) -> float | None:
-        """Tokens that fit beside the weights; None where a token's size is not known."""
-        room = RESERVED * self.hardware.memory * self.settings.tensor_parallel - self.weight_bytes
+        """KV cache tokens that fit beside the weights; None if the size of a token is not known."""
+        room = (
+            MEMORY_SHARE * self.hardware.memory * self.settings.tensor_parallel - self.weight_bytes
+        )
         if not self.kv_bytes_per_token:
             return None
         return max(0.0, room / self.kv_bytes_per_token)
 
     @property
     def compute_bound_batch(self) -> float:
-        """Streams from which on a decode step is bound by products; inf if attention's reading
-        keeps it bound by memory for ever."""
+        """The number of streams above which decode is compute-bound; inf if the reads of the KV
+        cache keep decode memory-bound."""
         if self.in_decode is not self:
             return self.in_decode.compute_bound_batch
         per_stream = self.decode(1).flops / self.rate
@@ -214,13 +222,13 @@ class Roofline:
 
     @property
     def kv_bound_batch(self) -> float:
-        """Streams whose keys and values are as many bytes as the weights: beyond it a larger batch
-        gains less than half of what it adds."""
+        """The number of streams whose KV is as large as the weights. Above it a larger batch
+        gains less than half of its size."""
         each = (self.settings.context + 1) * self.kv_bytes_per_token
         return self.in_decode.cost.weight_bytes(1) / each if each else math.inf
 
     def notes(self) -> list[str]:
-        """Where this differs from the rules of thumb, in figures."""
+        """Return the differences from the rules of thumb, with figures."""
         settings, width = self.settings, self.width
         thumb = 2 * self.active_parameters * settings.prompt / self.rate
         own = self.in_decode.width
@@ -234,48 +242,49 @@ class Roofline:
         ]
         if self.spec is None:
             found.append(
-                "Only the size is known: attention, keys and values are not counted; name a model "
-                "for them."
+                "Only the size is known, so attention and the KV cache are not counted; name a "
+                "model to count them."
             )
             return found
         found += [
-            "Ours counts the embedding as no product, the output head for the sampled token alone, "
-            "and adds attention over the prompt and the keys and values that decode reads.",
+            "This roofline counts no matmul for the embedding and the output head only for the "
+            "sampled token, and adds attention over the prompt and decode's reads of the KV cache.",
             f"A token's {self._cached()} × {KV_BYTES[settings.kv]:g} bytes = "
             f"{self.kv_bytes_per_token / 1e6:.3f} MB.",
         ]
         if self.spec.has_latents:
             found.append(
-                "Prefill counts keys and values of all heads, expanded from the latents; decode "
-                "attends in the latents' space, with more FLOPs a position and fewer bytes."
+                "Prefill counts the keys and values of all heads, expanded from the latents; "
+                "decode attends to the latents, with more FLOPs and fewer bytes for each position."
             )
         if self.spec.has_experts:
             found.append(
-                "Experts: FLOPs are of those that a token goes through, k of n; bytes of those "
-                "that a step's tokens are expected to choose, n (1 − (1 − k/n)^tokens), if all are "
-                "equally likely and tokens choose on their own. Where some are chosen more often "
-                "than others a step reads fewer."
+                "Experts: FLOPs count the k of n experts of each token; bytes count the expected "
+                "number of different experts in a step, n (1 − (1 − k/n)^tokens), for independent "
+                "and uniform choices. With uneven choices a step reads fewer experts."
             )
         if settings.weights == FILE:
-            found.append(f"Weights are as the file has them, {8 * width:.2f} bits each on average.")
+            found.append(
+                f"Weights have the formats of the file, {8 * width:.2f} bits each on average."
+            )
         if settings.decode_weights is not None:
             found.append(
                 f"Prefill reads {settings.weights} weights and decode {settings.decode_weights} "
-                "ones; both are in memory."
+                "weights; both are in memory."
             )
         if {settings.weights, settings.decode_weights} & {"int4", "fp4"}:
-            found.append("4-bit weights count 4.5 bits each: a 16-bit scale for 32 of them.")
+            found.append("4-bit weights count 4.5 bits each, with a 16-bit scale for 32 weights.")
         if not self.hardware.measured:
             found.append(
-                "Rates are the data sheet's, dense and at full clock; estimates divide by "
-                f"{PREFILL_EFFICIENCY:.0%} (prefill) and {DECODE_EFFICIENCY:.0%} (decode), which "
-                "good kernels reach."
+                "Rates come from the data sheet, dense and at full clock; estimates divide by "
+                f"{PREFILL_EFFICIENCY:.0%} (prefill) and {DECODE_EFFICIENCY:.0%} (decode), the "
+                "efficiency of good kernels."
             )
         return found
 
     def experts_in_use(self, tokens: int) -> tuple[float, float]:
-        """How many a step of so many tokens is expected to read in a layer, and of how many: the
-        mean over layers that have experts."""
+        """Return the expected number of experts that a step reads in a layer, and the number of
+        experts of a layer: means over the layers with experts."""
         layers = [] if self.spec is None else [layer.mlp for layer in self.spec.layers]
         found = [mlp for mlp in layers if isinstance(mlp, ExpertsSpec)]
         used = sum(mlp.experts_in_use(tokens) for mlp in found)
@@ -283,7 +292,7 @@ class Roofline:
         return used / count, sum(mlp.num_experts for mlp in found) / count
 
     def _cached(self) -> str:
-        """What of a token is in the cache, and how much."""
+        """Return a text with the cached numbers of a token."""
         assert self.spec is not None
         count = self.spec.kv_elements_per_token
         if not self.spec.has_latents:
@@ -292,7 +301,7 @@ class Roofline:
 
     @property
     def expanded_kv_bytes_per_token(self) -> float:
-        """What a token would take if no layer cached latents."""
+        """KV bytes of a token if no layer cached latents."""
         if self.spec is None:
             return self.kv_bytes_per_token
         return self.spec.expanded_kv_elements_per_token * KV_BYTES[self.settings.kv]
@@ -329,7 +338,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class MeasuredPhase:
-    """What a running server's steps of one phase did: work and time, summed."""
+    """The total work and time of a running server's steps with one phase only."""
 
     name: str
     flops: float
@@ -355,10 +364,12 @@ class MeasuredPhase:
         }
 
 
-def roofline_json(model: str, found: Roofline, measured: Sequence[MeasuredPhase]) -> dict[str, Any]:
+def roofline_json(
+    model: str, roofline: Roofline, measured: Sequence[MeasuredPhase]
+) -> dict[str, Any]:
     return (
         {"model": model}
-        | found.as_json()
+        | roofline.as_json()
         | {
             "measured": [one.as_json() for one in measured],
             "definitions": DEFINITIONS,
@@ -368,8 +379,8 @@ def roofline_json(model: str, found: Roofline, measured: Sequence[MeasuredPhase]
 
 
 def measured_phases(steps: list[dict[str, Any]]) -> list[MeasuredPhase]:
-    """From step records (`/records`): steps that had one phase only, so that nothing is
-    attributed."""
+    """Return the figures of each phase from step records (`/records`), of steps with one phase
+    only."""
     found = []
     for phase, other in (("prefill", "decode"), ("decode", "prefill")):
         pure = [

@@ -1,4 +1,4 @@
-"""The shapes of models people ask about, so that their floors can be had without their files."""
+"""Shapes of common models, so that a roofline needs no model files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
 
 
 def parameter_count(name: str) -> float | None:
-    """ "7B" → 7e9: a model of which only the size is known."""
+    """Return the number of parameters of a name such as "7B", or None for other names."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([BbMm])", name)
     if found is None:
         return None
@@ -34,7 +34,7 @@ def parameter_count(name: str) -> float | None:
 
 
 def find_spec(model: str) -> ModelSpec:
-    """A known shape by its name, or the model that a folder, config.json or GGUF file describes."""
+    """Return the spec of a known name, a folder, a config.json, a GGUF file or a Hub model."""
     from twostroke.model.describe.hf_config import spec_from_hf
 
     if (shape := SHAPES.get(model.lower())) is not None:
@@ -76,12 +76,12 @@ def find_spec(model: str) -> ModelSpec:
     except ModelError as error:
         meant = nearest(model.lower(), SHAPES) or "."
         raise ModelError(
-            f"{error}{meant} Known by name: {', '.join(SHAPES)}; or a size alone, such as 7B"
+            f"{error}{meant} Known names: {', '.join(SHAPES)}; or give only a size, such as 7B"
         ) from None
 
 
 def stored_bytes(model: str) -> dict[str, float] | None:
-    """Bytes of each weight in a GGUF file; None where `model` is no such file."""
+    """Return the bytes of each weight in a GGUF file, or None for other models."""
     path = Path(model)
     if path.suffix != ".gguf" or not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Other tools' result files, restated."""
+"""Result files of other tools are converted to our definitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.cli import main
 from twostroke.errors import ConfigError
-from twostroke.measure.compare.imports import import_result
+from twostroke.measure.compare.other_tools import import_result
 
 VLLM = {
     "completed": 10,
@@ -118,7 +118,7 @@ def test_files_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="is no result that is known"):
+    with pytest.raises(ConfigError, match="has an unknown format"):
         import_result(str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         import_result(str(tmp_path / "nothing"))

@@ -1,4 +1,4 @@
-"""Result files of other tools, restated in our definitions, with what cannot be compared said.
+"""Readers of result files of other benchmark tools, converted to our definitions.
 
 vllm bench serve      one JSON object with mean_ttft_ms … (ours too)
 sglang bench_serving  one JSON object a line, the same names with small differences
@@ -20,7 +20,7 @@ STATISTICS = ("mean", "median", "p90", "p95", "p99")
 
 
 def import_result(path: str) -> dict[str, Any]:
-    """What a file says, under our names; `differences` has what means something else there."""
+    """Return the figures of a file under our names. `differences` lists other definitions."""
     text = _text(path)
     for line in (text, text.splitlines()[-1] if text.strip() else ""):
         try:
@@ -30,9 +30,7 @@ def import_result(path: str) -> dict[str, Any]:
         for name, (knows, read) in READERS.items():
             if isinstance(content, dict) and knows(content):
                 return {"schema_version": 1, "tool": name, "file": path, **read(content)}
-    raise ConfigError(
-        f"{path} is no result that is known; there are readers for {', '.join(READERS)}"
-    )
+    raise ConfigError(f"{path} has an unknown format; there are readers for {', '.join(READERS)}")
 
 
 def _text(path: str) -> str:
@@ -76,9 +74,9 @@ def _vllm(content: dict[str, Any]) -> dict[str, Any]:
         content,
         "vllm",
         [
-            "latency counts from when the client sent the request, not from when it was due: a "
+            "latency starts when the client sends the request, not at the scheduled time, so a "
             "client that falls behind looks faster",
-            "TTFT is the first event of the stream, which for a chat may have no content",
+            "TTFT ends at the first event of the stream, which for a chat may have no content",
         ],
     )
 
@@ -88,7 +86,7 @@ def _sglang(content: dict[str, Any]) -> dict[str, Any]:
         content,
         "sglang",
         [
-            "latency counts from when the client sent the request, not from when it was due",
+            "latency starts when the client sends the request, not at the scheduled time",
             "output tokens may be counted again by the client's tokenizer (…_retokenized)",
         ],
     )
@@ -114,11 +112,11 @@ def _guidellm(content: dict[str, Any]) -> dict[str, Any]:
     read: dict[str, dict[str, float]] = {}
     for field, name in _GUIDELLM.items():
         summary = metrics.get(name, {}).get("successful") or {}
-        scale = 1e3 if name == "request_latency" else 1.0  # that one is in seconds
+        scale = 1e3 if name == "request_latency" else 1.0  # guidellm has this metric in seconds
         values = {"mean": summary.get("mean"), "median": summary.get("median")}
         values |= {p: summary.get("percentiles", {}).get(p) for p in ("p90", "p95", "p99")}
         read[field] = {k: scale * v for k, v in values.items() if isinstance(v, int | float)}
-    # Its TPOT divides the whole latency by all tokens; its ITL is what others call TPOT.
+    # guidellm's TPOT divides the whole latency by all tokens; its ITL is our TPOT.
     read["tpot"], theirs = read["itl"], read["tpot"]
     read["itl"] = {}
     requests = metrics.get("request_totals") or found.get("run_stats", {}).get("requests_made", {})
@@ -133,13 +131,13 @@ def _guidellm(content: dict[str, Any]) -> dict[str, Any]:
         "metrics": read,
         "theirs": {"time_per_output_token_ms": theirs},
         "differences": [
-            "guidellm's inter_token_latency is (last - first token) / (tokens - 1), a figure a "
-            "request: our TPOT, and it is restated as such; gaps between single tokens (our ITL) "
-            "are not in the file",
+            "guidellm's inter_token_latency is (last - first token) / (tokens - 1) for each "
+            "request, which is our TPOT and is shown as TPOT; the gaps between single tokens (our "
+            "ITL) are not in the file",
             "guidellm's time_per_output_token divides the request's whole latency by all its "
-            "tokens, so it has the TTFT in it: kept under `theirs`, not comparable",
-            "guidellm's latency counts from when the request was sent (request_dispatch_delay has "
-            "how late that was) to the end of the stream, not to the last token",
+            "tokens, so it includes the TTFT: kept under `theirs`, not comparable",
+            "guidellm's latency starts when the request is sent (request_dispatch_delay is the "
+            "delay of sending) and ends with the stream, not with the last token",
         ],
     }
 
@@ -174,10 +172,9 @@ def _aiperf(content: dict[str, Any]) -> dict[str, Any]:
         "output_throughput": (records.get("output_token_throughput") or {}).get("avg"),
         "metrics": read,
         "differences": [
-            "aiperf's inter_token_latency is (latency - TTFT) / (tokens - 1), a figure a request: "
-            "our TPOT, and it is restated as such; its inter_chunk_latency is our ITL",
-            "aiperf's latency counts from when the client sent the request, not from when it was "
-            "due",
+            "aiperf's inter_token_latency is (latency - TTFT) / (tokens - 1) for each request, "
+            "which is our TPOT and is shown as TPOT; its inter_chunk_latency is our ITL",
+            "aiperf's latency starts when the client sends the request, not at the scheduled time",
         ],
     }
 
