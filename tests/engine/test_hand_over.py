@@ -29,7 +29,8 @@ from twostroke.model.describe.cost import dense_weight_bytes
 from twostroke.model.native_decoder import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Resumed, StructuredOutputs, Thinking
-from twostroke.sched import received, scheduler
+from twostroke.sched import offers as sched_offers
+from twostroke.sched import received
 from twostroke.sched.received import FetchResult
 from twostroke.sched.step import SchedulerConfig
 from twostroke.sched.updates import Update
@@ -430,8 +431,8 @@ LONG = tuple(30 + (11 * n * n + 5 * n) % 220 for n in range(150))
 @pytest.fixture
 def ahead(windowed: NativeDecoder, monkeypatch: pytest.MonkeyPatch) -> Engines:
     """Chunks of 16 tokens, each of which is offered."""
-    monkeypatch.setattr(scheduler, "AHEAD_TOKENS", 16)
-    monkeypatch.setattr(scheduler, "AHEAD_SHARE", 1000)
+    monkeypatch.setattr(sched_offers, "MIN_PART_TOKENS", 16)
+    monkeypatch.setattr(sched_offers, "PART_SHARE", 1000)
     small: dict[str, Any] = {"max_num_batched_tokens": 16}
     return Engines(*(core_of(windowed, 64, way, **small) for way in ("none", "checked", "none")))
 
@@ -599,7 +600,7 @@ def test_random_lives_in_two_small_engines(
 ) -> None:
     """Prompts that share beginnings, aborts, blocks that are late: all that was not aborted writes
     what it writes in an engine of its own, and nothing is left."""
-    monkeypatch.setattr(scheduler, "AHEAD_TOKENS", 16)
+    monkeypatch.setattr(sched_offers, "MIN_PART_TOKENS", 16)
     monkeypatch.setattr(received, "FETCH_BYTES", 4096)
     chance = random.Random(seed)
     small: dict[str, Any] = {"max_num_batched_tokens": 24}

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.model.gguf_files import SPEC, save
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, tiny_weights
 from twostroke import LLM, SamplingParams
-from twostroke.engine import build
+from twostroke.engine import kernel_choice
 from twostroke.errors import ConfigError
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.torch_executor import TorchExecutor
@@ -155,7 +155,7 @@ def test_the_reference_rounds_weights_and_computes_in_float32_on_a_cpu(
 def test_an_installation_without_native_kernels_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.cpu, "available", lambda: False)
+    monkeypatch.setattr(kernel_choice.cpu, "available", lambda: False)
     said = refusal(folder, device="cpu", kernels="native")
     assert "this installation has no native kernels" in said
     assert "kernels='auto'" in said

@@ -28,6 +28,7 @@ from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.route.member import Member, RoutedRequest
 from twostroke.route.pool_settings import PooledEngine, PoolSettings
 from twostroke.route.routed_engine import RoutedEngine
+from twostroke.route.routed_requests import RoutedRequests
 from twostroke.route.router import Role
 
 needs_ray = pytest.mark.skipif(
@@ -110,7 +111,7 @@ class KillAtStage:
 
     def add_step(self, record: StepRecord) -> None:
         if record.prefill.tokens and any(
-            one.queued.tokens for one in self._engine._placed.values()
+            one.queued.tokens for one in self._engine.requests.routed.values()
         ):
             self.at("in prefill")
         if record.decode.tokens:
@@ -141,15 +142,15 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
     answers: dict[str, Any] = {}
     deaths: list[dict[str, str]] = []
     killers: list[KillAtStage] = []
-    hand_over = RoutedEngine._hand_over
+    hand_over = RoutedRequests._hand_over
 
-    def watched(self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any) -> None:
-        hand_over(self, member, placed, update)
-        if killers and placed.member is not None:
+    def watched(self: RoutedRequests, member: Member, routed: RoutedRequest, update: Any) -> None:
+        hand_over(self, member, routed, update)
+        if killers and routed.member is not None:
             killer = killers[-1]
-            killer.at("in transfer", member if killer._kind is Role.PREFILL else placed.member)
+            killer.at("in transfer", member if killer._kind is Role.PREFILL else routed.member)
 
-    monkeypatch.setattr(RoutedEngine, "_hand_over", watched)
+    monkeypatch.setattr(RoutedRequests, "_hand_over", watched)
 
     async def test(cluster: RayCluster) -> None:
         settings = PoolSettings(
@@ -165,7 +166,7 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
         engines = cluster.placed(settings.engines(config))
         async with await RoutedEngine.start(engines, restart_limit=1000, places=cluster) as engine:
             # The tiny model's prompts are short: none would be handed over for long.
-            engine._router._place_directly = lambda *_: None  # type: ignore[method-assign]
+            engine.requests.router._place_directly = lambda *_: None  # type: ignore[method-assign]
             for number, (stage, kind) in enumerate((s, k) for s in STAGES for k in KINDS):
                 killer, restarts = KillAtStage(engine, stage, kind), engine.num_restarts
                 killers.append(killer)

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
 
+import msgspec
+
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.child import Child
 from twostroke.engine.spawn import Launcher
@@ -43,7 +45,7 @@ from twostroke.engine.wire import (
     unpack_error,
     unpack_step,
 )
-from twostroke.errors import EngineError
+from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.observe.record import Records
 from twostroke.request import EngineRequest
@@ -157,10 +159,13 @@ class SupervisedEngine(ABC):
 
     def add(self, requests: Sequence[EngineRequest]) -> bool:
         """Send the continuations of one request, all with the same prompt; False if the engine is
-        down. Raises what encoding them raises."""
+        down. Raises `RequestError` if a value of the request cannot be encoded."""
         first, dated = self._next, [self._child.clock.to_theirs(request) for request in requests]
         others = [replace(request, prompt_token_ids=()) for request in dated[1:]]
-        message = encode(Add(first, [dated[0], *others]))
+        try:
+            message = encode(Add(first, [dated[0], *others]))
+        except (ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from None
         if not self._up:
             return False
         self._next += len(requests)

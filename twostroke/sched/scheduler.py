@@ -21,7 +21,7 @@ from twostroke.observe.record import RequestRecord
 from twostroke.plan import BROKEN_LOGITS, BlockEvict, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
-from twostroke.sched.offers import OfferTable
+from twostroke.sched.offers import OfferedBlocks
 from twostroke.sched.prefill import PrefillQueue
 from twostroke.sched.received import ReceivedQueue
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
@@ -52,7 +52,7 @@ class Scheduler:
             max_chunk=config.max_num_batched_tokens,
             eviction=config.eviction,
         )
-        self.offers = OfferTable(config, self.kv, transfer)
+        self.offers = OfferedBlocks(config, self.kv, transfer)
         self._work = AttentionWork(config.groups)
         self.pacer = Pacer(config, self._work)
         self._clock = clock
