@@ -207,8 +207,8 @@ def _token_id(key: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How the engine recognises a model's reasoning. A budget limits it, and a grammar applies
-    after it."""
+    """The marks of a model's reasoning, by which the engine follows it. A budget limits the
+    reasoning; a grammar applies after it."""
 
     starts: tuple[bytes, ...]  # any of these opens it at the beginning of the output
     ends: tuple[bytes, ...]

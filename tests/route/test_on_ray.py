@@ -48,7 +48,7 @@ PARAMS = (
 
 @pytest.fixture(scope="module")
 def address(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a cluster with a node at each of two loopback addresses."""
+    """Return the address of a cluster with nodes at two loopback addresses."""
     from ray.cluster_utils import Cluster
 
     head = {"node_ip_address": "127.0.0.2", "include_dashboard": False}
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts(round_number: int) -> list[list[int]]:
-    """No two begin alike, so that none is cached; long enough for several chunks."""
+    """Prompts with different beginnings, so that none is cached, and several chunks each."""
     return [
         [
             4 + (29 * round_number + 7 * n) % 290,
@@ -88,7 +88,7 @@ def prompts(round_number: int) -> list[list[int]]:
 
 
 class KillAtStage:
-    """Kills one member's process, once, when some request is at a stage."""
+    """Kills the process of one member, once, when a request is at a stage."""
 
     def __init__(self, engine: RoutedEngine, stage: str, kind: Role) -> None:
         self.killed = ""
@@ -101,7 +101,7 @@ class KillAtStage:
             member.records.listeners.remove(self)
 
     def at(self, stage: str, member: Member | None = None) -> None:
-        """Some request is there; `member`: the one it is in."""
+        """Called when a request is at a stage; `member`: the engine that has it."""
         if self.killed or stage != self._stage:
             return
         if member is None or member.state.role is not self._kind:
@@ -121,7 +121,7 @@ class KillAtStage:
 
 
 async def ask_all(engine: RoutedEngine, round_number: int, answers: dict[str, Any]) -> None:
-    """Half of them greedy, half seeded; each answer by the name of its request."""
+    """Send requests, half greedy and half seeded; store the answers by request id."""
 
     async def ask(n: int, prompt: list[int]) -> None:
         name = f"{round_number}/{n}"
@@ -247,7 +247,7 @@ def test_serve_answers_over_a_cluster_and_its_pools_change(address: str, folder:
 
 @pytest.mark.full
 @needs_ray
-def test_what_a_cluster_cannot_do_is_told(
+def test_impossible_demands_on_a_cluster_are_refused(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from twostroke.route import on_ray
@@ -303,14 +303,14 @@ def test_what_a_cluster_cannot_do_is_told(
         ("127.0.0.2:1", "nothing answers there"),
     ],
 )
-def test_an_address_where_no_cluster_is(address: str, says: str) -> None:
+def test_an_address_without_a_cluster_is_refused(address: str, says: str) -> None:
     from twostroke.route.on_ray import RayCluster
 
     with pytest.raises(ConfigError, match=says):
         RayCluster(address)
 
 
-def test_without_ray_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_says_how_to_install_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "twostroke.route.on_ray", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'twostroke\[cluster\]'"):

@@ -59,7 +59,7 @@ class Engine:
     spec: ModelSpec
     memory: MemoryPlan
     core: EngineCore
-    tokenizer: Callable[[], Tokenizer | None]  # opened when first asked for
+    tokenizer: Callable[[], Tokenizer | None]  # opened by the first call
     sampling: SamplingParams  # the recommendation of the model's makers
     device: str
     dtype: str
@@ -223,15 +223,17 @@ def _weight_types(
 ) -> str:
     """The type of the weights in memory, and their type in the file if it differs."""
     stored = model.stored_as()
-    asked, triton = config.quantization, device.startswith("cuda") and config.kernels == "auto"
+    quantization, triton = config.quantization, False
+    if device.startswith("cuda"):
+        triton = config.kernels == "auto"
     quantized = any(name in stored for name in ("fp8", "int4", "int8"))
     if native:
-        kept = asked if stored.lower() in DENSE else model.dtype if quantized else stored
+        kept = quantization if stored.lower() in DENSE else model.dtype if quantized else stored
     elif config.phases_differ:
         phases = ("prefill", "decode")
         kept = " + ".join(f"{one} {config.of_phase(one).quantization or dtype}" for one in phases)
     elif any(phase_formats(model.spec, model.weights, config, blocks=triton)):
-        kept = stored if quantized or asked is None else asked
+        kept = stored if quantized or quantization is None else quantization
     else:
         kept = dtype
     return kept if kept == stored else f"{kept}, from {stored}" if kept else stored
