@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_serve import started
-from tests.server.test_routed_engine import assert_nothing_left, last, until
+from tests.server.engines.test_routed_engine import assert_nothing_left, last, until
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import SamplingParams, __version__
 from twostroke.config import EngineConfig

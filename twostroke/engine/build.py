@@ -26,15 +26,15 @@ from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.model.describe.cost import model_figures
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.find.hub import find_model
 from twostroke.model.formats.phase_formats import phase_formats
-from twostroke.model.load import OpenedModel, open_model
-from twostroke.model.native_decoder import default_threads
-from twostroke.model.text.model_text import (
+from twostroke.model.load import (
     chat_template_source,
+    find_model,
     open_tokenizer,
     recommended_sampling,
 )
+from twostroke.model.native_decoder import default_threads
+from twostroke.model.opened import OpenedModel, open_model
 from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
 
@@ -231,7 +231,7 @@ def _weight_types(
         kept = quantization if stored.lower() in DENSE else model.dtype if quantized else stored
     elif config.phases_differ:
         phases = ("prefill", "decode")
-        kept = " + ".join(f"{one} {config.of_phase(one).quantization or dtype}" for one in phases)
+        kept = " + ".join(f"{one} {config.for_phase(one).quantization or dtype}" for one in phases)
     elif any(phase_formats(model.spec, model.weights, config, blocks=triton)):
         kept = stored if quantized or quantization is None else quantization
     else:

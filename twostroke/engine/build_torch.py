@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twostroke.config import EngineConfig, visible_gpu
+from twostroke.config import EngineConfig
 from twostroke.engine.assembly import Started, config_sharing, scheduler_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import engines_on_gpu, find_device
+from twostroke.environment import visible_gpu
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.executor import Executor
@@ -43,12 +44,12 @@ from twostroke.model.describe.tensor_parallel import (
     rank_parameters,
     rank_spec,
 )
-from twostroke.model.find.hub import find_model
 from twostroke.model.formats.calibration import calibration_windows
 from twostroke.model.formats.phase_formats import PhaseFormats, phase_formats
 from twostroke.model.formats.registry import Format, weight_bytes
-from twostroke.model.load import OpenedModel, open_model
+from twostroke.model.load import find_model
 from twostroke.model.native_decoder import default_threads
+from twostroke.model.opened import OpenedModel, open_model
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.importance import Importance, measure_importance
 from twostroke.observe.startup_timer import StartupTimer

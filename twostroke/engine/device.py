@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 
-from twostroke.config import EngineConfig, hides_gpus
+from twostroke.config import EngineConfig
+from twostroke.environment import hides_gpus
 from twostroke.errors import ConfigError
 
 DRIVERS = {"linux": "libcuda.so.1", "win32": "nvcuda.dll"}  # torch needs them to find a GPU

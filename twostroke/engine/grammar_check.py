@@ -16,9 +16,9 @@ from hashlib import sha256
 from typing import Final
 
 from twostroke.errors import RequestError
-from twostroke.limited import LimitedPool, Limits, OverLimit, Work
 from twostroke.model.text.grammar_tokenizer import make_tokenizer
 from twostroke.request import StructuredOutputs
+from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 from twostroke.structured import check_size, compile_grammar
 
 WORKERS: Final = 2
@@ -36,8 +36,8 @@ class GrammarCheck:
     """Checks grammars and remembers the results. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, end_ids: list[int]) -> None:
-        hello = json.dumps([tokenizer_json, end_ids]).encode()
-        self._pool = LimitedPool("twostroke.engine.grammar_check:checker", hello, WORKERS, LIMITS)
+        setup = json.dumps([tokenizer_json, end_ids]).encode()
+        self._pool = SandboxPool("twostroke.engine.grammar_check:checker", setup, WORKERS, LIMITS)
         self._lock = threading.Lock()
         self._found: OrderedDict[bytes, str] = OrderedDict()  # problem or "", by digest
 
@@ -68,12 +68,12 @@ class GrammarCheck:
     def _ask(self, request: bytes) -> str:
         try:
             return self._pool.ask(request).decode()
-        except OverLimit as error:
+        except LimitExceeded as error:
             problem = (
                 f"structured_outputs: the grammar is too complex ({error}); simplify it: less "
                 "nesting, fewer patterns, references and alternatives"
             )
-            if error.by_chance:
+            if error.transient:
                 raise RequestError(problem) from None
             return problem
 
@@ -81,9 +81,9 @@ class GrammarCheck:
         self._pool.close()
 
 
-def checker(hello: bytes) -> Work:
+def checker(setup: bytes) -> Work:
     """Make the worker's function: a grammar → its error, or nothing."""
-    tokenizer = make_tokenizer(*json.loads(hello))
+    tokenizer = make_tokenizer(*json.loads(setup))
 
     def check(request: bytes) -> bytes:
         try:

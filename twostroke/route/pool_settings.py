@@ -17,7 +17,7 @@ from twostroke.config import KV_TIMEOUT_EXPECTED, EngineConfig, check_kv_transpo
 from twostroke.engine.spawn import DEFAULT_BUILDER, Launcher, LocalLauncher, Spawned
 from twostroke.errors import ConfigError, RequestError, nearest
 from twostroke.route.router import Role
-from twostroke.strict import Strict
+from twostroke.strict import StrictSettings
 
 MAX_ENGINES = 64
 # Settings that a pool may have of its own. None of them changes the tokens that are written.
@@ -74,7 +74,7 @@ class ThisMachine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolSettings(Strict):
+class PoolSettings(StrictSettings):
     prefill_engines: int = 0  # 0 and 0: engines do both phases
     decode_engines: int = 0
     data_parallel_size: int = 1  # engines that do both
@@ -179,7 +179,7 @@ class PoolSettings(Strict):
         )
         sharing = "checked" if self.kv_transfer_checksums else "shared"
         # A pool keeps the weights in the format of its phase alone.
-        prefill, decode = (common.of_phase(phase) for phase in ("prefill", "decode"))
+        prefill, decode = (common.for_phase(phase) for phase in ("prefill", "decode"))
         prefill = replace(prefill, kv_sharing=sharing, **(self.prefill_config or {}))
         decode = replace(decode, kv_receives=True, **(self.decode_config or {}))
         pools = [

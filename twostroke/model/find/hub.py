@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from twostroke.config import EngineConfig
-from twostroke.errors import ConfigError, ModelError, nearest
+from twostroke import environment
+from twostroke.errors import ModelError, nearest
 from twostroke.model.find import hf_hub
 from twostroke.model.find.on_disk import GGUF_MAGIC, GGUF_PART, gguf_parts, listed, nearest_on_disk
 from twostroke.model.find.packaged import DEFAULT_MODEL, PackagedModel, packaged_file
@@ -82,20 +82,6 @@ def resolve(
     )
 
 
-def find_model(config: EngineConfig) -> ModelFiles:
-    """Return the files of `config.model`, fetched first if necessary."""
-    dummy = config.load_format == "dummy"
-    files = resolve(config.model, revision=config.revision, allow_config_only=dummy)
-    expected = {"safetensors": "folder", "gguf": "gguf"}.get(config.load_format)
-    if expected is not None and files.kind != expected:
-        raise ConfigError(
-            f"load_format is {config.load_format!r}, but {files.path} is "
-            f"{'a GGUF file' if files.kind == 'gguf' else 'a folder of safetensors'}; "
-            "use load_format='auto'"
-        )
-    return files
-
-
 def names_a_model(word: str) -> bool:
     """Whether a word of a command line is meant as a model, not as a prompt: a path, a Hub id, or a
     folder that holds a model."""
@@ -117,14 +103,14 @@ def check_path(model: str) -> None:
 
 def cache_dir() -> Path:
     """The folder twostroke may fill and the user may delete; TWOSTROKE_CACHE moves it."""
-    if chosen := os.environ.get("TWOSTROKE_CACHE"):
+    if chosen := environment.cache_folder():
         return Path(os.path.abspath(os.path.expanduser(chosen)))
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+        base = environment.local_app_data() or "~/AppData/Local"
     elif sys.platform == "darwin":
         base = "~/Library/Caches"
     else:
-        base = os.environ.get("XDG_CACHE_HOME", "")
+        base = environment.xdg_cache_home()
         if not os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
             base = "~/.cache"
     base = os.path.expanduser(base)
