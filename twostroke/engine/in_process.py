@@ -96,9 +96,11 @@ class SyncClient:
         engine = self._engine
         updates = engine.core.step()
         outputs, aborts = engine.output_processor.process(updates)
-        ends = _abort_all(engine, aborts)
-        engine.output_processor.process(ends)
-        _note_ends(engine, (*updates, *ends))
+        if aborts:
+            ends = _abort_all(engine, aborts)
+            engine.output_processor.process(ends)
+            updates += ends
+        _note_ends(engine, updates)
         return outputs
 
 

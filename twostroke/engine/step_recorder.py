@@ -30,7 +30,7 @@ class StepRecorder:
         since_s = ledger.add_step(step, result, now, decode_share=decode.flops / flops)
         late: tuple[Causes, ...] = ()
         first: tuple[FirstToken, ...] = ()
-        if committed.num_irregular:
+        if committed.first or committed.late or committed.resumed:
             for record in committed.first:
                 ledger.open(record)
             gaps = [ledger.late(*one) for one in committed.late]

@@ -322,7 +322,7 @@ def _point(one: Slice, work: TotalsSnapshot, now: float, length_s: float) -> Poi
         return Point(now - one.began_s, now - one.last_s, *nothing, *requests, *quantiles)
     took_s = max(one.last_s - one.from_s, 1e-3)
     load = one.load
-    rates = work.prefill_tokens / took_s, work.generated_tokens / took_s
     kv_share = load.kv_used / load.kv_reserved if load.kv_reserved else 0.0
-    loads = load.running, load.waiting, kv_share
-    return Point(now - one.from_s, now - one.last_s, *rates, *loads, *requests, *quantiles)
+    rates = work.prefill_tokens / took_s, work.generated_tokens / took_s
+    ends_s = now - one.from_s, now - one.last_s
+    return Point(*ends_s, *rates, load.running, load.waiting, kv_share, *requests, *quantiles)

@@ -219,8 +219,10 @@ class Scheduler:
         if self.received.has_work:
             self._plan_received(builder)
         self._decode.plan(builder, preempt_for, held)
-        builder.allowance = self.pacer.allowance(builder, self.in_flight)
-        self._prefill.plan(builder, self._decode.requests, preempt, self._decode.add)
+        prompts = self._prefill.has_work
+        builder.allowance = self.pacer.allowance(builder, self.in_flight, prompts)
+        if prompts:
+            self._prefill.plan(builder, self._decode.requests, preempt, self._decode.add)
         if builder.empty:
             return None
         plan = builder.build(tuple(self._retired))
