@@ -185,7 +185,7 @@ def test_without_network_and_cached_model_two_ways_out_are_given(
     [
         ({"max_model_length": 8}, "EngineConfig has no setting 'max_model_length'; did you mean"),
         ({"max_model_length": 8}, "'max_model_len'?"),
-        ({"zzz": 1}, "no setting 'zzz'; its settings are model, tokenizer, revision"),
+        ({"zzz": 1}, "no setting 'zzz'; the settings are model, tokenizer, revision"),
         ({"tokenizer": 5}, "tokenizer must be a string or None, not 5"),
         ({"chat_template": 5}, "chat_template must be a string or None, not 5"),
         ({"dtype": "fp16"}, "dtype must be one of auto, float32, float16, bfloat16, not 'fp16'"),
@@ -315,7 +315,7 @@ def test_a_path_object_is_a_model_like_its_text(folder: Path) -> None:
     ("given", "says"),
     [
         ({"temprature": 1}, "SamplingParams has no setting 'temprature'; did you mean 'temperatu"),
-        ({"zzzzz": 1}, "no setting 'zzzzz'; its settings are n, temperature, top_p"),
+        ({"zzzzz": 1}, "no setting 'zzzzz'; the settings are n, temperature, top_p"),
         ({"temperature": float("nan")}, "a number from 0 (greedy) to 10000, not nan"),
         ({"temperature": float("inf")}, "a number from 0 (greedy) to 10000, not inf"),
         ({"temperature": -0.1}, "a number from 0 (greedy) to 10000, not -0.1"),
@@ -490,8 +490,7 @@ def test_token_ids_that_only_the_tokenizer_knows_are_harmless(
     assert "is out of vocabulary: the model's ids go from 0 to 279" in request_refusal(llm, word)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the tokenizer has 300 tokens and the model only 280: prompts that need one of the others "
-        "are refused"
+        "the tokenizer has 300 tokens and the model only 280: prompts with other tokens are refused"
     )
 
 
