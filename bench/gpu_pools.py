@@ -67,7 +67,7 @@ class Bench:
         self.long = 2000 if quick else LONG
         self.alone_sizes = (256, 2000) if quick else ALONE
         if isinstance(engine, RoutedEngine):  # every prompt is handed over, however short
-            engine._router._place_directly = lambda *_: None  # type: ignore[method-assign]
+            engine.requests.router._place_directly = lambda *_: None  # type: ignore[method-assign]
 
     async def write(self, size: int, tokens: int, times: list[float]) -> RequestOutput:
         """One stream; when its tokens came."""

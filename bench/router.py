@@ -168,7 +168,7 @@ async def real(trace: list[TraceRequest], folder: Path, goals: Goals) -> dict[st
     for name, router in POLICIES.items():
         engines = PoolSettings(data_parallel_size=2).engines(config)
         async with await RoutedEngine.start(engines) as engine:
-            engine._router = router([member.state for member in engine.members])
+            engine.requests.router = router([member.state for member in engine.members])
             began = perf_counter()
             row = figures(await replay(engine, load), goals)
             tell(f"real, {name}", row, perf_counter() - began)

@@ -1,4 +1,4 @@
-"""What a user gets back, under the names vLLM users know."""
+"""`RequestOutput` and its parts: the results for users, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Logprob(NamedTuple):
 
 
 class Logprobs(Sequence[Any]):
-    """A sequence of `dict[int, Logprob]`, one a position: the best tokens in order of rank, and the
-    chosen one, which may be further down. A prompt's first position is None.
+    """A sequence of `dict[int, Logprob]`, one a position: the most likely tokens in order of rank,
+    and the sampled token, whose rank may be lower. The first position of a prompt is None.
 
-    Kept packed (8 bytes a token and position instead of some 150), since an answer of many
-    continuations may have a million; each dict is made when it is looked at.
+    Kept packed (8 bytes a token and position instead of some 150), since an answer with many
+    continuations may have a million entries; each dict is made when it is read.
     """
 
     __slots__ = ("_ends", "_ids", "_named", "_ranks", "_text", "_values")
@@ -32,12 +32,12 @@ class Logprobs(Sequence[Any]):
     def __init__(
         self, text: Callable[[int], str | None] | None = None, named: bool = False
     ) -> None:
-        """`named`: in place of the best tokens there are those that the request names
-        (`logprob_token_ids`), whose ranks are not known."""
+        """`named`: the entries are the tokens that the request names (`logprob_token_ids`), whose
+        ranks are unknown, instead of the most likely tokens."""
         self._text = text
         self._named = named
-        self._ids, self._values = array("i"), array("f")  # of all positions, the chosen one first
-        self._ends, self._ranks = array("q"), array("i")  # one a position
+        self._ids, self._values = array("i"), array("f")  # the sampled token of a position first
+        self._ends, self._ranks = array("q"), array("i")  # one entry a position
 
     def add(self, entry: TokenLogprobs | None) -> None:
         if entry is not None:
@@ -54,7 +54,7 @@ class Logprobs(Sequence[Any]):
         self._ranks.extend(others._ranks)
 
     def take(self) -> Logprobs:
-        """Move everything out into a new one."""
+        """Move all entries to a new object."""
         taken = Logprobs(self._text, self._named)
         for name in ("_ids", "_values", "_ends", "_ranks"):
             full = getattr(self, name)
@@ -70,7 +70,7 @@ class Logprobs(Sequence[Any]):
         return same
 
     def plain(self) -> Iterator[TokenLogprobs | None]:
-        """The positions as they were added; faster than dicts."""
+        """Iterate over the positions as they were added; faster than dicts."""
         begin = 0
         for end, rank in zip(self._ends, self._ranks, strict=True):
             ids, values = self._ids[begin:end], self._values[begin:end]
@@ -85,7 +85,7 @@ class Logprobs(Sequence[Any]):
             return [self[n] for n in range(*which.indices(len(self)))]
         at = which + len(self) if which < 0 else which
         if not 0 <= at < len(self):
-            raise IndexError("there is no such position")
+            raise IndexError("position out of range")
         begin, end = self._ends[at - 1] if at else 0, self._ends[at]
         if begin == end:
             return None
@@ -108,7 +108,7 @@ class Logprobs(Sequence[Any]):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation. In a stream of kind "delta", text and ids are what is new."""
+    """One continuation. In a "delta" stream, text and ids are the new part."""
 
     index: int
     text: str = ""
@@ -125,8 +125,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When what happened to a request, in seconds: the names ending in `_ts`, which are vLLM's, on
-    the monotonic clock, `arrival_time` as the time of day. 0 for what never happened."""
+    """The times of a request in seconds, under vLLM's names: those ending in `_ts` on the monotonic
+    clock, `arrival_time` as the time of day. 0: it has not happened."""
 
     num_generation_tokens: int  # of all continuations
     arrival_time: float
@@ -169,11 +169,11 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: Logprobs | None = None  # the first entry is None
     num_cached_tokens: int = 0
-    # One for each continuation that has ended, with every token's time:
+    # One for each continuation that has ended, with the time of every token:
     records: list[RequestRecord] = field(default_factory=list, repr=False)
-    num_prefilled: int = 0  # prompt tokens computed so far, where progress was asked for
-    error: str = ""  # why the engine failed it, if it did
-    impossible: bool = False  # the error is the request's own: nothing can run it
+    num_prefilled: int = 0  # prompt tokens computed so far, if progress was requested
+    error: str = ""  # why the engine could not complete it
+    impossible: bool = False  # the request itself caused the error: no engine can run it
 
     @property
     def metrics(self) -> RequestMetrics | None:
@@ -182,8 +182,8 @@ class RequestOutput:
 
 
 class Deltas:
-    """Makes deltas of the growing output of one request. Log-probabilities are moved out of it, not
-    copied."""
+    """Makes deltas of the growing output of one request. Log-probabilities are moved out of the
+    output, not copied."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, int]] = {}  # continuation → token ids, characters
@@ -197,7 +197,7 @@ class Deltas:
             token_ids, text = completion.token_ids[ids:], completion.text[chars:]
             if token_ids or text or completion.finish_reason is not None:
                 logprobs = completion.logprobs
-                # Constructors, not `replace`: this runs once for every token of every stream.
+                # Positional, not `replace`: this runs once for every token of every stream.
                 fresh.append(
                     CompletionOutput(
                         completion.index,
@@ -218,13 +218,13 @@ class Deltas:
             output.prompt,
             output.prompt_token_ids,
             fresh,
-            output.finished,
-            output.prompt_logprobs,
-            output.num_cached_tokens,
-            list(output.records),
-            output.num_prefilled,
-            output.error,
-            output.impossible,
+            finished=output.finished,
+            prompt_logprobs=output.prompt_logprobs,
+            num_cached_tokens=output.num_cached_tokens,
+            records=list(output.records),
+            num_prefilled=output.num_prefilled,
+            error=output.error,
+            impossible=output.impossible,
         )
 
 

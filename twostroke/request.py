@@ -1,4 +1,4 @@
-"""What a user asks for (`SamplingParams`) and what the engine is sent (`EngineRequest`)."""
+"""`SamplingParams`: the parameters of a user. `EngineRequest`: a request as the engine gets it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would ov
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs(StrictSettings):
-    """What a text must look like: exactly one of the first five. The names are vLLM's."""
+    """The required form of a text: exactly one of the first five. The names are vLLM's."""
 
     error = RequestError
 
@@ -30,17 +30,17 @@ class StructuredOutputs(StrictSettings):
     choice: Sequence[str] | None = None
     grammar: str | None = None  # Lark or GBNF
     json_object: bool = False  # any JSON object
-    # Objects of a schema have no other names than its `properties`, unless it says something of
+    # Objects of a schema have no names but those in `properties`, unless the schema sets
     # `additionalProperties`.
     disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object")
-        given = [name for name in kinds if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        present = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(present) != 1:
             raise RequestError(
                 f"structured_outputs takes exactly one of {', '.join(kinds)}; "
-                f"{' and '.join(given) or 'none'} was given"
+                f"{' and '.join(present) or 'none'} was given"
             )
         if isinstance(self.json, dict):
             try:
@@ -64,7 +64,7 @@ class StructuredOutputs(StrictSettings):
 
 
 class RequestOutputKind(enum.StrEnum):
-    """What a stream's outputs hold: all there is so far, what is new, or only the end."""
+    """The content of a stream's outputs: all so far, the new part, or only the end."""
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
@@ -73,9 +73,10 @@ class RequestOutputKind(enum.StrEnum):
 
 @dataclass(kw_only=True)
 class SamplingParams(StrictSettings):
-    """How to continue a prompt. The names are vLLM's.
+    """Parameters of generation. The names are vLLM's.
 
-    May be changed until it is given to an engine, which takes a checked copy (`clone`)."""
+    The constructor checks all values. They may be changed until the parameters are given to an
+    engine, which takes a checked copy (`clone`)."""
 
     error = RequestError
 
@@ -93,9 +94,9 @@ class SamplingParams(StrictSettings):
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: until max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # how many of the most likely tokens are told; -1: all
+    logprobs: int | None = None  # number of most likely tokens that are returned; -1: all
     prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] | None = None  # tokens to tell of, in place of the likeliest
+    logprob_token_ids: Sequence[int] | None = None  # these tokens instead of the most likely
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -138,15 +139,15 @@ class SamplingParams(StrictSettings):
         self._check_lists()
         if self.logprob_token_ids and self.logprobs is None:
             self.logprobs = 0
-        given: Any = self.structured_outputs
-        if isinstance(given, dict):
-            self.structured_outputs = StructuredOutputs(**given)
+        structured: Any = self.structured_outputs
+        if isinstance(structured, dict):
+            self.structured_outputs = StructuredOutputs(**structured)
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             self._refuse("structured_outputs", "StructuredOutputs(…), a dict of its fields or None")
 
     def clone(self) -> SamplingParams:
-        """A copy, checked like a new one."""
-        # By hand: every request is cloned, and `replace` takes three times as long.
+        """Return a copy, checked like a new object."""
+        # Not with `replace`, which takes three times as long.
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.__post_init__()
@@ -185,7 +186,7 @@ class SamplingParams(StrictSettings):
         try:
             return tuple(getattr(self, name) or ())
         except TypeError:
-            return (None,)  # which no list may hold, so that it is refused as one
+            return (None,)  # refused, because no list may contain None
 
     @property
     def greedy(self) -> bool:
@@ -193,45 +194,45 @@ class SamplingParams(StrictSettings):
 
     @property
     def penalised(self) -> bool:
-        """Whether what was written before changes the logits."""
+        """Whether earlier tokens change the logits."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
 
 
 def _token_id(key: Any) -> int:
-    """A key of `logit_bias`: JSON has only strings for it. Not what merely rounds to an id."""
+    """Read a key of `logit_bias`: a string in JSON. Fractions are refused, not rounded."""
     return int(key) if isinstance(key, str) else index(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A model's reasoning, as the engine follows it: it is bounded by a budget, and what a grammar
-    says applies after it."""
+    """The marks of a model's reasoning, by which the engine follows it. A budget limits the
+    reasoning; a grammar applies after it."""
 
-    starts: tuple[bytes, ...]  # any of these opens it, if it is the first thing written
+    starts: tuple[bytes, ...]  # any of these opens it at the beginning of the output
     ends: tuple[bytes, ...]
-    start_ids: tuple[int, ...] = ()  # tokens that open it, which may stand before a grammar's text
-    forced_ids: tuple[int, ...] = ()  # what ends it where the budget is spent
+    start_ids: tuple[int, ...] = ()  # tokens that open it, allowed before a grammar's text
+    forced_ids: tuple[int, ...] = ()  # tokens that end it when the budget is spent
     is_open: bool = False  # from the first token on
     budget: int | None = None  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a request stands that another engine has begun: the next one goes on from here."""
+    """The state of a request that another engine has begun; the next engine continues from it."""
 
-    tokens: tuple[int, ...]  # written so far; they have been told
-    last_s: float  # when the last of them was, on the monotonic clock
-    offer: Offer | None = None  # where the keys and values are; None: computed again
+    tokens: tuple[int, ...]  # written and delivered so far
+    last_s: float  # time of the last of them, on the monotonic clock
+    offer: Offer | None = None  # of its KV blocks; None: they are recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request that was found good (`engine/input_processor.py`), with its prompt as token ids.
+    """A valid request (`engine/input_processor.py`) with its prompt as token ids.
 
-    Accepted, it stands for all `n` continuations and has no name yet. The engine is sent one for
-    each continuation, named and seeded (`engine/output_processor.py`), without the text.
+    When accepted, it stands for all `n` continuations and has no id yet. The engine is sent one for
+    each continuation, with id and seed (`engine/output_processor.py`), without the text.
     """
 
     request_id: str
@@ -243,17 +244,17 @@ class EngineRequest:
     priority: int = 0  # lower runs first, under scheduling_policy="priority"
     salt: str = ""  # only requests with the same salt share cached prefixes
     received_s: float = 0.0  # on the monotonic clock
-    progress: bool = False  # tell after each chunk how much of the prompt has been computed
+    progress: bool = False  # report after each chunk how much of the prompt has been computed
     gap_causes: bool = False  # record the causes of each gap between two of its tokens
-    family: str = ""  # siblings of one `n > 1` request share a name, and so their prompt's blocks
+    family: str = ""  # common name of the continuations of an `n > 1` request: they share blocks
     prompt: str | None = None  # the text, if one was given
     tokenised_s: float = 0.0  # when the prompt had become token ids
-    thinking: Thinking | None = None  # None: none, or nothing is to be done about it
+    thinking: Thinking | None = None  # None: the engine does not follow reasoning
     prefix_marks: tuple[str, ...] = ()  # digests of the first 64, 128, 256, … tokens
-    session: str = ""  # digest of the conversation that it is a turn of, if the client says so
-    hand_over: bool = False  # end after the next token, as PREFILLED, with an offer of its blocks
+    session: str = ""  # digest of the client's id of the conversation
+    hand_over: bool = False  # end as PREFILLED after the next token, with an offer of its blocks
     resumed: Resumed | None = None
-    owner: int | None = None  # the number of the API key it was sent with
+    owner: int | None = None  # the number of its API key
 
 
 class FinishReason(enum.StrEnum):
@@ -261,4 +262,4 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    PREFILLED = "prefilled"  # by this engine; another goes on with it, so no user sees this
+    PREFILLED = "prefilled"  # another engine continues the request; users never see this

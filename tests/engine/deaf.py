@@ -1,4 +1,4 @@
-"""A process that says that it is here, repeats its lines, and does not end when they do."""
+"""A process that announces itself, repeats its input lines, and ignores the end of its stdin."""
 
 import sys
 import time

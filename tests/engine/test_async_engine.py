@@ -1,4 +1,4 @@
-"""`AsyncEngine`: many streams from one engine, and every way in which one may end."""
+"""`AsyncEngine`: many streams from one engine, and all the ways in which a stream can end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> LLM:
-    """Answers one at a time: what the streams must give."""
+    """An engine that answers one request at a time: the expected tokens of the streams."""
     return tiny_llm(folder)
 
 
 def using(
     folder: Path, test: Callable[[AsyncEngine], Coroutine[Any, Any, None]], **settings: Any
 ) -> None:
-    """Run a test over a fresh engine; in the end nothing may be left of any request."""
+    """Run a test with a new engine; assert that no request has left anything behind."""
 
     async def run() -> None:
         llm = tiny_llm(folder, **settings)
@@ -50,7 +50,7 @@ def using(
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """Until the engine has taken in every abort that is on its way."""
+    """Wait until the engine has handled every abort in its inbox."""
     core = engine.engine.core
     for _ in range(1000):
         if engine._inbox.empty() and not core.has_work and not engine._outputs:
@@ -101,7 +101,7 @@ def test_many_streams_at_once_give_what_each_gives_alone(folder: Path, alone: LL
     using(folder, test, max_num_seqs=16)
 
 
-def test_each_kind_of_stream_tells_the_same_story(folder: Path, alone: LLM) -> None:
+def test_every_kind_of_stream_delivers_the_same_text(folder: Path, alone: LLM) -> None:
     async def test(engine: AsyncEngine) -> None:
         def params(kind: str) -> SamplingParams:
             return SamplingParams(
@@ -168,7 +168,7 @@ def test_abort_before_the_first_token_closes_the_stream(folder: Path) -> None:
     using(folder, test)
 
 
-def test_aborting_what_is_not_there_does_nothing(folder: Path) -> None:
+def test_aborting_an_unknown_request_does_nothing(folder: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         engine.abort("nobody")
         output = await last(engine, [5, 6], request_id="mine")
@@ -190,7 +190,7 @@ def test_leaving_the_loop_aborts(folder: Path) -> None:
     using(folder, test)
 
 
-def test_an_old_loop_that_is_closed_late_leaves_a_new_request_of_its_name_alone(
+def test_closing_an_old_stream_does_not_abort_a_new_request_of_the_same_id(
     folder: Path,
 ) -> None:
     async def test(engine: AsyncEngine) -> None:
@@ -241,7 +241,7 @@ def test_a_refused_request_raises_in_its_own_task(folder: Path, alone: LLM) -> N
     using(folder, test)
 
 
-def test_what_only_the_scheduler_can_refuse_raises_in_its_own_task(tmp_path: Path) -> None:
+def test_a_refusal_of_the_scheduler_raises_in_its_own_task(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "tiny", model_type="mistral", sliding_window=128)
 
     async def test(engine: AsyncEngine) -> None:
@@ -254,7 +254,7 @@ def test_what_only_the_scheduler_can_refuse_raises_in_its_own_task(tmp_path: Pat
     using(folder, test, num_gpu_blocks_override=3)
 
 
-def test_a_name_in_use_is_refused_and_its_owner_goes_on(folder: Path) -> None:
+def test_an_id_in_use_is_refused_and_its_request_continues(folder: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         owner = asyncio.create_task(last(engine, [5, 6], LONG, request_id="mine"))
         await asyncio.sleep(0)
@@ -301,7 +301,7 @@ def test_a_closed_engine_refuses_at_once_and_closes_again(folder: Path) -> None:
 def test_a_request_that_breaks_its_steps_ends_alone_and_the_engine_goes_on(
     folder: Path, alone: LLM, monkeypatch: pytest.MonkeyPatch, before: bool, warm: bool
 ) -> None:
-    """Before the executor has taken the plan in, or after; with rows in use before, or none."""
+    """It breaks before or after the executor has applied the plan, with rows in use or none."""
 
     async def test(engine: AsyncEngine) -> None:
         executor = engine.engine.core._executor
@@ -337,7 +337,7 @@ def test_a_request_that_breaks_its_steps_ends_alone_and_the_engine_goes_on(
     using(folder, test)
 
 
-def test_a_step_that_fails_once_costs_nobody_a_token(
+def test_a_step_that_fails_once_costs_no_request_a_token(
     folder: Path, alone: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(engine: AsyncEngine) -> None:
@@ -362,7 +362,7 @@ def test_a_step_that_fails_once_costs_nobody_a_token(
     using(folder, test)
 
 
-def test_an_engine_that_cannot_go_on_ends_every_stream(
+def test_an_engine_that_cannot_continue_ends_every_stream(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:

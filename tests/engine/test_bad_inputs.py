@@ -150,7 +150,7 @@ def test_a_config_of_another_shape_than_its_tensors_is_refused(folder: Path) -> 
     )
 
 
-def test_a_config_that_asks_for_more_than_there_is_is_refused(folder: Path) -> None:
+def test_a_config_that_needs_missing_tensors_is_refused(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -206,7 +206,7 @@ def test_without_network_and_cached_model_two_ways_out_are_given(
         ({"tensor_parallel_size": 2}, "the native kernels of a CPU run in one process"),
     ],
 )
-def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], says: str) -> None:
+def test_an_invalid_setting_is_refused(llm: LLM, settings: dict[str, Any], says: str) -> None:
     assert llm.engine.config.model is not None
     assert says in config_refusal(llm.engine.config.model, **settings)
 
@@ -353,7 +353,7 @@ def test_a_path_object_is_a_model_like_its_text(folder: Path) -> None:
         ({"output_kind": "deltas"}, "not 'deltas'; did you mean 'delta'?"),
     ],
 )
-def test_sampling_parameters_that_are_none_are_refused(given: dict[str, Any], says: str) -> None:
+def test_invalid_sampling_parameters_are_refused(given: dict[str, Any], says: str) -> None:
     assert says in params_refusal(**given)
 
 
@@ -421,7 +421,7 @@ def test_a_text_that_gives_no_token_is_an_empty_prompt(folder: Path) -> None:
     assert "the prompt is empty" in request_refusal(tiny_llm(folder), "")
 
 
-def test_what_is_no_sampling_parameters_is_refused(llm: LLM) -> None:
+def test_other_objects_than_sampling_parameters_are_refused(llm: LLM) -> None:
     says = "sampling parameters are given as SamplingParams(…), not "
     assert says + "int" in request_refusal(llm, "a", 5)
     assert says + "dict" in request_refusal(llm, "a", {"temperature": 0})
@@ -451,7 +451,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tmp_path: Path
     llm.engine.core.scheduler.audit()
 
 
-def test_without_a_tokenizer_what_needs_text_is_refused(llm: LLM) -> None:
+def test_without_a_tokenizer_requests_that_need_text_are_refused(llm: LLM) -> None:
     assert llm.engine.config.model is not None
     bare = LLM(llm.engine.config.model, skip_tokenizer_init=True, num_gpu_blocks_override=64)
     assert "a text prompt needs a tokenizer, and none is loaded" in request_refusal(bare, "a")
@@ -476,7 +476,7 @@ def test_after_every_refusal_the_engine_answers_as_before(llm: LLM) -> None:
     assert not llm.engine.output_processor._running
 
 
-def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(
+def test_token_ids_that_only_the_tokenizer_knows_are_harmless(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tiny_folder(tmp_path / "tiny", vocab_size=280)
@@ -490,12 +490,11 @@ def test_ids_a_tokenizer_knows_and_the_model_does_not_harm_nobody(
     assert "is out of vocabulary: the model's ids go from 0 to 279" in request_refusal(llm, word)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the tokenizer has 300 tokens and the model only 280: prompts that need one of the others "
-        "are refused"
+        "the tokenizer has 300 tokens and the model only 280: prompts with other tokens are refused"
     )
 
 
-def test_the_checks_here_can_fail(llm: LLM) -> None:
+def test_valid_input_at_the_limits_is_accepted(llm: LLM) -> None:
     """A negative control: nothing is refused that is good at the very edge."""
     edges: list[tuple[Any, dict[str, Any]]] = [
         ([VOCAB_SIZE - 1], {"max_tokens": 1}),

@@ -47,7 +47,7 @@ def gone(pid: int) -> bool:
 
 @linux
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_child_ends_with_its_parent_though_it_is_deaf_or_stopped(stopped: bool) -> None:
+def test_a_child_ends_with_its_parent_even_if_it_ignores_stdin_or_is_stopped(stopped: bool) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

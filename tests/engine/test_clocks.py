@@ -12,7 +12,7 @@ from twostroke.engine.clocks import TIMES, RemoteClock, clock_id
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, Resumed
 
-AHEAD_S = 5000.0  # ours began so much earlier
+AHEAD_S = 5000.0  # our clock began so much earlier
 
 
 def record(of_s: float) -> RequestRecord:
@@ -34,9 +34,9 @@ def times_of(one: RequestRecord) -> list[float]:
     return [*own, *one.token_s, one.chunks[0][0], one.preempted[0][0]]
 
 
-def test_what_goes_there_and_back_has_the_times_it_had_here() -> None:
+def test_times_are_the_same_after_a_round_trip() -> None:
     clock = RemoteClock("another machine")
-    for late_s in (0.3, 0.0, 2.0):  # the message that came soonest tells best
+    for late_s in (0.3, 0.0, 2.0):  # the message that came soonest counts
         clock.heard(monotonic() - AHEAD_S - late_s)
     assert clock.ahead_s == pytest.approx(AHEAD_S, abs=0.2)
     there = clock.to_theirs(

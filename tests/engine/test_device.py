@@ -1,4 +1,4 @@
-"""Which device is chosen, and when torch is asked for it."""
+"""The choice of the device, and when torch is imported for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twostroke.errors import ConfigError
 
 
 class Machine:
-    """What there is of drivers and GPUs, and whether torch was asked."""
+    """A machine with or without driver and GPUs; notes whether torch was imported."""
 
     def __init__(self, driver: bool, amd: bool, gpu: bool) -> None:
         self.driver, self.amd, self.gpu, self.asked = driver, amd, gpu, False
@@ -50,7 +50,7 @@ class Machine:
         (True, False, True, "cuda:1", "cuda:1", True),
     ],
 )
-def test_torch_is_asked_only_where_there_may_be_a_gpu(
+def test_torch_is_imported_only_if_there_may_be_a_gpu(
     driver: bool,
     amd: bool,
     gpu: bool,
@@ -99,9 +99,7 @@ def test_engines_on_one_gpu_start_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("hidden", ["", " ", "-1"])
-def test_gpus_that_are_hidden_are_not_looked_for(
-    hidden: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_gpus_are_not_searched(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(driver=True, amd=False, gpu=True)
     machine.put_in_place(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -111,14 +109,14 @@ def test_gpus_that_are_hidden_are_not_looked_for(
     assert device.find_device(EngineConfig()) == "cuda:0"
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(driver=False, amd=False, gpu=False).put_in_place(monkeypatch)
     with pytest.raises(ConfigError, match="torch finds no GPU; use device='cpu' or 'auto'"):
         device.find_device(EngineConfig(device="cuda"))
 
 
 class Driver:
-    """NVIDIA's, as far as it counts devices."""
+    """A fake of NVIDIA's driver that counts devices."""
 
     def __init__(self, devices: int, starts: bool = True) -> None:
         self.devices, self.starts = devices, starts
@@ -140,7 +138,7 @@ class Driver:
         (Driver(1, starts=False), None),
     ],
 )
-def test_a_gpu_is_told_of_where_torch_is_missing(
+def test_a_gpu_without_torch_is_reported(
     driver: Driver,
     says: str | None,
     monkeypatch: pytest.MonkeyPatch,

@@ -89,7 +89,7 @@ def engines(
 
 
 @pytest.mark.parametrize("seed", [None, 11])
-def test_handed_over_is_as_never_handed_over_to_the_bit(
+def test_a_hand_over_does_not_change_a_single_bit(
     seed: int | None, engines: tuple[EngineCore, EngineCore, str], alone: EngineCore
 ) -> None:
     sender, receiver, way = engines
@@ -135,7 +135,7 @@ def test_a_damaged_block_is_computed_again(
 
 
 class Later:
-    """A mark of a device that is slow: reached when it has been asked a few times."""
+    """An event of a slow device: reached after a few queries."""
 
     def __init__(self) -> None:
         self.left, self.waited = 3, False
@@ -203,8 +203,8 @@ def test_streams_go_on_while_blocks_arrive_and_tokens_are_the_same(slow: list[La
     assert_nothing_left(alone, sender, receiver)
 
 
-def test_one_aborted_while_its_blocks_arrive_waits_for_the_device(slow: list[Later]) -> None:
-    """Else a copy might be written to what is another's by then."""
+def test_an_abort_during_a_fetch_waits_for_the_device(slow: list[Later]) -> None:
+    """Otherwise a copy could be written to blocks that another request has by then."""
     sender, receiver = graphed("shared"), graphed("none")
     (begun,) = run(sender, replace(request(), hand_over=True))
     assert begun.offer is not None
@@ -223,7 +223,7 @@ def test_one_aborted_while_its_blocks_arrive_waits_for_the_device(slow: list[Lat
 
 
 class Pools:
-    """A sender full of noise, and an empty receiver, of two KV groups."""
+    """A sender with random blocks and an empty receiver, with two KV groups each."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, checked: bool = False) -> None:
         spec = make_spec(windows=(8, None, None))
@@ -266,7 +266,7 @@ def test_blocks_arrive_bit_by_bit_and_no_other_is_written(dtype: torch.dtype) ->
         assert not got[group][others].view(torch.uint8).any()
 
 
-def test_while_others_write_a_part_is_launched_with_each_step(
+def test_while_streams_write_a_part_of_the_copy_is_launched_with_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pools = Pools()
@@ -278,7 +278,7 @@ def test_while_others_write_a_part_is_launched_with_each_step(
     )
 
 
-def test_what_goes_wrong_has_a_name() -> None:
+def test_transfer_errors_have_their_own_classes() -> None:
     pools = Pools(checked=True)
     offer = pools.offer()
     beyond = offer._replace(tables=((3, 5, 800), (4, 7, 2)))
@@ -295,7 +295,7 @@ def test_what_goes_wrong_has_a_name() -> None:
 def test_memory_that_cannot_be_opened_is_fetched_over_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a system forbids CUDA IPC."""
+    """As on systems that forbid CUDA IPC."""
 
     def forbidden(*what: object) -> torch.Tensor:
         raise RuntimeError("CUDA error: operation not supported")
@@ -347,7 +347,7 @@ sys.stdin.read()
 """
 
 
-def test_another_process_s_memory_is_let_go_when_it_has_ended() -> None:
+def test_memory_of_an_ended_process_is_released() -> None:
     receiver = Pools()
     (way,) = receiver.fetching._ways
     assert isinstance(way, DeviceMemory)

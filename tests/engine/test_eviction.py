@@ -37,7 +37,7 @@ def written(llm: LLM, *prompts: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """Each alone, with plain torch."""
+    """The expected tokens: each request alone, with plain torch."""
     llm = evicting(folder, "reference")
     return [written(llm, prompt)[0] for prompt in (PROMPT, LONG)]
 
@@ -63,7 +63,7 @@ def test_a_request_that_writes_keeps_to_its_budget(
         most += record.kv_evicted_tokens
     told = {metric.name: metric for metric in llm.get_metrics()}
     assert told["twostroke:kv_evicted_tokens"].value == most > 0
-    # Negative control: what is gone would have been seen.
+    # Negative control: without eviction the evicted tokens change the result.
     assert written(tiny_llm(folder, kernels=kernels, block_size=BLOCK), PROMPT)[0] != expected[0]
 
 
@@ -80,7 +80,7 @@ def test_below_the_budget_nothing_changes(folder: Path) -> None:
 def test_a_preempted_request_writes_the_same_tokens(
     folder: Path, kernels: str, expected: list[list[int]]
 ) -> None:
-    """What it had written is computed anew by prefill, in sight of what was in sight then."""
+    """Its tokens are recomputed by prefill, with the same cache entries in sight."""
     llm = evicting(folder, kernels)
     scheduler = llm.engine.core.scheduler
     for prompt, tokens in zip((PROMPT, LONG), expected, strict=True):
@@ -99,7 +99,7 @@ def test_a_preempted_request_writes_the_same_tokens(
 
 @pytest.mark.full
 @pytest.mark.skipif(not cpu.available(), reason="not built")
-def test_heavy_hitters_stay_where_the_oldest_would_go(folder: Path) -> None:
+def test_heavy_hitters_are_kept_although_they_are_old(folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     sizes = {"kv_eviction_budget": 256, "max_model_len": 2 * MAX_LEN}
     llm = evicting(folder, "native", kv_eviction="heavy-hitters", **sizes)
@@ -131,7 +131,7 @@ def test_heavy_hitters_stay_where_the_oldest_would_go(folder: Path) -> None:
         evicting(folder, "reference", kv_eviction="heavy-hitters", kv_eviction_budget=256)
 
 
-def test_what_was_written_after_an_eviction_is_no_prefix_for_others(
+def test_tokens_written_after_an_eviction_are_not_a_prefix(
     folder: Path, expected: list[list[int]]
 ) -> None:
     llm = evicting(folder)
@@ -157,7 +157,7 @@ def test_a_context_may_be_longer_than_cache_and_model(
         llm.generate([LONG], params, use_tqdm=False)
 
 
-def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_models_and_settings_without_eviction_are_refused(folder: Path, tmp_path: Path) -> None:
     heavy = {"kv_eviction": "heavy-hitters", "kv_eviction_budget": 256}
     for settings, reason in (
         ({"kv_eviction": "oldest"}, "kv_eviction"),

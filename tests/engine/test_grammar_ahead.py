@@ -1,4 +1,4 @@
-"""A grammar beside other streams: steps are launched ahead, and what is written stays the same."""
+"""Grammars beside other streams: steps are launched ahead, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Calls = list[tuple[str, int]]
 
 
 class Noted:
-    """An executor that takes steps ahead, and notes what it is asked for."""
+    """An executor that takes steps ahead, and notes its calls."""
 
     def __init__(self, executor: Any, max_in_flight: int) -> None:
         self.executor, self.max_in_flight = executor, max_in_flight
@@ -80,7 +80,9 @@ def write(
     while core.has_work:
         core.step()
     core.scheduler._step = 0
-    object.__setattr__(core.scheduler.config, "lookahead", 0)  # few blocks: somebody is preempted
+    object.__setattr__(
+        core.scheduler.config, "lookahead", 0
+    )  # few blocks: some request is preempted
     noted = core._executor = Noted(core._executor, depth)
     noted.fail_at = fail_at
     written: dict[str, list[int]] = {}
@@ -114,7 +116,7 @@ def test_the_next_forward_is_launched_before_a_grammar_is_waited_for(folder: Pat
             assert forward < sample < before
 
 
-def test_an_executor_of_one_step_at_a_time_is_asked_as_ever(folder: Path) -> None:
+def test_an_executor_of_one_step_at_a_time_is_called_as_before(folder: Path) -> None:
     _, _, noted, _ = write(folder, 1)
     steps = max(step for _, step in noted.calls) + 1
     expected = [(name, n) for n in range(steps) for name in ("forward", "sample", "wait")]
@@ -122,7 +124,7 @@ def test_an_executor_of_one_step_at_a_time_is_asked_as_ever(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 7}, {"max_num_seqs": 3}])
-def test_what_is_written_is_that_of_one_step_at_a_time(
+def test_steps_ahead_write_the_same_as_one_step_at_a_time(
     folder: Path, settings: dict[str, Any]
 ) -> None:
     written, ends, _, _ = write(folder, 1)
@@ -135,7 +137,7 @@ def test_what_is_written_is_that_of_one_step_at_a_time(
         assert any(record.preempted for record in core.records.requests)
 
 
-def test_what_was_taken_in_before_a_step_fails_is_not_lost(folder: Path) -> None:
+def test_updates_collected_before_a_step_fails_are_delivered(folder: Path) -> None:
     """Step 9 fails when it is sampled, after step 8 was waited for."""
     written, ends, _, _ = write(folder, 1)
     ahead, ends_ahead, noted, _ = write(folder, 2, fail_at=9)

@@ -1,4 +1,4 @@
-"""A request that one engine prefills and another goes on with writes what it writes in one alone.
+"""A request that one engine prefills and another decodes writes the same tokens as in one engine.
 
 Two real engines in this process, blocks fetched from one real pool into the other."""
 
@@ -29,7 +29,8 @@ from twostroke.model.describe.cost import dense_weight_bytes
 from twostroke.model.native_decoder import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Resumed, StructuredOutputs, Thinking
-from twostroke.sched import received, scheduler
+from twostroke.sched import offers as sched_offers
+from twostroke.sched import received
 from twostroke.sched.received import FetchResult
 from twostroke.sched.step import SchedulerConfig
 from twostroke.sched.updates import Update
@@ -51,7 +52,7 @@ class Engines(NamedTuple):
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     folder: Path = tiny_folder(tmp_path_factory.mktemp("tiny"))
     settings: dict[str, Any] = {"max_num_seqs": 8, "kernels": "native", "isa": narrow_isa()}
-    settings["engines_on_host"] = 2  # one alone could fetch nothing
+    settings["engines_on_host"] = 2  # a single engine fetches nothing
     ways = ("none", "checked", "none")
     return Engines(*(tiny_llm(folder, kv_sharing=way, **settings).engine.core for way in ways))
 
@@ -73,7 +74,7 @@ def assert_nothing_left(*cores: EngineCore) -> None:
 
 
 class Written:
-    """What was told of one request, by whichever engine."""
+    """The updates of one request, from any engine."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -112,7 +113,7 @@ def resumed(given: EngineRequest, so_far: Written, offer: Offer | None) -> Engin
 def hand_over(
     sender: EngineCore, receiver: EngineCore, *requests: EngineRequest
 ) -> tuple[list[Written], list[FetchResult]]:
-    """Each prefilled by one, then all of them decoded by the other."""
+    """Prefill each request in one engine, then decode all in the other."""
     begun = run(sender, *(replace(request, hand_over=True) for request in requests))
     going = [
         resumed(request, one, one.offer)
@@ -163,7 +164,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("way", REQUESTS)
-def test_handed_over_is_as_never_handed_over_to_the_bit(way: str, engines: Engines) -> None:
+def test_a_hand_over_does_not_change_a_single_bit(way: str, engines: Engines) -> None:
     given = REQUESTS[way]
     (alone,) = run(engines.alone, given)
     (got,), (fetched,) = hand_over(engines.sender, engines.receiver, given)
@@ -190,7 +191,7 @@ def test_many_at_once_share_steps_and_prefixes(engines: Engines) -> None:
     assert [one.num_bytes // block for one in fetched] == [2, 1, 1, 1, 1, 1]
 
 
-def test_what_the_receiver_has_cached_is_not_fetched(engines: Engines) -> None:
+def test_blocks_in_the_receivers_cache_are_not_fetched(engines: Engines) -> None:
     (alone,) = run(engines.alone, request())
     run(engines.receiver, request("before", PROMPT[:33], max_tokens=2))
     (got,), (fetched,) = hand_over(engines.sender, engines.receiver, request())
@@ -240,7 +241,9 @@ FAULTS: dict[str, tuple[Callable[[KVTransfer, Offer], None], Callable[[Offer], O
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_transfer_that_fails_is_computed_again_and_says_why(name: str, engines: Engines) -> None:
+def test_blocks_of_a_failed_transfer_are_recomputed_and_the_reason_is_reported(
+    name: str, engines: Engines
+) -> None:
     given = request(temperature=0.9, seed=8)
     (alone,) = run(engines.alone, given)
     (begun,) = run(engines.sender, replace(given, hand_over=True))
@@ -257,8 +260,8 @@ def test_a_transfer_that_fails_is_computed_again_and_says_why(name: str, engines
     assert rest.num_chunks == 1, "prefilled here"
 
 
-def test_a_request_goes_on_from_any_token_without_its_blocks(engines: Engines) -> None:
-    """As when its engine has died: whatever was told is part of the prompt now."""
+def test_a_request_continues_from_any_token_without_its_blocks(engines: Engines) -> None:
+    """As after the death of its engine: the delivered tokens are part of the prompt now."""
     given = replace(REQUESTS["penalties"], params=replace(REQUESTS["penalties"].params, seed=7))
     (alone,) = run(engines.alone, given)
     for count in (1, 5, 23):
@@ -285,7 +288,7 @@ def test_a_request_that_was_resumed_is_handed_over_after_its_next_token(engines:
     assert not engines.receiver.scheduler.received.take_fetched()[0].problem
 
 
-def test_one_that_waits_for_its_blocks_can_be_aborted(engines: Engines) -> None:
+def test_a_request_that_waits_for_its_blocks_can_be_aborted(engines: Engines) -> None:
     (begun,) = run(engines.sender, replace(request(), hand_over=True))
     engines.receiver.add(resumed(request(), begun, begun.offer))
     assert engines.receiver.num_waiting == 1
@@ -430,14 +433,14 @@ LONG = tuple(30 + (11 * n * n + 5 * n) % 220 for n in range(150))
 @pytest.fixture
 def ahead(windowed: NativeDecoder, monkeypatch: pytest.MonkeyPatch) -> Engines:
     """Chunks of 16 tokens, each of which is offered."""
-    monkeypatch.setattr(scheduler, "AHEAD_TOKENS", 16)
-    monkeypatch.setattr(scheduler, "AHEAD_SHARE", 1000)
+    monkeypatch.setattr(sched_offers, "MIN_PART_TOKENS", 16)
+    monkeypatch.setattr(sched_offers, "PART_SHARE", 1000)
     small: dict[str, Any] = {"max_num_batched_tokens": 16}
     return Engines(*(core_of(windowed, 64, way, **small) for way in ("none", "checked", "none")))
 
 
 def part_of(given: EngineRequest, offer: Offer) -> EngineRequest:
-    """As far as it is computed, for `fetch_ahead`."""
+    """The computed part of a prompt, for `fetch_ahead`."""
     tokens, end = given.prompt_token_ids, offer.num_tokens
     name, more = f"{given.request_id} {offer.number}", Resumed((tokens[end],), 1.0, offer)
     return replace(given, request_id=name, prompt_token_ids=tokens[:end], resumed=more)
@@ -565,7 +568,7 @@ def test_what_goes_wrong_ahead_costs_time_alone(
     assert_nothing_left(*ahead)
 
 
-def test_who_waits_for_blocks_comes_before_what_is_fetched_ahead(
+def test_requests_that_wait_for_blocks_come_before_fetches_ahead(
     ahead: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block a step beside a stream: the request that has come later is there first."""
@@ -599,7 +602,7 @@ def test_random_lives_in_two_small_engines(
 ) -> None:
     """Prompts that share beginnings, aborts, blocks that are late: all that was not aborted writes
     what it writes in an engine of its own, and nothing is left."""
-    monkeypatch.setattr(scheduler, "AHEAD_TOKENS", 16)
+    monkeypatch.setattr(sched_offers, "MIN_PART_TOKENS", 16)
     monkeypatch.setattr(received, "FETCH_BYTES", 4096)
     chance = random.Random(seed)
     small: dict[str, Any] = {"max_num_batched_tokens": 24}

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.model.gguf.gguf_files import SPEC, save
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, tiny_weights
 from twostroke import LLM, SamplingParams
-from twostroke.engine import build
+from twostroke.engine import kernel_choice
 from twostroke.errors import ConfigError
 from twostroke.exec.native import NativeExecutor
 from twostroke.exec.torch_executor import TorchExecutor
@@ -109,7 +109,7 @@ def test_threads_that_share_the_rows_draw_what_one_draws(folder: Path) -> None:
     assert len({tuple(ids) for ids, _ in one}) > 1
 
 
-def test_a_kv_dtype_that_the_native_kernels_have_not_is_slow_or_refused(
+def test_a_kv_dtype_that_the_native_kernels_lack_is_slow_or_refused(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = tiny_llm(folder, device="cpu", kv_cache_dtype="float32")
@@ -121,7 +121,7 @@ def test_a_kv_dtype_that_the_native_kernels_have_not_is_slow_or_refused(
 
 
 @pytest.mark.parametrize(("given", "dtype"), [("bfloat16", "bfloat16"), ("half", "float16")])
-def test_a_narrow_dtype_on_a_cpu_is_told_and_keeps_the_native_kernels(
+def test_a_narrow_dtype_on_a_cpu_is_reported_and_keeps_the_native_kernels(
     given: str, dtype: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = write(tiny_llm(folder, device="cpu"))
@@ -155,7 +155,7 @@ def test_the_reference_rounds_weights_and_computes_in_float32_on_a_cpu(
 def test_an_installation_without_native_kernels_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.cpu, "available", lambda: False)
+    monkeypatch.setattr(kernel_choice.cpu, "available", lambda: False)
     said = refusal(folder, device="cpu", kernels="native")
     assert "this installation has no native kernels" in said
     assert "kernels='auto'" in said
@@ -186,7 +186,7 @@ def test_an_installation_without_native_kernels_says_so(
         ("quantization", 8, "quantization must be one of"),
     ],
 )
-def test_a_wrong_value_is_refused_with_those_that_are_right(
+def test_a_wrong_value_is_refused_with_the_valid_values(
     setting: str, value: object, words: str, folder: Path
 ) -> None:
     assert words in refusal(folder, **{setting: value})
@@ -199,7 +199,7 @@ def test_an_instruction_set_of_another_machine_is_refused(folder: Path) -> None:
     assert f"isa '{other}' is not what this machine has; it has {', '.join(own)}" in said
 
 
-def test_quantization_that_the_native_kernels_have_not_is_refused(folder: Path) -> None:
+def test_quantization_that_the_native_kernels_lack_is_refused(folder: Path) -> None:
     said = refusal(folder, device="cpu", quantization="fp8", kernels="native")
     assert "the native kernels have no quantization='fp8'; use int8" in said
 
@@ -223,7 +223,7 @@ def test_threads_and_instruction_sets_write_the_same_tokens(folder: Path) -> Non
 
 
 def prompt_logprobs(path: Path, **settings: Any) -> torch.Tensor:
-    """Of every prompt token after the first."""
+    """Return the log-probability of every prompt token after the first."""
     llm = tiny_llm(path, device="cpu", **settings)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)

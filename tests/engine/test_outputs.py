@@ -1,4 +1,4 @@
-"""What a request may ask for, through `LLM` over a tiny model."""
+"""The parameters of a request, through `LLM` with a tiny model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shared(folder: Path) -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM) -> Any:
-    """Everybody's engine, which every test must leave as it found it."""
+    """An engine for all tests; every test must leave it as it was."""
     yield shared
     shared.engine.core.scheduler.audit()
     assert not shared.engine.core.has_work
@@ -58,7 +58,7 @@ def spell(llm: LLM, **params: Any) -> CompletionOutput:
 # Stop strings
 
 
-def test_the_letters_are_letters(llm: LLM) -> None:
+def test_the_tokens_of_these_tests_are_letters(llm: LLM) -> None:
     text = spell(llm).text
     assert len(text) == 16
     assert text.isalpha()
@@ -100,7 +100,7 @@ def test_of_several_stop_strings_the_one_complete_first_wins(llm: LLM) -> None:
         assert spell(llm, stop=stops).stop_reason == early
 
 
-def test_what_might_have_become_a_stop_string_is_written_in_the_end(llm: LLM) -> None:
+def test_a_held_start_of_a_stop_string_is_released_at_the_end(llm: LLM) -> None:
     text = spell(llm).text
     never = text[-3:] + "#"
     written = spell(llm, stop=never)
@@ -146,7 +146,7 @@ def first_complete(stops: list[str], include: bool, text: str) -> tuple[str, str
     return text, None
 
 
-def test_stop_strings_do_not_depend_on_how_the_text_is_cut() -> None:
+def test_stop_strings_do_not_depend_on_the_pieces_of_the_text() -> None:
     choose = random.Random(3)
     found = 0
     for _ in range(2000):
@@ -262,7 +262,7 @@ def test_without_a_seed_two_requests_differ_and_two_engines_agree(folder: Path) 
 # Log-probabilities
 
 
-def test_logprobs_hold_the_best_and_the_chosen_with_their_ranks(llm: LLM) -> None:
+def test_logprobs_contain_the_best_and_the_sampled_token_with_their_ranks(llm: LLM) -> None:
     params = SamplingParams(logprobs=3, max_tokens=20, seed=5, ignore_eos=True, temperature=2.0)
     completion = llm.generate(PROMPT, params)[0].outputs[0]
     assert completion.logprobs is not None
@@ -285,7 +285,7 @@ def test_logprobs_hold_the_best_and_the_chosen_with_their_ranks(llm: LLM) -> Non
     assert completion.cumulative_logprob == pytest.approx(sum(chosen))
 
 
-def test_logprobs_zero_gives_the_chosen_alone(llm: LLM) -> None:
+def test_logprobs_zero_gives_the_sampled_token_alone(llm: LLM) -> None:
     completion = write(llm, logprobs=0, max_tokens=3)
     assert completion.logprobs is not None
     assert [list(entry) for entry in completion.logprobs] == [[n] for n in completion.token_ids]
@@ -359,7 +359,7 @@ def test_bad_words_of_one_and_of_several_tokens_never_appear(llm: LLM) -> None:
 
 
 def test_a_bad_word_may_end_in_what_the_prompt_began(llm: LLM) -> None:
-    """Only what is written counts: the first letter here belongs to the prompt."""
+    """Only written tokens count: the first letter here belongs to the prompt."""
     params = {"allowed_token_ids": [LETTERS[2]], "bad_words": ["bc"], "max_tokens": 1}
     assert write(llm, [LETTERS[1]], **params).text == "c"
 
@@ -491,7 +491,7 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
 
 
 def test_a_name_that_belongs_to_a_continuation_is_taken(llm: LLM) -> None:
-    """Continuations are named after their request, and nobody else may be called so."""
+    """Ids of continuations are derived from the id of their request, and are taken, too."""
     outputs, process = llm.engine.output_processor, llm.engine.input_processor.process
     state, _ = outputs.add(process([5], SamplingParams(n=2)), "a")
     with pytest.raises(RequestError, match=r"a request with the id 'a/1' is already running"):
@@ -499,7 +499,7 @@ def test_a_name_that_belongs_to_a_continuation_is_taken(llm: LLM) -> None:
     assert outputs.close(state) == ["a/0", "a/1"]
 
 
-def test_a_name_of_our_own_is_never_in_the_way(llm: LLM) -> None:
+def test_generated_ids_avoid_ids_in_use(llm: LLM) -> None:
     outputs = llm.engine.output_processor
     taken = f"req-{outputs._count + 1}"
     request = llm.engine.input_processor.process([5], SamplingParams())
@@ -512,7 +512,7 @@ def test_a_name_of_our_own_is_never_in_the_way(llm: LLM) -> None:
 
 
 def test_streams_and_batches_may_interleave_on_one_engine(llm: LLM) -> None:
-    """Whoever waits turns the loop for all; nobody gets another's tokens."""
+    """Each user's wait runs the loop for all users; no user gets the tokens of another."""
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     expected = [o.outputs[0].token_ids for o in llm.generate([[5, 6], [7, 8], [9, 10]], params)]
     first, second = llm.stream([5, 6], params), llm.stream([7, 8], params)

@@ -53,7 +53,7 @@ def other_rank(llm: LLM) -> RankProcess:
 
 
 def state(pid: int) -> tuple[str, int]:
-    """Of a process, and its parent; "Z" once it has ended."""
+    """Return the state and the parent of a process; the state is "Z" once it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -63,7 +63,7 @@ def state(pid: int) -> tuple[str, int]:
 
 
 def children(pid: int) -> list[int]:
-    """The ranks of an engine's process, the first aside."""
+    """Return the processes of all ranks but the first."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and state(int(entry.name))[1] == pid:
@@ -117,7 +117,7 @@ def test_a_rank_that_ends_where_the_ranks_meet_is_named(
         tiny_llm(folder, **RANKS)
 
 
-def test_a_rank_that_ends_before_it_has_come_is_named(folder: Path) -> None:
+def test_a_rank_that_ends_before_the_meeting_is_named(folder: Path) -> None:
     config = EngineConfig(model=str(folder), **RANKS)
     others = RankProcesses(config, module="twostroke.engine.no_such_rank")
     with pytest.raises(EngineError, match="rank 1 ended with exit code 1"), others.starting():

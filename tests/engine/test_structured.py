@@ -1,4 +1,4 @@
-"""Structured outputs. The tiny model's weights are random: whatever is valid, the grammar made."""
+"""Structured outputs. The tiny model's weights are random: only the grammar makes valid text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def holds(value: Any, schema: dict[str, Any]) -> bool:
-    """The little of JSON schema that is used here."""
+    """Check a value against the subset of JSON schema that these tests use."""
     if "enum" in schema:
         return any(value == one and type(value) is type(one) for one in schema["enum"])
     if "anyOf" in schema:
@@ -180,7 +180,7 @@ def test_a_json_object_begins_as_one_and_never_loops_on_white_space(llm: LLM) ->
 # Beside others, preempted, many
 
 
-def test_others_in_the_batch_are_not_affected(llm: LLM) -> None:
+def test_other_requests_in_the_batch_are_not_affected(llm: LLM) -> None:
     free = SamplingParams(temperature=1, seed=7, max_tokens=20)
     (alone,) = llm.generate("a small model", free, use_tqdm=False)
     asked = structured({"seed": 3, "temperature": 1}, json=SCHEMAS["nested"])
@@ -193,7 +193,7 @@ def test_others_in_the_batch_are_not_affected(llm: LLM) -> None:
 
 
 class MaskClock:
-    """CPU time that passes with each mask, and with nothing else."""
+    """A CPU clock that advances with each mask only."""
 
     def __init__(self, mask_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.num_masks = 0.0, 0
@@ -211,7 +211,7 @@ class MaskClock:
 def test_masks_of_a_step_stay_within_a_budget_and_other_rows_do_not_wait(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks of 4 ms each: two fit into the 10 ms of a step, once the first one is known."""
+    """Masks of 4 ms each: two fit into the 10 ms of a step, once the first has been timed."""
     free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     asked = structured({"temperature": 1, "seed": 5, "n": 8}, regex="[a-z]{12}")
     expected = llm.generate(PROMPT, asked, use_tqdm=False)[0]
@@ -249,7 +249,7 @@ def test_a_request_whose_masks_always_take_more_than_the_budget_is_ended(
     assert len(ends[good].outputs[0].token_ids) == 40
 
 
-def test_a_preempted_request_goes_on_where_it_was(folder: Path, llm: LLM) -> None:
+def test_a_preempted_request_continues_its_grammar(folder: Path, llm: LLM) -> None:
     pattern = {"regex": "([a-z]{2}-[0-9]{2};){30}"}
     params = [structured({"temperature": 1, "seed": n}, **pattern) for n in range(4)]
     calm = llm.generate([PROMPT] * 4, params, use_tqdm=False)
@@ -346,7 +346,7 @@ def test_a_grammar_that_leaves_no_allowed_token_ends_that_request_only(llm: LLM)
         ({"regex": "a\ud800"}, "surrogate"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(llm: LLM, asked: dict[str, Any], message: str) -> None:
+def test_unsupported_grammars_are_refused(llm: LLM, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
         write(llm, **asked)
 
@@ -414,7 +414,7 @@ def test_without_a_tokenizer_grammars_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_whoever_holds_the_interpreter_does_not_wait_for_an_idle_processor(
+def test_compiling_at_idle_priority_does_not_hold_the_interpreter_lock(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies = {}
@@ -436,7 +436,7 @@ def test_whoever_holds_the_interpreter_does_not_wait_for_an_idle_processor(
     assert policies == {"to_grammar": own, "make_matcher": os.SCHED_IDLE}
 
 
-def test_others_write_while_a_grammar_is_compiled(folder: Path) -> None:
+def test_other_requests_write_while_a_grammar_is_compiled(folder: Path) -> None:
     core = tiny_llm(folder).engine.core
     grammars = core._grammars
     assert grammars is not None

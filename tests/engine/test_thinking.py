@@ -33,7 +33,7 @@ def params(**more: Any) -> SamplingParams:
 
 
 def write(folder: Path, depth: int, requests: list[EngineRequest], **settings: Any) -> Any:
-    """What is written to each, and the executor, which takes `depth` steps ahead."""
+    """Return the tokens of each request and the executor, which takes `depth` steps ahead."""
     core = tiny_llm(folder, **settings).engine.core
     # The first one waits for the tokenizer, which a thread reads; without it, all begin together.
     core.add(EngineRequest("first", (5,), params(), seed=1, thinking=thinking(0)))
@@ -91,7 +91,7 @@ def test_a_grammar_begins_where_the_reasoning_ends(folder: Path) -> None:
     assert len(text) == 5
 
 
-def test_tags_that_the_model_has_no_tokens_for_are_refused(folder: Path) -> None:
+def test_tags_without_tokens_are_refused(folder: Path) -> None:
     core = tiny_llm(folder).engine.core
     impossible = Thinking(NEVER, NEVER, forced_ids=(5, 300), is_open=True, budget=1)
     with pytest.raises(RequestError, match="cannot write the tags"):
@@ -99,7 +99,7 @@ def test_tags_that_the_model_has_no_tokens_for_are_refused(folder: Path) -> None
     assert not core.has_work
 
 
-def test_what_the_engine_is_told_of_reasoning_goes_over_the_wire() -> None:
+def test_thinking_settings_are_sent_over_the_wire() -> None:
     asked = thinking(3, start_ids=(4,))
     given = EngineRequest("a", (5,), params(), seed=1, thinking=asked)
     sent = decode_to_engine(encode(Add(1, [given])))
@@ -124,7 +124,7 @@ def test_tags_of_several_tokens_are_found() -> None:
     assert one.over
 
 
-def test_another_beginning_is_no_reasoning() -> None:
+def test_text_before_the_opening_tag_is_no_reasoning() -> None:
     one = state()
     assert bytes(one.advance(b"x<t>")) == b"x<t>"
     assert one.over

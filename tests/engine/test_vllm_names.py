@@ -1,5 +1,7 @@
-"""What programs written for vLLM do with a library, on a tiny model: their imports, their calls,
-and the fields they read. `tests/clients/vllm_examples.py` runs vLLM's own."""
+"""The library as programs written for vLLM use it, with a tiny model: imports, calls and fields.
+
+`tests/clients/vllm_examples.py` runs programs of vLLM itself.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def llm(folder: Path) -> LLM:
 # Settings
 
 
-def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
+def test_vllm_settings_without_effect_are_accepted_with_a_notice(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = LLM(
@@ -93,7 +95,7 @@ def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
         ({"trust_remotecode": True}, "no setting 'trust_remotecode'; did you mean 'trust_remote_"),
     ],
 )
-def test_settings_that_would_change_something_are_refused(
+def test_vllm_settings_that_would_have_an_effect_are_refused(
     settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -283,7 +285,7 @@ def test_a_reset_cache_finds_nothing_and_the_tokens_stay_the_same(folder: Path) 
     ("name", "why"),
     [("collective_rpc", "no workers"), ("sleep", "weights stay"), ("embed", "only generates text")],
 )
-def test_what_is_not_there_is_refused_by_name(name: str, why: str, llm: LLM) -> None:
+def test_missing_methods_are_refused_by_name(name: str, why: str, llm: LLM) -> None:
     assert not hasattr(llm, name)
     with pytest.raises(AttributeError, match=f"LLM has no '{name}': .*{why}"):
         getattr(llm, name)

@@ -81,7 +81,7 @@ def torchless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def not_installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment where torch is not to be found, in every process that is started."""
+    """An environment in which no process can find torch."""
     path = tmp_path_factory.mktemp("no_torch")
     (path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(HERE)])}
@@ -158,10 +158,10 @@ def test_without_native_kernels_torch_computes(folder: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [{"kernels": "reference"}, {"kv_cache_dtype": "bfloat16"}], ids=str
 )
-def test_the_check_can_fail(
+def test_the_check_fails_with_torch(
     settings: dict[str, str], folder: Path, torchless: dict[str, str]
 ) -> None:
-    """Negative control: what runs on torch cannot run here."""
+    """Negative control: a setting that needs torch fails here."""
     done = run(ASK_FOR_ALL, str(folder), json.dumps({"device": "cpu"} | settings), env=torchless)
     assert done.returncode != 0
     assert MESSAGE in done.stderr
@@ -196,7 +196,7 @@ def test_without_torch_installed_everything_is_answered(
 
 
 @needs_native
-def test_a_gpu_without_torch_is_told_in_one_line_and_the_cpu_computes(
+def test_a_gpu_without_torch_is_reported_in_one_line_and_the_cpu_computes(
     folder: Path, not_installed: dict[str, str]
 ) -> None:
     words = [str(folder), json.dumps({"num_gpu_blocks_override": 64})]
@@ -217,7 +217,7 @@ def test_a_gpu_without_torch_is_told_in_one_line_and_the_cpu_computes(
     ],
     ids=["cuda", "reference", "kv_cache_dtype", "no kernels"],
 )
-def test_what_needs_torch_says_what_to_install(
+def test_errors_without_torch_say_what_to_install(
     before: str,
     settings: dict[str, str],
     says: tuple[str, ...],

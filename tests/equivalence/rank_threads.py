@@ -12,7 +12,7 @@ import torch
 
 from tests.equivalence.op_graphs import OpRecorder, RecordedKernels
 from twostroke.engine.assembly import group_limits
-from twostroke.engine.build_torch import make_executor
+from twostroke.engine.build_torch import ExecutorShape, make_executor
 from twostroke.engine.core import EngineCore
 from twostroke.exec.collectives import GlooRanks
 from twostroke.exec.graphs import ladder
@@ -146,15 +146,10 @@ def _executor(
     cpu, kernels = torch.device("cpu"), RecordedKernels() if graphs else Kernels()
     decoder = Decoder(spec, weights, torch.float32, cpu, MAX_LEN, kernels, ranks=ranks)
     config = _limits(decoder.spec, **limits)
+    recorder = OpRecorder(kernels, ranks) if isinstance(kernels, RecordedKernels) else None
     return make_executor(
         decoder,
-        [group.num_blocks for group in config.groups],
-        config.max_num_seqs,
-        config.max_model_len,
-        config.block_size,
-        config.max_num_batched_tokens,
-        torch.float32,
-        1,
-        ladder(config.max_num_seqs) if graphs else (),
-        OpRecorder(kernels, ranks) if isinstance(kernels, RecordedKernels) else None,
+        ExecutorShape.of_limits(config, torch.float32),
+        graph_sizes=ladder(config.max_num_seqs) if graphs else (),
+        record=recorder,
     )

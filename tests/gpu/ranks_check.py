@@ -54,7 +54,7 @@ from twostroke.config import EngineConfig
 from twostroke.distributed import cleanup_dist_env_and_memory
 from twostroke.engine import rank_processes
 from twostroke.engine.assembly import group_limits
-from twostroke.engine.build_torch import build_executor, make_executor
+from twostroke.engine.build_torch import ExecutorShape, build_executor, make_executor
 from twostroke.engine.core import EngineCore
 from twostroke.engine.rank_processes import HEADER_BYTES, read_frame
 from twostroke.exec import collectives
@@ -67,8 +67,8 @@ from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.cost import cost_model, dense_weight_bytes, ring_bytes
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.describe.tensor_parallel import ONE_RANK, Ranks
-from twostroke.model.load import find_model
-from twostroke.model.opened import open_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
 from twostroke.model.torch.decoder import Decoder
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -275,8 +275,8 @@ def recorder_of(device: torch.device, ranks: Ranks) -> Record:
 def executor_of(decoder: Decoder) -> TorchExecutor:
     record = recorder_of(decoder.device, decoder.ranks)
     blocks = [512] * len(decoder.spec.kv_groups())
-    rows = (FEW_ROWS, MAX_LEN, 16, BUDGET, decoder.dtype, 2, ladder(FEW_ROWS), record)
-    return make_executor(decoder, blocks, *rows)
+    shape = ExecutorShape(blocks, FEW_ROWS, MAX_LEN, 16, BUDGET, decoder.dtype)
+    return make_executor(decoder, shape, 2, graph_sizes=ladder(FEW_ROWS), record=record)
 
 
 def core_of(executor: TorchExecutor, spec: ModelSpec, other: OtherRank | None) -> EngineCore:

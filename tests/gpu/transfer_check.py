@@ -310,7 +310,7 @@ def check_engines(check: Check, folder: Path) -> None:
         def start() -> str:
             begun = monotonic()
             engine = runner.run(RoutedEngine.start(settings.engines(config), restart_limit=3))
-            engine._router._place_directly = lambda *_: None  # type: ignore[method-assign]
+            engine.requests.router._place_directly = lambda *_: None  # type: ignore[method-assign]
             engines.append(engine)
             kv_bytes = {member.name: member.info.kv_bytes for member in engine.members}
             if whole:
@@ -331,7 +331,7 @@ def check_engines(check: Check, folder: Path) -> None:
 
         async def alone() -> str:
             """The decode engine does it all: what the others must be equal to."""
-            router, decode = engine._router, engine.members[1].state
+            router, decode = engine.requests.router, engine.members[1].state
             place = router.place
 
             def at_decode(*what: Any, **more: Any) -> Any:

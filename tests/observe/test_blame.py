@@ -1,4 +1,4 @@
-"""Every gap between two tokens is split by cause: the parts add up, and each cause is found."""
+"""Gaps between tokens by cause: the parts add up, and each cause is found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def request(name: str, prompt: int, output: int, offset: int = 0) -> EngineReque
 
 
 def run(core: EngineCore, stall_at: int = -1) -> dict[str, RequestRecord]:
-    """Until nothing is left; `stall_at`: after so many steps the host sleeps."""
+    """Run until no request is left; `stall_at`: the step after which the host sleeps."""
     records: dict[str, RequestRecord] = {}
     count = 0
     while core.has_work:
@@ -56,7 +56,7 @@ def gaps_of(steps: Iterator[StepRecord] | list[StepRecord]) -> list[Causes]:
 
 
 def assert_adds_up(core: EngineCore, records: dict[str, RequestRecord]) -> None:
-    """Steps and requests tell of the same gaps, and the parts of each are the whole of it."""
+    """Assert that steps and requests have the same gaps, and that the parts of each add up."""
     told = gaps_of(list(core.records.steps))
     measured = [gap for r in records.values() for gap, _, _ in r.gap_steps()]
     assert len(told) == len(measured)
@@ -74,7 +74,7 @@ def assert_adds_up(core: EngineCore, records: dict[str, RequestRecord]) -> None:
 
 
 def assert_each_gap(record: RequestRecord) -> None:
-    """The causes of each gap are the whole of it, and together those of the request."""
+    """Assert that the causes of each gap add up to it, and all gaps to the request's sums."""
     assert record.gap_causes is not None
     gaps = [Causes(*record.gap_causes[at : at + 5]) for at in range(0, len(record.gap_causes), 5)]
     measured = [gap for gap, _, _ in record.gap_steps()]
@@ -87,7 +87,7 @@ def llm(tmp_path: Path) -> LLM:
     return tiny_llm(tmp_path / "model", max_num_batched_tokens=64, max_num_seqs=8)
 
 
-def test_a_stream_alone_blames_its_own_work_and_the_host(llm: LLM) -> None:
+def test_gaps_of_a_single_stream_are_its_own_work_and_the_host(llm: LLM) -> None:
     core = llm.engine.core
     core.add(request("a", 8, 12))
     records = run(core)
@@ -98,7 +98,7 @@ def test_a_stream_alone_blames_its_own_work_and_the_host(llm: LLM) -> None:
     assert gaps.host > 0
 
 
-def test_a_prompt_that_shares_steps_is_blamed_for_the_rest_of_them(llm: LLM) -> None:
+def test_a_prompt_that_shares_steps_causes_the_rest_of_their_time(llm: LLM) -> None:
     core = llm.engine.core
     core.add(request("writes", 8, 40))
     for _ in range(8):  # alone for a while: what its steps take is known
@@ -116,7 +116,7 @@ def test_a_prompt_that_shares_steps_is_blamed_for_the_rest_of_them(llm: LLM) -> 
     assert records["writes"].gaps.preemption == 0
 
 
-def test_a_stall_of_the_host_is_the_hosts(llm: LLM) -> None:
+def test_a_stall_of_the_host_counts_as_host_time(llm: LLM) -> None:
     core = llm.engine.core
     for name in "ab":
         core.add(request(name, 8, 20))
@@ -132,7 +132,7 @@ def test_a_stall_of_the_host_is_the_hosts(llm: LLM) -> None:
         assert record.worst_gap.host >= STALL_S or record.worst_gap_s > stall_s
 
 
-def test_a_preempted_stream_blames_preemption(tmp_path: Path) -> None:
+def test_the_gap_of_a_preempted_stream_counts_as_preemption(tmp_path: Path) -> None:
     llm = tiny_llm(
         tmp_path / "model",
         max_num_batched_tokens=64,
@@ -187,7 +187,7 @@ class Talked(NamedTuple):
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_whole_mixture_adds_up_in_the_totals(tmp_path: Path, share: float) -> None:
-    """`share`: of every step, what ranks spend in collectives."""
+    """`share`: the share of every step that ranks spend in collectives."""
     llm = tiny_llm(
         tmp_path / "model",
         max_num_batched_tokens=48,

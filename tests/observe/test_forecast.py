@@ -1,4 +1,4 @@
-"""`Forecast` on a machine of known costs: what it learns from records, and what it then expects."""
+"""`Forecast` on a simulated machine with known costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = [(32, 32, 1), (256, 64, 1), (768, 32, 1), (1536, 16, 1), (64, 32, 4),
 
 
 class Machine:
-    """An engine whose steps take what their tokens cost, and nothing by chance."""
+    """An engine whose step times follow from its tokens, without noise."""
 
     def __init__(self) -> None:
         self.records = Records()
@@ -92,7 +92,7 @@ def calibrated(machine: Machine) -> Forecast:
     return Forecast(machine.records, BUDGET)
 
 
-def test_after_the_calibration_every_setting_is_expected_as_it_then_runs() -> None:
+def test_after_calibration_the_forecast_matches_every_setting() -> None:
     machine = Machine()
     forecast = calibrated(machine)
     for setting in SETTINGS:
@@ -104,7 +104,7 @@ def test_after_the_calibration_every_setting_is_expected_as_it_then_runs() -> No
         assert expected.ttft_s == pytest.approx(ttft_s, rel=0.05), setting
 
 
-def test_a_stall_of_the_machine_does_not_count_for_the_engine() -> None:
+def test_a_stall_of_the_machine_does_not_count() -> None:
     machine = Machine()
     machine.stall_in(40)
     expected = calibrated(machine).predict(Workload(256, 32))
@@ -114,7 +114,7 @@ def test_a_stall_of_the_machine_does_not_count_for_the_engine() -> None:
     assert expected.tpot_s == pytest.approx(tpot_s, rel=0.1)
 
 
-def test_the_start_of_a_request_is_without_the_steps_of_others_that_it_waited_for() -> None:
+def test_steps_of_other_requests_do_not_count_as_the_start_of_a_request() -> None:
     machine = Machine()
     forecast = calibrated(machine)
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_the_start_of_a_request_is_without_the_steps_of_others_that_it_waited_fo
     assert expected.start_s == pytest.approx(START_S, abs=HOST_S)
 
 
-def test_nothing_is_expected_before_steps_of_both_phases_have_run() -> None:
+def test_there_is_no_forecast_before_steps_of_both_phases_have_run() -> None:
     machine = Machine()
     assert Forecast(machine.records, BUDGET).predict(Workload(8, 8)) is None
     machine.run(Workload(8, 8))

@@ -1,4 +1,4 @@
-"""A GPU's ceilings: counted right, whatever the device; the rates themselves are a GPU's to say."""
+"""The arithmetic of a GPU's ceilings; the rates themselves are measured on a GPU."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ EMPTY = PhaseRecord(0, 0, 0, 0.0, 0.0)
 
 
 def step(at: float, took: float, prefill: int = 0, streams: int = 0) -> StepRecord:
-    """One that ended at `at` and brought `streams` tokens, or the first token of a prompt."""
+    """A step that ended at `at` with `streams` tokens, or with the first token of a prompt."""
     chunk = PhaseRecord(1, prefill, 0, 2.0 * prefill, 1.0) if prefill else EMPTY
     slots = PhaseRecord(streams, streams, 0, 2.0 * streams, 5.0) if streams else EMPTY
     since = Causes(took if streams else 0.0, 0.0 if streams else took)
@@ -52,7 +52,7 @@ def test_a_quantile_is_within_one_bin_of_the_exact_one(seed: int) -> None:
     assert spread.count == 2000
 
 
-def test_of_nothing_there_is_no_quantile() -> None:
+def test_an_empty_spread_has_no_quantile() -> None:
     assert Spread().quantiles((0.5, 0.99)) == [None, None]
 
 
@@ -62,7 +62,7 @@ def test_equal_values_have_one_quantile_whatever_the_share() -> None:
     assert spread.quantiles((0.01, 0.5, 0.99)) == pytest.approx([0.006] * 3, rel=0.012)
 
 
-def test_a_window_holds_what_was_added_in_it_and_its_rate_is_that_of_the_work() -> None:
+def test_a_window_contains_what_was_added_in_it_at_the_right_rate() -> None:
     """Ten steps of eight streams a second, for five minutes: 80 tokens a second in any window."""
     recent = told([step(0.1 * n, 0.1, streams=8) for n in range(1, 3001)])
     whole = recent.window(300.0, None)
@@ -76,7 +76,7 @@ def test_a_window_holds_what_was_added_in_it_and_its_rate_is_that_of_the_work() 
         assert window.gaps.quantiles((0.5,)) == pytest.approx([0.1], rel=0.012)
 
 
-def test_after_a_pause_a_window_forgets_what_came_before_it() -> None:
+def test_after_a_pause_a_window_leaves_out_earlier_work() -> None:
     early = [step(0.1 * n, 0.1, streams=4) for n in range(1, 21)]
     recent = told([*early, step(100.0, 0.5, prefill=64)])
     window = recent.window(101.0, 10.0)
@@ -108,7 +108,7 @@ def test_only_a_minute_is_kept_and_a_long_step_is_drawn_as_long_as_it_took() -> 
     assert point.gap_p50_s is None
 
 
-def test_an_hour_is_kept_in_slices_that_are_as_many_whatever_the_load() -> None:
+def test_the_number_of_slices_of_an_hour_does_not_depend_on_the_load() -> None:
     """Two hours of ten steps a second: quick ones, and in the last half hour slow ones."""
     steps = [step(0.5 * n, 0.1 if n < 10800 else 0.4, streams=2) for n in range(1, 14401)]
     recent = told(steps)
@@ -125,7 +125,7 @@ def test_an_hour_is_kept_in_slices_that_are_as_many_whatever_the_load() -> None:
     assert {round(one.written_rate or 0, 1) for one in series} <= {4.0, 4.1}
 
 
-def test_the_load_of_a_slice_is_the_most_of_all_engines_together() -> None:
+def test_the_load_of_a_slice_is_the_maximum_of_all_engines_together() -> None:
     recent = Recent(Totals(1024), 0.0)
     for engine, at, running, waiting, used in (
         ("a", 1.0, 3, 5, 40),

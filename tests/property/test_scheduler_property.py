@@ -22,7 +22,7 @@ SCENARIOS = 400
 
 
 class Life:
-    """Drives one scenario and keeps what each request was seen to do."""
+    """Runs one scenario and records what each request does."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Life:
         windows: tuple[int | None, ...] = (),
         evicts: bool = False,
     ) -> None:
-        """`windows`: of the KV groups; without any, one group with some window or none. `evicts`:
-        one group without a window, of which what is written is evicted."""
+        """`windows`: of the KV groups; if empty, one group with a random window or none. `evicts`:
+        one group without a window, and an eviction policy."""
         rng = self.rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 8])
         window = rng.choice([None, None, None, rng.randint(1, 20)])
@@ -71,7 +71,7 @@ class Life:
             )
         self.longest_prompt = longest
         self.depth = rng.choice([1, 1, 2, 3])
-        self.failing = rng.choice([0, 0, 0, 0.03])  # how many of the steps cannot run
+        self.failing = rng.choice([0, 0, 0, 0.03])  # share of the steps that fail
         if evicts:
             self.failing = rng.choice([0, 0.01, 0.05])
         if goals:
@@ -96,7 +96,7 @@ class Life:
     def some_blocks(
         rng: random.Random, windows: tuple[int | None, ...], longest: int, chunk: int, size: int
     ) -> tuple[GroupLimits, ...]:
-        """What one sequence needs in each group, or a little more, in each another."""
+        """Return blocks for each group: as many as one sequence needs, or a few more."""
         least = [blocks_held(longest, window, chunk, size) for window in windows]
         blocks = [count + rng.choice([0, 1, 4, 30]) for count in least]
         return tuple(map(GroupLimits, blocks, windows))
@@ -170,7 +170,7 @@ class Life:
         return took
 
     def fail(self) -> None:
-        """A step breaks: nothing of what was in flight counts, and the executor starts anew."""
+        """Fail a step: steps in flight do not count, and the executor starts again."""
         self.flights.clear()
         self.executor = self.new_executor()
         for update in self.scheduler.fail("broken"):
@@ -187,7 +187,7 @@ class Life:
 
 
 def with_goals(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
-    """From those that cannot be met to those that do not matter."""
+    """Goals from impossible to irrelevant."""
     itl = rng.choice([None, 1e-6, 0.01, 0.02, 0.05, 10.0]) if config.chunked_prefill else None
     ttft = rng.choice([*([] if itl is None else [None]), 1e-6, 0.05, 0.2, 1.0, 100.0])
     return replace(config, ttft_slo_s=ttft, itl_slo_s=itl)
@@ -213,7 +213,7 @@ def test_every_random_life_with_several_kv_groups_does_too(
 
 @pytest.mark.parametrize("block", range(8))
 def test_every_random_life_with_eviction_sees_what_its_policy_leaves(block: int) -> None:
-    """Whatever preempts a request: each of its tokens is computed in sight of the same blocks."""
+    """Each token of a request sees the same blocks, however the request is preempted."""
     for seed in range(block * 20, block * 20 + 20):
         live(Life(seed, evicts=True), seed)
 
@@ -242,7 +242,7 @@ def live(life: Life, seed: int) -> None:
 
 @pytest.mark.full  # more rounds
 def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
-    """Whoever gives way is the last by arrival, and may have a chunk of the same step by then."""
+    """The preempted request is the last by arrival, and may have a chunk in the same step."""
     for seed in range(100):
         life, rng = Life(seed), random.Random(seed)
         life.config = SchedulerConfig(
@@ -270,7 +270,7 @@ def test_prompts_ranked_by_slack_compete_for_the_last_blocks() -> None:
             assert life.written[name] == expected_tokens(given, 48), f"seed {seed}: {name}"
 
 
-def test_lives_with_eviction_evict_and_preempt_what_has_evicted() -> None:
+def test_lives_with_eviction_evict_and_preempt_evicted_requests() -> None:
     evicted = replayed = 0
     for seed in range(60):
         life = Life(seed, evicts=True)
@@ -292,7 +292,7 @@ def test_lives_with_eviction_evict_and_preempt_what_has_evicted() -> None:
 
 
 @pytest.mark.parametrize("windows", [(), (None, 16), (16, 64)])
-def test_the_scenarios_reach_what_they_are_meant_to_reach(windows: tuple[int | None, ...]) -> None:
+def test_the_scenarios_preempt_share_mix_and_chunk(windows: tuple[int | None, ...]) -> None:
     """Preemption, prefix hits, mixed steps and chunking all happen in these lives."""
     preempted = hits = mixed = chunked = in_flight = dropped = 0
     for seed in range(40 if windows else 60):
@@ -323,7 +323,7 @@ def test_the_scenarios_reach_what_they_are_meant_to_reach(windows: tuple[int | N
 
 
 def test_a_wrong_position_is_noticed() -> None:
-    """Negative control: the fake model does fail when positions are off by one."""
+    """Negative control: the fake model fails if positions are off by one."""
     life = Life(3)
     life.executor.skew = 1
     with pytest.raises((AssertionError, IndexError)):

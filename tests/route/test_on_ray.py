@@ -28,6 +28,7 @@ from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.route.member import Member, RoutedRequest
 from twostroke.route.pool_settings import PooledEngine, PoolSettings
 from twostroke.route.routed_engine import RoutedEngine
+from twostroke.route.routed_requests import RoutedRequests
 from twostroke.route.router import Role
 
 needs_ray = pytest.mark.skipif(
@@ -47,7 +48,7 @@ PARAMS = (
 
 @pytest.fixture(scope="module")
 def address(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a cluster with a node at each of two loopback addresses."""
+    """Return the address of a cluster with nodes at two loopback addresses."""
     from ray.cluster_utils import Cluster
 
     head = {"node_ip_address": "127.0.0.2", "include_dashboard": False}
@@ -76,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts(round_number: int) -> list[list[int]]:
-    """No two begin alike, so that none is cached; long enough for several chunks."""
+    """Prompts with different beginnings, so that none is cached, and several chunks each."""
     return [
         [
             4 + (29 * round_number + 7 * n) % 290,
@@ -87,7 +88,7 @@ def prompts(round_number: int) -> list[list[int]]:
 
 
 class KillAtStage:
-    """Kills one member's process, once, when some request is at a stage."""
+    """Kills the process of one member, once, when a request is at a stage."""
 
     def __init__(self, engine: RoutedEngine, stage: str, kind: Role) -> None:
         self.killed = ""
@@ -100,7 +101,7 @@ class KillAtStage:
             member.records.listeners.remove(self)
 
     def at(self, stage: str, member: Member | None = None) -> None:
-        """Some request is there; `member`: the one it is in."""
+        """Called when a request is at a stage; `member`: the engine that has it."""
         if self.killed or stage != self._stage:
             return
         if member is None or member.state.role is not self._kind:
@@ -110,7 +111,7 @@ class KillAtStage:
 
     def add_step(self, record: StepRecord) -> None:
         if record.prefill.tokens and any(
-            one.queued.tokens for one in self._engine._placed.values()
+            one.queued.tokens for one in self._engine.requests.routed.values()
         ):
             self.at("in prefill")
         if record.decode.tokens:
@@ -120,7 +121,7 @@ class KillAtStage:
 
 
 async def ask_all(engine: RoutedEngine, round_number: int, answers: dict[str, Any]) -> None:
-    """Half of them greedy, half seeded; each answer by the name of its request."""
+    """Send requests, half greedy and half seeded; store the answers by request id."""
 
     async def ask(n: int, prompt: list[int]) -> None:
         name = f"{round_number}/{n}"
@@ -141,15 +142,15 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
     answers: dict[str, Any] = {}
     deaths: list[dict[str, str]] = []
     killers: list[KillAtStage] = []
-    hand_over = RoutedEngine._hand_over
+    hand_over = RoutedRequests._hand_over
 
-    def watched(self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any) -> None:
-        hand_over(self, member, placed, update)
-        if killers and placed.member is not None:
+    def watched(self: RoutedRequests, member: Member, routed: RoutedRequest, update: Any) -> None:
+        hand_over(self, member, routed, update)
+        if killers and routed.member is not None:
             killer = killers[-1]
-            killer.at("in transfer", member if killer._kind is Role.PREFILL else placed.member)
+            killer.at("in transfer", member if killer._kind is Role.PREFILL else routed.member)
 
-    monkeypatch.setattr(RoutedEngine, "_hand_over", watched)
+    monkeypatch.setattr(RoutedRequests, "_hand_over", watched)
 
     async def test(cluster: RayCluster) -> None:
         settings = PoolSettings(
@@ -165,7 +166,7 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
         engines = cluster.placed(settings.engines(config))
         async with await RoutedEngine.start(engines, restart_limit=1000, places=cluster) as engine:
             # The tiny model's prompts are short: none would be handed over for long.
-            engine._router._place_directly = lambda *_: None  # type: ignore[method-assign]
+            engine.requests.router._place_directly = lambda *_: None  # type: ignore[method-assign]
             for number, (stage, kind) in enumerate((s, k) for s in STAGES for k in KINDS):
                 killer, restarts = KillAtStage(engine, stage, kind), engine.num_restarts
                 killers.append(killer)
@@ -246,7 +247,7 @@ def test_serve_answers_over_a_cluster_and_its_pools_change(address: str, folder:
 
 @pytest.mark.full
 @needs_ray
-def test_what_a_cluster_cannot_do_is_told(
+def test_impossible_demands_on_a_cluster_are_refused(
     address: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from twostroke.route import on_ray
@@ -302,14 +303,14 @@ def test_what_a_cluster_cannot_do_is_told(
         ("127.0.0.2:1", "nothing answers there"),
     ],
 )
-def test_an_address_where_no_cluster_is(address: str, says: str) -> None:
+def test_an_address_without_a_cluster_is_refused(address: str, says: str) -> None:
     from twostroke.route.on_ray import RayCluster
 
     with pytest.raises(ConfigError, match=says):
         RayCluster(address)
 
 
-def test_without_ray_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_says_how_to_install_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "twostroke.route.on_ray", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'twostroke\[cluster\]'"):

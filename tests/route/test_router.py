@@ -1,4 +1,4 @@
-"""Which engine a request goes to, by the numbers; and one record of what several engines did."""
+"""The router's choices, and the joined record of a request that several engines ran."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def know_hand_over(router: Router, seconds: float, fetch_s: float) -> None:
 
 
 def queue(engine: EngineState, tokens: int) -> None:
-    """One prompt of so many tokens waits there, and nothing else."""
+    """Set the queue of an engine to one prompt of so many tokens."""
     engine.queued_tokens, engine.queued_s, engine.queued = tokens, TOKEN_S * tokens, bool(tokens)
 
 
@@ -58,7 +58,7 @@ def placed(router: Router, prompt: Prompt) -> Placement:
     return placement
 
 
-def test_a_prompt_goes_to_the_prefill_engine_that_will_have_computed_it_first() -> None:
+def test_a_prompt_goes_to_the_prefill_engine_that_finishes_it_first() -> None:
     one, other, _ = states = engines(prefill=2, decode=1)
     router = Router(states)
     queue(one, 500)
@@ -82,7 +82,7 @@ def test_a_slow_prefill_engine_gets_fewer_prompts() -> None:
     assert placed(router, Prompt(1000)).engine is slow
 
 
-def test_the_longest_beginning_that_is_known_counts() -> None:
+def test_the_longest_known_prefix_counts() -> None:
     (one,) = engines(both=1)
     one.note_prompt(Prompt(200, ("a", "b")))
     found = [one.num_cached(Prompt(999, marks)) for marks in (MARKS, ("a",), ("x",), ())]
@@ -92,7 +92,7 @@ def test_the_longest_beginning_that_is_known_counts() -> None:
     assert one.num_cached(Prompt(999, MARKS)) == 0
 
 
-def test_only_so_many_beginnings_are_remembered_the_newest() -> None:
+def test_only_the_newest_marks_are_remembered() -> None:
     (one,) = engines(both=1)
     one.note_prompt(Prompt(64, ["old"]))
     one.note_prompt(Prompt(64, [f"m{n}" for n in range(60)]))
@@ -103,7 +103,7 @@ def test_only_so_many_beginnings_are_remembered_the_newest() -> None:
     assert len(one._marks) == MAX_MARKS
 
 
-def test_no_more_is_remembered_than_the_cache_holds_and_ends_are_forgotten_first() -> None:
+def test_no_more_is_remembered_than_the_cache_holds_and_ends_are_dropped_first() -> None:
     (one,) = engines(both=1)
     one.capacity_tokens = 400
     one.note_prompt(Prompt(300, MARKS))  # 256 tokens
@@ -114,7 +114,7 @@ def test_no_more_is_remembered_than_the_cache_holds_and_ends_are_forgotten_first
     assert one.num_cached(Prompt(999, ("x", "y"))) == 128
 
 
-def test_a_session_goes_on_where_its_last_turn_was_as_far_as_it_had_come() -> None:
+def test_a_session_continues_where_its_last_turn_was() -> None:
     one, other = states = engines(both=2)
     router = with_costs(states)
     one.note_prompt(Prompt(300, MARKS, "s"))
@@ -126,7 +126,7 @@ def test_a_session_goes_on_where_its_last_turn_was_as_far_as_it_had_come() -> No
     assert one.num_cached(Prompt(400, ("q", "r"), "s")) == 0, "its name, and another conversation"
 
 
-def test_what_was_prefilled_goes_where_it_slows_down_the_fewest() -> None:
+def test_a_prefilled_request_goes_to_the_engine_with_the_fewest_slowed_streams() -> None:
     _, one, other = states = engines(prefill=1, decode=2)
     router = with_costs(states)
     one.streams, other.streams = 3, 2
@@ -155,7 +155,7 @@ def test_what_was_prefilled_goes_where_it_slows_down_the_fewest() -> None:
         (300, 8, 5000, False),
     ],
 )
-def test_a_decode_engine_prefills_itself_where_all_wait_less_for_it(
+def test_a_decode_engine_prefills_if_the_total_wait_is_shorter(
     num_tokens: int, streams: int, queued: int, direct: bool
 ) -> None:
     prefill, decode = states = engines(prefill=1, decode=1)
@@ -174,7 +174,7 @@ def test_a_decode_engine_prefills_itself_where_all_wait_less_for_it(
         )
 
 
-def test_the_first_hand_overs_are_slow_and_say_little() -> None:
+def test_the_first_hand_overs_do_not_count() -> None:
     router = Router([])
     router.note_hand_over(0.5, 0.1)
     for _ in range(MIN_HAND_OVERS - 1):
@@ -186,7 +186,7 @@ def test_the_first_hand_overs_are_slow_and_say_little() -> None:
     assert router.hand_over_s == pytest.approx(0.01, rel=0.1)
 
 
-def test_a_conversation_goes_on_where_its_blocks_are() -> None:
+def test_a_conversation_continues_where_its_blocks_are() -> None:
     prefill, decode = states = engines(prefill=1, decode=1)
     router = with_costs(states)
     decode.streams = 2
@@ -197,7 +197,7 @@ def test_a_conversation_goes_on_where_its_blocks_are() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "kept"), [(1, True), (3, True), (9, False), (None, False)])
-def test_few_tokens_are_written_by_whoever_prefilled(max_tokens: int | None, kept: bool) -> None:
+def test_few_tokens_are_decoded_by_the_prefill_engine(max_tokens: int | None, kept: bool) -> None:
     """A hand-over of 1,000 tokens takes 20 ms and more for 30 streams; a step 10 ms."""
     prefill, decode = states = engines(prefill=1, decode=1)
     router = with_costs(states)
@@ -208,7 +208,7 @@ def test_few_tokens_are_written_by_whoever_prefilled(max_tokens: int | None, kep
         assert placement.reason.endswith("decoded there: 2 tokens take 20 ms, a hand-over 30 ms")
 
 
-def test_a_pool_that_is_down_is_stood_in_for() -> None:
+def test_the_other_pool_does_the_work_of_a_pool_that_is_down() -> None:
     prefill, decode = states = engines(prefill=1, decode=1)
     router = Router(states)
     prefill.up = False
@@ -219,7 +219,7 @@ def test_a_pool_that_is_down_is_stood_in_for() -> None:
     assert router.place(Prompt(300)) is None
 
 
-def test_copies_take_turns_and_keep_a_prefix_together() -> None:
+def test_equal_engines_take_turns_and_keep_a_prefix_together() -> None:
     one, other = states = engines(both=2)
     router = Router(states)
     chosen = []
@@ -233,7 +233,7 @@ def test_copies_take_turns_and_keep_a_prefix_together() -> None:
 
 
 def test_a_hot_prefix_spreads_when_its_engine_is_busy() -> None:
-    """All 400 requests begin with the same 4,096 tokens; nothing is ever computed meanwhile."""
+    """All 400 requests begin with the same 4,096 tokens; no engine computes meanwhile."""
     marks = tuple(f"hot {n}" for n in range(7))
     states = engines(both=4)
     router = with_costs(states, stream_s=1e-5)
@@ -260,7 +260,7 @@ def step(prefill_tokens: int, device_s: float, decode_s: float) -> StepRecord:
     return StepRecord(0, *times, prefill, none, (), (), 0, 0, 0, kv, since_s=since)
 
 
-def test_what_work_takes_is_learnt_from_steps() -> None:
+def test_costs_are_learnt_from_steps() -> None:
     one, other = states = engines(both=2)
     for n in range(200):
         record = step(100, 0.03, 0.01)
@@ -279,7 +279,7 @@ def test_what_work_takes_is_learnt_from_steps() -> None:
     assert seat.queued.seconds == one.costs.prefill.prompt_s(1000, 0), "as elsewhere"
 
 
-def test_who_was_slow_once_is_tried_again() -> None:
+def test_an_engine_that_was_slow_once_is_tried_again() -> None:
     one, other = states = engines(both=2)
     router = with_costs(states)
     one.costs.decode, one.bytes_per_s = DecodeCosts(1e3 * STEP_S, 0.0, 0.0), 1.0
@@ -292,7 +292,7 @@ def test_who_was_slow_once_is_tried_again() -> None:
     assert other.costs.decode is not None
 
 
-def test_an_engine_that_shows_no_costs_is_as_those_of_its_phase() -> None:
+def test_an_engine_without_costs_has_those_of_its_phase() -> None:
     prefill, decode, new = states = engines(prefill=1, decode=2)
     prefill.costs.decode, decode.costs.decode = DecodeCosts(1, 0, 0), DecodeCosts(2, 0, 0)
     prefill.costs.prefill, decode.costs.prefill = PrefillCosts(3, 0), PrefillCosts(4, 0)
@@ -302,14 +302,14 @@ def test_an_engine_that_shows_no_costs_is_as_those_of_its_phase() -> None:
     assert router._usual_prefill() == (3, 0)
 
 
-def test_steps_that_took_no_time_say_nothing() -> None:
+def test_steps_without_a_time_are_ignored() -> None:
     (one,) = engines(both=1)
     for n in range(9):
         one.add_step(step(100, 0.0, 0.0)._replace(committed_s=float(n)))
     assert (one.costs.prefill, one.costs.decode) == (None, None)
 
 
-def test_few_steps_are_looked_at() -> None:
+def test_costs_are_learnt_from_few_steps() -> None:
     (one,) = engines(both=1)
     for n in range(100):
         one.add_step(step(100, 0.03, 0.01)._replace(committed_s=1.0 + n * LEARN_EVERY_S / 10))

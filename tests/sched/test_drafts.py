@@ -1,4 +1,4 @@
-"""Slots that bring several tokens: drafts are planned here by hand, and some are accepted."""
+"""Slots with several tokens: drafts are planned by hand here, and some are accepted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def state(request: ScheduledRequest) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
-def test_accepted_drafts_are_kept_and_rejected_ones_written_again(accepted: int) -> None:
+def test_accepted_drafts_are_kept_and_rejected_drafts_are_overwritten(accepted: int) -> None:
     bench = Drafting()
     assert state(bench.request) == (PROMPT + 3, 12, 3, 10 - 1 - 3)
     tokens = (5, 3, 4)[: 1 + accepted]
@@ -62,14 +62,14 @@ def test_accepted_drafts_are_kept_and_rejected_ones_written_again(accepted: int)
     assert state(bench.request) == (PROMPT + 1 + accepted, 12, 0, 10 - 1 - len(tokens))
     assert (committed.regular, committed.late, committed.first) == (1, [], [])
     assert committed.drafted == accepted
-    # Of the tables only what every later token has out of sight is null, and the next slot goes on.
+    # Table entries are null only if no later token can see them, and the next slot continues.
     bench.plan_drafts()
     first = max(0, PROMPT + 1 + accepted - 5 + 1) // 4
     assert bench.request.kv.num_dropped == [0, first]
     bench.commit(6)
 
 
-def test_only_accepted_tokens_are_found_as_a_prefix() -> None:
+def test_only_accepted_tokens_are_registered_as_a_prefix() -> None:
     bench = Drafting()
     bench.commit(5, 3)  # eight tokens are computed, and a ninth is known
     tokens = list(bench.request.tokens)
@@ -88,7 +88,7 @@ def test_only_accepted_tokens_are_found_as_a_prefix() -> None:
         ({"stop": True, "min_tokens": 4}, (5, 0, 4), None),
     ],
 )
-def test_a_request_ends_within_what_a_slot_brings(
+def test_a_request_may_end_within_the_tokens_of_one_slot(
     settings: dict[str, object], kept: tuple[int, ...], reason: FinishReason | None
 ) -> None:
     bench = Drafting(**settings)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_a_request_that_lost_its_blocks_keeps_its_tokens() -> None:
     assert (bench.request.phase, len(bench.request.tokens)) == (Phase.WAITING, PROMPT + 3)
 
 
-def test_one_that_ended_meanwhile_brings_nothing() -> None:
+def test_a_request_that_ended_meanwhile_gets_no_tokens() -> None:
     bench = Drafting()
     bench.scheduler.abort("a")
     assert bench.commit(5, 3) == CommitResult()

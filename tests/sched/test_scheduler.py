@@ -111,7 +111,7 @@ def test_under_the_priority_policy_the_lower_number_goes_first() -> None:
     assert list(bench.ended) == ["soon", "also soon", "late"]
 
 
-def test_who_has_waited_long_goes_before_who_is_more_important() -> None:
+def test_a_request_that_has_waited_long_goes_before_a_more_important_request() -> None:
     now = 1000.0
     bench = Bench(max_num_seqs=1, policy="priority")
     bench.scheduler = Scheduler(bench.config, clock=lambda: now)
@@ -129,7 +129,7 @@ def test_who_has_waited_long_goes_before_who_is_more_important() -> None:
     ]
 
 
-def test_a_flood_of_important_requests_does_not_starve_the_others() -> None:
+def test_a_flood_of_important_requests_does_not_starve_other_requests() -> None:
     now = 0.0
     bench = Bench(max_num_seqs=1, policy="priority")
     bench.scheduler = Scheduler(bench.config, clock=lambda: now)
@@ -145,7 +145,7 @@ def test_a_flood_of_important_requests_does_not_starve_the_others() -> None:
     bench.run()
 
 
-def test_priority_preempts_the_least_important_first() -> None:
+def test_the_least_important_request_is_preempted_first() -> None:
     bench = Bench(groups=groups(8), policy="priority", lookahead=0, prefix_caching=False)
     bench.add("unimportant", 8, 20, priority=9)
     bench.step()
@@ -180,7 +180,7 @@ def test_siblings_share_the_full_blocks_of_their_prompt_even_without_prefix_cach
     assert bench.scheduler.kv.usage().cached == 0
 
 
-def test_admission_looks_ahead_instead_of_admitting_what_it_must_soon_preempt() -> None:
+def test_admission_does_not_admit_requests_that_would_soon_be_preempted() -> None:
     """Eight requests that grow to five blocks each, in a cache of twelve."""
     preempted = {}
     for lookahead in (0, 16):
@@ -193,7 +193,7 @@ def test_admission_looks_ahead_instead_of_admitting_what_it_must_soon_preempt() 
     assert preempted[16] == 0
 
 
-def test_a_preempted_request_resumes_through_what_the_cache_still_has() -> None:
+def test_a_preempted_request_resumes_from_its_cached_prefix() -> None:
     bench = Bench(groups=groups(9), lookahead=0)
     bench.add("old", [1] * 8, 16)
     bench.add("young", [2] * 8, 16)
@@ -242,7 +242,7 @@ def test_a_request_that_can_never_fit_one_group_is_refused_with_that_group() -> 
         ((GroupLimits(64), GroupLimits(11, window=8)), 2),  # of three, and seven with a chunk
     ],
 )
-def test_as_many_run_as_fit_the_shortest_group(
+def test_the_smallest_group_limits_the_running_requests(
     limits: tuple[GroupLimits, ...], at_once: int
 ) -> None:
     bench = Bench(groups=limits, prefix_caching=False)
@@ -336,7 +336,7 @@ class Poisoned(FakeExecutor):
 
 
 def run_poisoned(bench: Bench, most: int = 500) -> dict[str, str]:
-    """Until nothing is left; what each request that failed was told."""
+    """Run until no request is left; return the errors of requests that failed."""
     told = {}
     executor = bench.executor = Poisoned(bench.config.block_size)
     for _ in range(most):
@@ -355,7 +355,7 @@ def run_poisoned(bench: Bench, most: int = 500) -> dict[str, str]:
     return told
 
 
-def test_a_request_that_breaks_its_step_ends_alone_and_the_others_lose_nothing() -> None:
+def test_a_request_that_breaks_its_step_ends_alone_and_other_requests_lose_nothing() -> None:
     bench = Bench(max_num_batched_tokens=64, max_num_seqs=4)
     names = ["a", "b", "poison", "c", "waits", "waits too"]
     for n, name in enumerate(names):
@@ -403,7 +403,7 @@ def test_a_suspect_may_be_aborted_at_any_moment() -> None:
     assert set(bench.ended) == {"b", "d"}
 
 
-def test_after_a_failed_step_no_prefix_is_trusted() -> None:
+def test_a_failed_step_drops_every_cached_prefix() -> None:
     bench = Bench()
     bench.add("ran", 12, 4)
     assert bench.scheduler.plan() is not None

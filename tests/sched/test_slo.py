@@ -1,4 +1,4 @@
-"""Goals for latency, on machines whose step times are known and whose clock is a number."""
+"""Latency goals, on simulated machines with known step times and a simulated clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST_S = 2e-4
 
 
 class Engine:
-    """The loop of an engine whose steps take what a machine says, on a clock of its own."""
+    """The loop of an engine on a simulated machine, with a clock of its own."""
 
     def __init__(
         self, machine: Machine, depth: int = 1, noise: float = 0.0, **settings: object
@@ -89,7 +89,7 @@ class Engine:
             self.step()
 
     def disturbed(self, streams: int, prompt: int) -> tuple[list[float], RequestRecord]:
-        """Streams write, a long prompt comes: their gaps from then to its first token."""
+        """Return the gaps of streams from the arrival of a long prompt to its first token."""
         names = [f"stream{n}" for n in range(streams)]
         for name in names:
             self.add(name, 100, 5000)
@@ -129,7 +129,7 @@ def test_streams_stay_within_the_goal_while_a_long_prompt_is_computed(
     gaps, long = engine.disturbed(streams, 4000)
     assert sum(gap <= goal_s for gap in gaps) >= 0.97 * len(gaps)
     assert max(gaps) <= goal_s * (1.1 + 2 * noise)
-    # And without timidity: what the goal leaves is used, the more the better steps are known.
+    # The time that the goal leaves is used, the more of it the better steps are known.
     used = sorted(gap / goal_s for gap in gaps)[len(gaps) // 2]
     assert used > (0.7 if machine is a_cpu else 0.5)
     assert len(long.chunks) > 3
@@ -143,14 +143,14 @@ def test_without_a_goal_the_same_prompt_stops_the_streams() -> None:
     assert [size for _, _, _, size in long.chunks] == [2044, 1956]
 
 
-def test_a_prompt_has_the_whole_budget_while_nobody_writes() -> None:
+def test_a_prompt_has_the_whole_budget_while_no_stream_writes() -> None:
     engine = Engine(a_cpu, itl_slo_s=0.02, max_num_batched_tokens=512)
     engine.add("long", 2000, 1)
     engine.until("long")
     assert [size for _, _, _, size in engine.ended["long"].chunks] == [512, 512, 512, 464]
 
 
-def test_before_anything_is_known_chunks_are_small_and_then_grow_by_what_was_seen() -> None:
+def test_chunks_are_small_before_a_step_is_timed_and_then_grow() -> None:
     engine = Engine(a_gpu, itl_slo_s=0.1)
     engine.add("stream", 4, 500)
     engine.step()
@@ -163,7 +163,7 @@ def test_before_anything_is_known_chunks_are_small_and_then_grow_by_what_was_see
     assert max(sizes) > 500
 
 
-def test_the_first_chunks_beside_a_stream_do_not_stall_it_where_every_token_costs_a_step() -> None:
+def test_first_chunks_do_not_stall_a_stream_if_every_token_costs_a_step() -> None:
     def slow(prefill: PhaseWork, decode: PhaseWork) -> float:
         return 5e-3 * (prefill.tokens + decode.tokens)
 
@@ -261,8 +261,8 @@ def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one() -> None:
     assert engine.ended["short"].ttft_s < 1.0
 
 
-def test_prompts_that_can_make_it_go_by_slack() -> None:
-    """Both came at the same time; the longer one must start sooner."""
+def test_prompts_that_can_meet_the_goal_go_by_slack() -> None:
+    """Both prompts came at the same time; the longer prompt must start sooner."""
     engine = Engine(a_cpu, ttft_slo_s=3.0, max_num_batched_tokens=64)
     engine.warm_up()
     engine.add("short", 60, 1)
@@ -272,8 +272,8 @@ def test_prompts_that_can_make_it_go_by_slack() -> None:
     assert max(record.ttft_s for record in list(engine.ended.values())[-2:]) < 3.0
 
 
-def test_nobody_is_overtaken_once_its_patience_has_ended() -> None:
-    """A prompt that cannot make it, under a flood of those that can."""
+def test_no_request_is_overtaken_once_its_patience_has_ended() -> None:
+    """A prompt that cannot meet the goal, under a flood of prompts that can."""
     goal_s = 0.4
     engine = Engine(a_cpu, ttft_slo_s=goal_s, itl_slo_s=0.1, max_num_seqs=8)
     engine.warm_up()
@@ -321,7 +321,7 @@ def test_priorities_come_before_slack() -> None:
     assert list(engine.ended)[-2:] == ["important", "urgent"]
 
 
-def test_requests_that_end_while_they_wait_are_forgotten() -> None:
+def test_requests_that_end_while_they_wait_are_swept() -> None:
     engine = Engine(a_cpu, ttft_slo_s=1.0, max_num_seqs=1)
     for n in range(200):
         engine.add(f"r{n}", 10 + n % 7, 3)
@@ -354,7 +354,7 @@ def test_without_goals_time_changes_nothing() -> None:
     assert live(a_cpu) == live(a_gpu)
 
 
-def test_what_is_expected_of_a_step_is_told_with_its_plan() -> None:
+def test_the_predicted_time_of_a_step_comes_with_its_plan() -> None:
     engine = Engine(a_cpu)
     assert engine.predicted_s == 0.0
     engine.warm_up()
@@ -403,7 +403,7 @@ def test_a_long_prompt_stalls_streams_for_eight_steady_gaps_and_costs_a_quarter_
     assert long.ttft_s <= 1.25 * (1 + noise) * alone.ttft_s
 
 
-def test_where_prompts_always_wait_a_step_now_and_then_has_no_prefill() -> None:
+def test_if_prompts_always_wait_a_step_without_prefill_is_planned_now_and_then() -> None:
     engine = Engine(a_cpu, max_decode_stall=8.0, max_num_batched_tokens=512)
     engine.warm_up()
     engine.add("first", 100, 5000)
@@ -424,7 +424,7 @@ def test_where_prompts_always_wait_a_step_now_and_then_has_no_prefill() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_decode_stall": 8.0}, {"itl_slo_s": 0.1}])
-def test_an_engine_that_receives_keeps_steps_short_while_nobody_writes(
+def test_an_engine_that_receives_keeps_steps_short_while_no_stream_writes(
     settings: dict[str, float],
 ) -> None:
     goal_s = max(8 * steady_gap(a_cpu, 1), MIN_GOAL_S) if "max_decode_stall" in settings else 0.1
@@ -439,14 +439,14 @@ def test_an_engine_that_receives_keeps_steps_short_while_nobody_writes(
         assert (len(engine.ended["prompt"].chunks) == 1) == (not receives)
 
 
-def test_an_engine_that_receives_and_knows_nothing_takes_a_prompt_whole() -> None:
+def test_an_engine_that_receives_and_has_timed_no_step_takes_a_prompt_whole() -> None:
     engine = Engine(a_cpu, receives=True, max_decode_stall=8.0)
     engine.add("prompt", 1000, 1)
     engine.until("prompt")
     assert len(engine.ended["prompt"].chunks) == 1
 
 
-def test_an_executor_that_tells_no_times_does_not_keep_prompts_waiting() -> None:
+def test_an_executor_that_reports_no_times_does_not_keep_prompts_waiting() -> None:
     engine = Engine(lambda prefill, decode: 0.0, max_decode_stall=8.0)
     engine.add("stream", 10, 5000)
     for _ in range(3):

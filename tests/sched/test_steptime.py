@@ -18,7 +18,7 @@ NOTHING = PhaseWork()
 
 
 def a_cpu(prefill: PhaseWork, decode: PhaseWork) -> float:
-    """Pays for every token."""
+    """A machine on which every token costs time."""
     if not prefill.tokens:
         return 8e-3 + 1.7e-3 * decode.rows + 4e-7 * decode.kv_reads
     tokens = prefill.tokens + decode.tokens
@@ -26,7 +26,7 @@ def a_cpu(prefill: PhaseWork, decode: PhaseWork) -> float:
 
 
 def a_gpu(prefill: PhaseWork, decode: PhaseWork) -> float:
-    """Reads its weights in 4.2 ms, whatever comes with them for free."""
+    """Reads its weights in 4.2 ms; tokens that fit into this time are free."""
     if not prefill.tokens:
         return 4.2e-3 + 1e-5 * decode.rows + 4e-8 * decode.kv_reads
     tokens = prefill.tokens + decode.tokens
@@ -38,7 +38,7 @@ SPEC = make_spec(hidden_size=4096, windows=(None,) * 32, vocab_size=128256)
 
 
 def two_gpus(prefill: PhaseWork, decode: PhaseWork) -> float:
-    """Half the work, and what they send each other over PCIe."""
+    """Half of the work each, and communication over PCIe."""
     tokens, samples = prefill.tokens + decode.tokens, decode.rows + prefill.rows
     sent = ring_bytes(SPEC, 2, 2, tokens, samples, samples) / 2
     begun = 2 + 2 * SPEC.num_layers
@@ -54,7 +54,7 @@ def slots(rows: int, length: int) -> PhaseWork:
 
 
 class Life:
-    """Steps of all kinds, one after the other, on a machine with noise."""
+    """Runs steps of all kinds on a machine with noise."""
 
     def __init__(self, machine: Machine, sizes: list[int], noise: float = 0.1) -> None:
         self.times = StepTimes()
@@ -83,7 +83,7 @@ class Life:
             self.times.add(prefill, decode, took)
 
     def recent(self, share: float, steps: int = 500) -> float:
-        """The error that `share` of the last steps stay below."""
+        """Return the error that a `share` of the last steps does not exceed."""
         return sorted(self.errors[-steps:])[int(share * steps) - 1]
 
 
@@ -97,7 +97,7 @@ MACHINES = [
 
 
 @pytest.mark.parametrize(("machine", "sizes"), MACHINES)
-def test_times_are_foreseen_within_a_few_percent(machine: Machine, sizes: list[int]) -> None:
+def test_times_are_predicted_within_a_few_percent(machine: Machine, sizes: list[int]) -> None:
     life = Life(machine, sizes)
     life.go(2000)
     assert life.recent(0.5) < 0.03
@@ -131,7 +131,7 @@ def test_few_tokens_are_nearly_free_on_a_gpu_and_many_are_not() -> None:
     assert many > 7 * one
 
 
-def test_stalls_do_not_spoil_it() -> None:
+def test_stalls_do_not_spoil_the_predictions() -> None:
     life = Life(a_cpu, [16, 64, 256])
     life.go(1000)
     life.go(1000, stalls=0.02)
@@ -150,7 +150,7 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
     assert life.recent(0.9) < 0.12
 
 
-def test_nothing_is_said_before_enough_was_seen() -> None:
+def test_there_is_no_prediction_before_enough_steps_were_seen() -> None:
     times = StepTimes()
     decode = slots(4, 100)
     assert times.predict(chunk(0, 16), decode) is None
@@ -163,7 +163,7 @@ def test_nothing_is_said_before_enough_was_seen() -> None:
 
 
 def test_prompts_of_one_size_are_charged_to_their_tokens() -> None:
-    """Nothing is known of smaller ones: the guess must not be that they cost as much."""
+    """Smaller prompts have not been seen: they must not be expected to cost as much."""
     times = StepTimes()
     for _ in range(10):
         times.add(chunk(0, 512), NOTHING, 1.0)
@@ -184,8 +184,8 @@ def test_more_work_never_takes_less() -> None:
         assert found[0] >= alone > 0.0
 
 
-def test_a_million_steps_later_it_is_as_good() -> None:
-    """The sums stay bounded, and a long time of one kind of step leaves the others known."""
+def test_predictions_are_as_good_after_a_million_steps() -> None:
+    """The sums stay bounded, and a long run of one kind of step does not spoil other kinds."""
     life = Life(a_cpu, [16, 64, 256])
     life.go(2000)
     costs = life.times._decode
@@ -199,7 +199,7 @@ def test_a_million_steps_later_it_is_as_good() -> None:
     assert life.recent(0.9) < 0.12
 
 
-def test_times_that_are_none_are_ignored() -> None:
+def test_invalid_times_are_ignored() -> None:
     times = StepTimes()
     for wrong in (0.0, -1.0, math.inf, math.nan):
         times.add(NOTHING, slots(4, 100), wrong)

@@ -1,4 +1,4 @@
-"""What a step costs, counted layer by layer."""
+"""The work of a step, checked against a count layer by layer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ WORK = AttentionWork(group_limits(SPEC, [100] * 3))
 
 
 @pytest.mark.parametrize("positions", [[0], [15, 16, 63], [200, 3, 70, 1000]])
-def test_slots_cost_what_their_layers_cost_together(positions: list[int]) -> None:
+def test_the_cost_of_slots_is_the_sum_over_their_layers(positions: list[int]) -> None:
     work = PhaseWork(len(positions), len(positions), *WORK.of_slots(positions))
     assert_costs(work, [(position, 1) for position in positions])
 
 
 @pytest.mark.parametrize("chunk", [(0, 1), (0, 100), (10, 60), (500, 33)])
-def test_a_chunk_costs_what_its_layers_cost_together(chunk: tuple[int, int]) -> None:
+def test_the_cost_of_a_chunk_is_the_sum_over_its_layers(chunk: tuple[int, int]) -> None:
     work = PhaseWork().with_chunk(chunk[1], WORK.of_chunk(*chunk))
     assert work[:2] == (1, chunk[1])
     assert_costs(work, [chunk])
@@ -65,7 +65,7 @@ def test_one_group_is_counted_exactly() -> None:
     assert work.of_chunk(6, 4) == (7 + 8 + 8 + 8, 6 + 4)
 
 
-def test_weights_are_read_in_the_format_each_is_kept_in() -> None:
+def test_weight_bytes_are_those_of_each_weights_format() -> None:
     spec = make_spec(windows=(None,) * 2, tie_embeddings=False)
     sizes = dense_weight_bytes(spec, 2)
     plain = cost_model(spec, sizes, 2)

@@ -1,4 +1,4 @@
-"""An engine as a server sees it, in this process or in another. No torch."""
+"""`EngineClient`: the interface of an engine, in this process or in another. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest, SamplingParams
 
-if TYPE_CHECKING:  # the engine's own process needs neither
+if TYPE_CHECKING:  # the engine's own process must not import them
     from twostroke.engine.input_processor import InputProcessor, Prompt
     from twostroke.engine.output_processor import RequestState
 
@@ -29,7 +29,7 @@ ONE_ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """An engine's properties, known once it is up."""
+    """The properties of an engine, known once it is up."""
 
     model_name: str
     vocab_size: int
@@ -40,30 +40,30 @@ class EngineInfo:
     block_size: int
     dtype: str
     device: str
-    total_bytes: int  # what device or cgroup allow
+    total_bytes: int  # memory that the device or the cgroup allows
     weight_bytes: int
     kv_bytes: int
-    kv_tokens: int  # of all KV groups together
+    kv_tokens: int  # capacity of all KV groups together
     load_s: float
-    sampling: SamplingParams  # what the model's makers recommend
-    weights: str = ""  # what they are kept in: "Q8_0", "int8, from bfloat16"; none: the dtype
+    sampling: SamplingParams  # the recommendation of the model's makers
+    weights: str = ""  # their type: "Q8_0", "int8, from bfloat16"; "": the dtype
     kv_groups: tuple[GroupLimits, ...] = ()
-    state_bytes: int = 0  # measured on a GPU, as are the next two
+    state_bytes: int = 0  # measured on a GPU, like the next two
     activation_bytes: int = 0
     graph_bytes: int = 0
-    read_bytes_per_s: float = 0.0  # the machine's ceilings, where they were measured
+    read_bytes_per_s: float = 0.0  # the machine's ceilings, if they were measured
     ops_per_s: float = 0.0
-    threads: int = 0  # of a decode step on a CPU
+    threads: int = 0  # for a decode step on a CPU
     family: str = ""  # the model's architecture, as its file names it
     num_parameters: int = 0
     file_format: str = ""  # "gguf" or "safetensors"
-    kv_layout: str = ""  # of a block: the same where blocks travel between engines
+    kv_layout: str = ""  # of a block: the same in all engines that exchange blocks
     figures: ModelFigures = NO_FIGURES
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine was when it last reported."""
+    """The load of an engine at its last report."""
 
     waiting: int
     running: int
@@ -71,18 +71,18 @@ class EngineLoad:
 
 
 class EngineStatus(Protocol):
-    """What the metrics say of an engine besides its records."""
+    """The state of an engine for the metrics, besides its records."""
 
     info: EngineInfo
     records: Records
-    totals: Totals | None  # of an engine among several, as is the next
+    totals: Totals | None  # only if there are several engines, like the next
     transfers: TransferTotals | None
     num_restarts: int
     asleep: bool
 
     @property
     def phase(self) -> str:
-        """Of its pool: prefill, decode or both; "" of an engine alone."""
+        """The phase of its pool: prefill, decode or both; "" for a single engine."""
 
     @property
     def healthy(self) -> bool: ...
@@ -100,53 +100,53 @@ class MemberStatus:
     host: str
     pid: int
     restarts: int
-    requests: int  # that are in it
+    requests: int  # that the engine has
 
 
 @dataclass(frozen=True, slots=True)
 class PoolsStatus:
-    counts: dict[str, int]  # of engines that are there to stay
-    scaling: bool  # they are being changed
+    counts: dict[str, int]  # of engines that are not leaving
+    scaling: bool  # the pools are being changed
     engines: list[MemberStatus]
 
 
 class EngineClient(ABC):
-    """An engine as a server uses it: in a thread (`AsyncEngine`) or in a process of its own
-    (`RemoteEngine`). Called in one event loop, where listeners are called as well."""
+    """An engine in a thread (`AsyncEngine`), in a process (`RemoteEngine`), or several engines
+    (`RoutedEngine`). Called in one event loop, in which listeners are called, too."""
 
     info: EngineInfo
     input_processor: InputProcessor
-    records: Records  # outlive the engine, if another is started in its place
+    records: Records  # outlive the engine's process
     num_restarts: int
-    totals: Totals | None = None  # of an engine among several, as is the next
+    totals: Totals | None = None  # only if there are several engines, like the next
     transfers: TransferTotals | None = None
     phase: str = ""
-    asleep: bool = False  # its process has been ended until `wake_up`
+    asleep: bool = False  # its process has been ended by `sleep`
 
     @property
     @abstractmethod
     def healthy(self) -> bool:
-        """Whether requests are being worked on now."""
+        """Whether the engine runs requests now."""
 
     @abstractmethod
     def load(self) -> EngineLoad: ...
 
     def transfers_between(self) -> Mapping[tuple[str, str], TransferTotals]:
-        """KV blocks that went from one engine to another, by their names."""
+        """KV blocks that were fetched, by the names of sender and receiver."""
         return {}
 
     def each_engine(self) -> Mapping[str, EngineStatus]:
-        """All engines that it has, by name."""
+        """All engines, by name."""
         return {"0": self}
 
     def pools(self) -> PoolsStatus:
-        """Raises `RequestError` if there is one engine alone."""
+        """The pools of engines; raises `RequestError` if there is a single engine."""
         raise RequestError(ONE_ALONE)
 
     async def scale(self, counts: Mapping[str, int], drain_timeout_s: float) -> None:
-        """Have so many engines in each pool, by its name (prefill, decode, data_parallel_size);
-        returns when it is so. What is in an engine that leaves ends there, or after so long goes
-        on in another."""
+        """Change the number of engines in each pool (prefill, decode, data_parallel_size); return
+        when it is done. Requests of an engine that leaves end there, or continue in another engine
+        after `drain_timeout_s`."""
         raise RequestError(ONE_ALONE)
 
     @abstractmethod
@@ -157,15 +157,15 @@ class EngineClient(ABC):
         on_error: Callable[[Exception], None],
         request_id: str | None = None,
     ) -> RequestState:
-        """Run a request. Its outputs, in the kind its parameters ask for, or the one error that
-        ends it are given to the callbacks, with no task between.
+        """Run a request. The callbacks get its outputs, in the kind of its parameters, or the one
+        error that ends it, with no task in between.
 
-        The error is a `RequestError` if the engine refuses it, an `EngineError` if the engine is
-        lost."""
+        The error is a `RequestError` if the engine refuses the request, and an `EngineError` if the
+        engine is lost."""
 
     @abstractmethod
     def leave(self, state: RequestState) -> None:
-        """Listen no more: a request that has not ended is aborted."""
+        """Stop listening to a request; abort it if it has not ended."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
@@ -173,24 +173,24 @@ class EngineClient(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, so that requests submitted from now on find none. Those that
-        run keep their blocks."""
+        """Drop every cached prefix, so that requests submitted from now on find none. Running
+        requests keep their blocks."""
 
     async def start_profile(self) -> None:
-        """Gather what steps are made of; refused (`RequestError`) while a profile runs."""
+        """Start a profile; raises `RequestError` while a profile runs."""
         raise RequestError("this engine cannot be profiled")
 
     async def stop_profile(self) -> bytes:
-        """What was found since, as JSON; refused if no profile was started."""
+        """End the profile and return it as JSON; raises `RequestError` if none was started."""
         raise RequestError("this engine cannot be profiled")
 
     async def sleep(self, drain: bool = False) -> None:
         """Free all memory of the engine until `wake_up`. Open requests are aborted, or waited for
-        (`drain`). Only an engine in a process of its own can."""
+        (`drain`). Only for an engine in a process of its own."""
         raise RequestError("this engine shares its process with the server, so it cannot sleep")
 
     async def wake_up(self) -> None:
-        """Returns when requests are worked on again."""
+        """Start the engine again; return when it runs requests."""
         return
 
     def generate(
@@ -200,14 +200,14 @@ class EngineClient(ABC):
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """`stream`, from a prompt that has not been read yet; a refusal is raised at once."""
+        """Process a prompt and stream its outputs; a refusal is raised at once."""
         request = self.input_processor.process(prompt, sampling_params, priority)
         return self.stream(request, request_id)
 
     async def stream(
         self, request: EngineRequest, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """`submit` as an async iterator. Leaving it early aborts the request."""
+        """Submit a request and iterate over its outputs. Leaving early aborts the request."""
         outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         state = self.submit(request, outputs.put_nowait, outputs.put_nowait, request_id)
         finished = False

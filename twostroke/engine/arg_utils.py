@@ -1,4 +1,4 @@
-"""`EngineArgs`: an engine's settings as vLLM's users hold them, on a command line too."""
+"""`EngineArgs`: engine settings under vLLM's names, for Python and command lines."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ TYPES = {"int": int, "float": float, "str": str}
 
 
 class EngineArgs(VLLMSettings):
-    """Settings that may be changed until an engine is built from them, which checks them again."""
+    """Settings that can be changed until an engine is built from them, which checks them."""
 
     __setattr__ = object.__setattr__
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """An option for each setting. One that is not given is not in the parsed arguments, so that
-        `LLM(**vars(args))` has the defaults."""
+        """Add an option for each setting. An option that is not given is not in the parsed
+        arguments, so that `LLM(**vars(args))` has the defaults."""
         own = {field.name for field in dataclasses.fields(EngineConfig)}
         others = [field for field in dataclasses.fields(VLLMSettings) if field.name not in own]
         add_engine_arguments(parser, leave_out=own - ENGINE_HELP.keys())
         group = parser.add_argument_group("taken for vLLM's sake")
         for field in others:
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
-            kind = str(field.type).removesuffix(" | None")
-            if kind == "bool":
+            type_name = str(field.type).removesuffix(" | None")
+            if type_name == "bool":
                 options["action"] = argparse.BooleanOptionalAction
             else:
-                options["type"] = TYPES.get(kind, json_object)
-            said = (NOTICES | REFUSED).get(field.name)
-            group.add_argument(f"--{field.name.replace('_', '-')}", help=said, **options)
+                options["type"] = TYPES.get(type_name, json_object)
+            help_text = (NOTICES | REFUSED).get(field.name)
+            group.add_argument(f"--{field.name.replace('_', '-')}", help=help_text, **options)
         return parser
 
     @classmethod

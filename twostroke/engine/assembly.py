@@ -1,4 +1,5 @@
-"""What the backends' builders (`build_native.py`, `build_torch.py`) are asked for and give."""
+"""The common part of the backends' builders (`build_native.py`, `build_torch.py`): their interface,
+and the scheduler's limits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Started(NamedTuple):
-    """A core that can take requests, and what it took."""
+    """A core that can run requests, its memory plan and its dtype."""
 
     core: EngineCore
     memory: MemoryPlan
@@ -31,7 +32,7 @@ class Started(NamedTuple):
 
 
 class Start(Protocol):
-    """Plan the memory, load the weights, assemble; in that order."""
+    """Plan the memory, load the weights, start the core; in that order."""
 
     def __call__(
         self, config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars
@@ -41,24 +42,24 @@ class Start(Protocol):
 def scheduler_config(
     config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, on_gpu: bool, native: bool = False
 ) -> SchedulerConfig:
-    """What the scheduler keeps to; tells how much the cache holds."""
+    """Make the limits of the scheduler, and log the capacity of the KV cache."""
     ttft_slo_s, itl_slo_s = config.goals(on_gpu)
     groups = group_limits(spec, memory.group_blocks)
     length, size = memory.max_model_len, config.block_size
     if config.kv_cache_dtype in KV_8_BIT:
         plain = sum(group.block_bytes(size, 2) for group in spec.kv_groups())
         log.info(
-            "KV cache: %s, %s bytes a token; in 16 bits it would hold %.2f times fewer",
+            "KV cache: %s, %s bytes a token; in 16 bits it would hold %.2f times fewer tokens",
             config.kv_cache_dtype,
             f"{memory.sizing.token_bytes:,.0f}",
             plain / sum(memory.sizing.block_bytes),
         )
-    kept = length if config.kv_eviction is None else min(length, config.kv_eviction_budget)
+    num_kept = length if config.kv_eviction is None else min(length, config.kv_eviction_budget)
     log.info(
         "KV cache: %s; requests of %s tokens that fit at one time: %s",
         capacity(groups, size),
-        f"{kept:,}",
-        f"{concurrent_requests(groups, kept, size):,}",
+        f"{num_kept:,}",
+        f"{concurrent_requests(groups, num_kept, size):,}",
     )
     if spec.has_latents:
         held, plain = spec.kv_elements_per_token, spec.expanded_kv_elements_per_token
@@ -86,23 +87,23 @@ def scheduler_config(
 
 
 def config_sharing(config: EngineConfig) -> Sharing:
-    """How KV blocks travel between this engine and others."""
+    """The settings of the transfer of KV blocks between this engine and others."""
     alone = config.engines_on_host == 1 and config.kv_sharing == "none" and config.kv_host is None
     return Sharing(
         config.kv_sharing,
         config.kv_transport,
         config.kv_host,
         config.kv_transfer_timeout_s,
-        alone,
-        config.kv_receives,
-        config.engine_secret,
+        alone=alone,
+        receives=config.kv_receives,
+        secret=config.engine_secret,
     )
 
 
 def eviction(
     config: EngineConfig, spec: ModelSpec, groups: Sequence[GroupLimits], native: bool
 ) -> Eviction | None:
-    """What requests give up while they write; raises `ConfigError` if this model cannot."""
+    """The eviction policy; raises `ConfigError` if the model or the cache rules it out."""
     if config.kv_eviction is None:
         return None
     if [group.window for group in groups] != [None]:
@@ -129,7 +130,7 @@ def eviction(
 
 
 def group_limits(spec: ModelSpec, group_blocks: Sequence[int]) -> tuple[GroupLimits, ...]:
-    """The KV groups of a model with so many blocks each."""
+    """The KV groups of a model, with `group_blocks` blocks each."""
     layers = spec.layers
     return tuple(
         GroupLimits(

@@ -1,8 +1,9 @@
-"""Settings → a running engine: find, check, plan memory, load, assemble; in that order, so that
-what cannot work is refused before memory is taken.
+"""`build_engine`: settings → a running engine.
 
-The backend is chosen here (`_is_native`), and with it whether torch is imported: it is not for the
-native kernels, and need not be installed.
+    find ─▶ describe ─▶ check ─▶ plan memory ─▶ load ─▶ start
+
+In this order, so that settings that cannot work are refused before memory is taken. The first three
+are in `_build`, the others in the `start` of a backend (`build_native.py`, `build_torch.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from twostroke.config import KV_8_BIT, EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.engine.assembly import Start
 from twostroke.engine.core import EngineCore
-from twostroke.engine.device import find_device, has_torch
+from twostroke.engine.device import find_device
+from twostroke.engine.kernel_choice import is_native
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
-from twostroke.kernels import cpu
 from twostroke.model.describe.cost import model_figures
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.formats.phase_formats import phase_formats
@@ -46,32 +47,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NATIVE_KV = ("auto", "float16", "int8")  # types of the cache that the native kernels have
 DENSE = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
-GET_TORCH = "pip install 'twostroke[reference]'"
-NO_KERNELS = "this installation has no native kernels (they could not be built when it was made)"
-GET_KERNELS = "install a C++ compiler, then twostroke again (`pip install -v .` says what is wrong)"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and what there is to know about it."""
+    """An engine and its properties."""
 
     config: EngineConfig
     model_name: str
     spec: ModelSpec
     memory: MemoryPlan
     core: EngineCore
-    tokenizer: Callable[[], Tokenizer | None]  # opened when first asked for
-    sampling: SamplingParams  # what the model's makers recommend
+    tokenizer: Callable[[], Tokenizer | None]  # opened by the first call
+    sampling: SamplingParams  # the recommendation of the model's makers
     device: str
     dtype: str
     load_s: float
-    weights: str  # what they are kept in
+    weights: str  # their type in memory
     file_format: str  # "gguf" or "safetensors"
-    renderer: TemplateRenderer | None = None  # of chat templates; None: made with the first chat
+    renderer: TemplateRenderer | None = None  # None: created with the first chat
 
-    # Imported here: the engine's own process need not load what reads and writes text.
+    # Imported here: the engine's own process does not need text processing.
 
     @cached_property
     def input_processor(self) -> InputProcessor:
@@ -137,54 +134,73 @@ class Engine:
 
 
 def build_engine(config: EngineConfig, renderer: TemplateRenderer | None = None) -> Engine:
-    """An engine that reads and writes text. `renderer`: of chat templates, if it has been started
-    already."""
+    """Build an engine that reads and writes text. `renderer`: of chat templates, if it has been
+    started already."""
     return replace(_build(config, with_text=True), renderer=renderer)
 
 
 def build_core_engine(config: EngineConfig) -> Engine:
-    """An engine for a process that sees token ids only; the tokenizer is in the HTTP process."""
+    """Build an engine that sees token ids only; the HTTP process has the tokenizer."""
     return _build(config, with_text=False)
 
 
 def _build(config: EngineConfig, with_text: bool) -> Engine:
-    started = monotonic()
+    began_s = monotonic()
+    # 1. Find the device, the kernels and the model's files.
     device = find_device(config)
-    native = _is_native(config, device)
+    native = is_native(config, device)
     files = find_model(config)
+    # 2. Describe the model: read its spec, and open its weights without reading them.
     model = open_model(config, files, device)
+    # 3. Check that the model and the settings go together, and that the tokenizer can be read.
     _check_several(config)
     _check_cache(config, model.spec)
-    if model.spec.has_experts:
-        log.info(
-            "parameters: %s, of which a token goes through %s",
-            f"{model.spec.num_parameters():,}",
-            f"{model.spec.num_active_parameters():,}",
-        )
-    opened = partial(open_tokenizer, config, files)
-    tokenizer = cache(opened) if with_text else opened
+    _log_experts(model.spec)
+    opener = partial(open_tokenizer, config, files)
+    tokenizer = cache(opener) if with_text else opener
     if with_text:
-        tokenizer()  # a bad one is refused before memory is taken
-    grammars = Grammars(tokenizer, model.spec.vocab_size)
-    core, memory, dtype = _backend(native)(config, model, device, grammars)
+        tokenizer()
+    # 4., 5., 6. Plan the memory, load the weights, start the core.
+    start = _start_of_backend(native)
+    core, memory, dtype = start(config, model, device, Grammars(tokenizer, model.spec.vocab_size))
     return Engine(
-        config,
-        files.name,
-        model.spec,
-        memory,
-        core,
-        tokenizer,
-        SamplingParams(**recommended_sampling(config, files)),
-        device,
-        dtype,
-        monotonic() - started,
-        _kept_in(model, config, native, device, dtype),
-        "gguf" if files.kind == "gguf" else "safetensors",
+        config=config,
+        model_name=files.name,
+        spec=model.spec,
+        memory=memory,
+        core=core,
+        tokenizer=tokenizer,
+        sampling=SamplingParams(**recommended_sampling(config, files)),
+        device=device,
+        dtype=dtype,
+        load_s=monotonic() - began_s,
+        weights=_weight_types(model, config, native, device, dtype),
+        file_format="gguf" if files.kind == "gguf" else "safetensors",
     )
 
 
+def _start_of_backend(native: bool) -> Start:
+    """Imported here: one backend needs torch, and the other must not import it."""
+    if native:
+        from twostroke.engine import build_native
+
+        return build_native.start
+    from twostroke.engine import build_torch
+
+    return build_torch.start
+
+
+def _log_experts(spec: ModelSpec) -> None:
+    if spec.has_experts:
+        log.info(
+            "parameters: %s, of which a token goes through %s",
+            f"{spec.num_parameters():,}",
+            f"{spec.num_active_parameters():,}",
+        )
+
+
 def _check_several(config: EngineConfig) -> None:
-    """Whether this can be one of several engines."""
+    """Refuse tensor parallelism in one of several engines."""
     several = config.engines_on_host > 1 or config.kv_sharing != "none"
     if several and config.tensor_parallel_size > 1:
         raise ConfigError(
@@ -202,117 +218,22 @@ def _check_cache(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def _kept_in(
+def _weight_types(
     model: OpenedModel, config: EngineConfig, native: bool, device: str, dtype: str
 ) -> str:
-    """The weights' type, and the file's if that is another."""
+    """The type of the weights in memory, and their type in the file if it differs."""
     stored = model.stored_as()
-    asked, triton = config.quantization, device.startswith("cuda") and config.kernels == "auto"
-    quantized = any(kind in stored for kind in ("fp8", "int4", "int8"))
+    quantization, triton = config.quantization, False
+    if device.startswith("cuda"):
+        triton = config.kernels == "auto"
+    quantized = any(name in stored for name in ("fp8", "int4", "int8"))
     if native:
-        kept = asked if stored.lower() in DENSE else model.dtype if quantized else stored
+        kept = quantization if stored.lower() in DENSE else model.dtype if quantized else stored
     elif config.phases_differ:
         phases = ("prefill", "decode")
         kept = " + ".join(f"{one} {config.for_phase(one).quantization or dtype}" for one in phases)
     elif any(phase_formats(model.spec, model.weights, config, blocks=triton)):
-        kept = stored if quantized or asked is None else asked
+        kept = stored if quantized or quantization is None else quantization
     else:
         kept = dtype
     return kept if kept == stored else f"{kept}, from {stored}" if kept else stored
-
-
-def _backend(native: bool) -> Start:
-    """Imported here: one of them needs torch, and the other should not pay for it."""
-    if native:
-        from twostroke.engine import build_native
-
-        return build_native.start
-    from twostroke.engine import build_torch
-
-    return build_torch.start
-
-
-def _is_native(config: EngineConfig, device: str) -> bool:
-    """The native kernels, unless they cannot do what is asked for."""
-    kv_unmet = config.kv_cache_dtype not in NATIVE_KV
-    if device == "cpu" and config.kernels != "reference" and "fp8" in config.kv_cache_dtype:
-        raise ConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r} is for GPUs: no CPU's instructions read "
-            "fp8; use kv_cache_dtype='int8', which takes as little memory"
-        )
-    if config.kernels == "native" and device != "cpu":
-        raise ConfigError("kernels is 'native', which is for CPUs; use kernels='auto'")
-    if config.kernels == "native" and not cpu.available():
-        raise ConfigError(
-            f"kernels is 'native', but {NO_KERNELS}; {GET_KERNELS}, or use kernels='auto'"
-        )
-    if config.kernels == "native" and kv_unmet:
-        raise ConfigError(
-            f"the native kernels have no kv_cache_dtype={config.kv_cache_dtype!r}; leave it at "
-            "'auto', or use kernels='reference'"
-        )
-    fp8 = config.quantization == "fp8"
-    if config.kernels == "native" and fp8:
-        raise ConfigError(
-            "the native kernels have no quantization='fp8'; use int8, or kernels='reference'"
-        )
-    native = device == "cpu" and cpu.available() and not kv_unmet and not fp8
-    native = native and config.kernels != "reference"
-    if config.phases_differ and (native or config.kernels == "native"):
-        raise ConfigError(
-            f"prefill_quantization is {config.prefill_quantization!r} and decode_quantization "
-            f"{config.decode_quantization!r}, but the native kernels of a CPU keep weights once, "
-            "for both phases; use quantization, or kernels='reference', which is slow on a CPU"
-        )
-    if not native and not has_torch():
-        raise ConfigError(_needs_torch(config, kv_unmet))
-    if native and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but the native kernels of a "
-            "CPU run in one process, which uses all its cores; leave it out, or use "
-            "kernels='reference' for ranks that compute with torch, which is slow on a CPU"
-        )
-    if native and config.dtype in ("float16", "bfloat16"):
-        log.warning(
-            "dtype=%s changes nothing: the kernels of a CPU keep weights as their files have them "
-            "and add up in float32",
-            config.dtype,
-        )
-    if kv_unmet and config.kernels == "auto" and device == "cpu" and cpu.available():
-        log.warning(
-            "kv_cache_dtype=%s: computed with torch, which is slow on a CPU; the native kernels "
-            "have float16, which 'auto' is",
-            config.kv_cache_dtype,
-        )
-    if config.kernels == "auto" and device == "cpu" and not cpu.available():
-        log.warning("running on torch's CPU paths, which are slow: %s; %s", NO_KERNELS, GET_KERNELS)
-    if fp8 and config.kernels == "auto" and device == "cpu" and cpu.available():
-        log.warning(
-            "quantization=fp8: computed with torch, which is slow on a CPU; the native kernels "
-            "have int8 and int4"
-        )
-    if native and config.isa != "auto" and config.isa not in cpu.module().isas():
-        raise ConfigError(
-            f"isa {config.isa!r} is not what this machine has; it has "
-            f"{', '.join(cpu.module().isas())}"
-        )
-    return native
-
-
-def _needs_torch(config: EngineConfig, kv_unmet: bool) -> str:
-    """Why this cannot run without torch, and what to do."""
-    get_torch = GET_TORCH
-    if config.kernels == "reference":
-        return (
-            "kernels is 'reference', which computes with torch, and torch is not installed: "
-            f"{get_torch}, or leave kernels at 'auto'"
-        )
-    if kv_unmet and cpu.available():
-        return (
-            f"kv_cache_dtype={config.kv_cache_dtype!r} on a CPU is computed with torch, and torch "
-            f"is not installed: {get_torch}, or leave kv_cache_dtype at 'auto'"
-        )
-    return (
-        f"there is nothing to compute with: {NO_KERNELS}, and torch is not installed; "
-        f"{GET_KERNELS}, or compute with torch, slowly: {get_torch}"
-    )

@@ -26,6 +26,7 @@ from twostroke.sched.step import SchedulerConfig
 
 
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
+    """Plan the memory, load the weights, start the core."""
     int8 = config.kv_cache_dtype == "int8"
     packing = Packing(model.spec, model.weights, model.dtype, config.quantization, config.isa)
     if config.quantization is not None:
@@ -47,7 +48,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
 
 
 def _importance(config: EngineConfig, model: OpenedModel, max_len: int) -> dict[str, Floats]:
-    """By torch, which is imported for this alone."""
+    """Measure importances with torch, which this path imports for nothing else."""
     if not has_torch():
         raise ConfigError(
             "calibration runs the unquantised model with torch, and torch is not installed: "
@@ -71,7 +72,7 @@ def assemble_native(
     sharing: Sharing = NOT_SHARED,
     int8: bool = False,
 ) -> EngineCore:
-    """A scheduler, a KV pool (in fp16 or int8) and rows of their own around a decoder."""
+    """Make a core around a decoder, with a KV pool in fp16 or int8."""
     spec, size = decoder.spec, limits.block_size
     num_blocks = [group.num_blocks for group in limits.groups]
     pool = HostPool(spec, num_blocks, size, sharing.offered, int8)

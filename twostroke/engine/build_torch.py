@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ from twostroke.sched.step import SchedulerConfig
 
 log = logging.getLogger(__name__)
 
-FP8_CAPABILITY = (8, 9)  # the first whose instructions know e4m3
+FP8_CAPABILITY = (8, 9)  # the first compute capability with e4m3 instructions
 KV_TYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -67,7 +67,7 @@ KV_TYPES = {
 
 
 class Built(NamedTuple):
-    """An executor of a rank, and what it was made for."""
+    """The executor of a rank, its memory and its number types."""
 
     executor: TorchExecutor
     memory: MemoryPlan
@@ -76,13 +76,14 @@ class Built(NamedTuple):
 
 
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
+    """Plan the memory, load the weights, start the core, with all ranks."""
     size, spec = config.tensor_parallel_size, model.spec
     if size == 1:
         with gpu_turn(config, device):
             built = build_executor(config, model, device)
         executor: Executor[Any] = built.executor
     else:
-        # Imported here: only several ranks need it, and what it needs.
+        # Imported here: only several ranks need it and its imports.
         from twostroke.engine.rank_processes import RankProcesses
 
         check_ranks(spec, size)
@@ -92,12 +93,12 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
             others.wait_for_all()
             ranks = join_ranks(config, 0, others.meeting_place)
             built = build_executor(config, model, rank_device(config, device, 0), ranks)
-            ranks.all_numbers([0])  # until all have come so far
+            ranks.all_numbers([0])  # wait for all ranks
         executor = RanksExecutor(built.executor, others)
     on_gpu = torch.device(device).type == "cuda"
     held = built.executor.program.decoder.spec
     limits = scheduler_config(config, held, built.memory, on_gpu)
-    # A step's work is that of all ranks.
+    # The cost of a step is that of all ranks.
     kv_itemsize = built.memory.sizing.token_bytes / held.kv_elements_per_token
     cost = decoder_cost(spec, built.executor.program.decoder, kv_itemsize)
     transfer, sharing = None, config_sharing(config)
@@ -115,7 +116,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
 
 @contextlib.contextmanager
 def gpu_turn(config: EngineConfig, device: str) -> Iterator[None]:
-    """Alone among the engines of this GPU: each measures what its own start takes."""
+    """Wait until no other engine starts on this GPU: a start measures the free memory."""
     if config.engines_on_host == 1 or not device.startswith("cuda"):
         yield
         return
@@ -124,7 +125,7 @@ def gpu_turn(config: EngineConfig, device: str) -> Iterator[None]:
     number = torch.device(device).index or 0
     folder = Path(tempfile.gettempdir())
     with (folder / f"twostroke-gpu{visible_gpu(number)}-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # given back when this process ends, however it does
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when this process ends, in any way
         yield
 
 
@@ -132,7 +133,7 @@ def gpu_turn(config: EngineConfig, device: str) -> Iterator[None]:
 
 
 def have_own_gpus(config: EngineConfig, device: str) -> bool:
-    """Each rank has a GPU, unless the config names one: that is for all of them."""
+    """Whether each rank has a GPU of its own. A GPU named by the config is shared by all."""
     return device.startswith("cuda") and not config.device.startswith("cuda:")
 
 
@@ -151,7 +152,7 @@ def check_gpus(config: EngineConfig, device: str) -> None:
 
 
 def join_ranks(config: EngineConfig, rank: int, meeting_place: str) -> Ranks:
-    """Wait for the other ranks of an engine, in whatever processes they are."""
+    """Wait for the other ranks of an engine, which run in other processes."""
     from twostroke.exec.collectives import join_group
 
     found = find_device(config)
@@ -160,7 +161,7 @@ def join_ranks(config: EngineConfig, rank: int, meeting_place: str) -> Ranks:
 
 
 def run_rank(config: EngineConfig, ranks: Ranks, plans: Iterable[bytes]) -> None:
-    """Be a rank other than the first, until the plans end."""
+    """Run as a rank other than the first, until the plans end."""
     device = rank_device(config, find_device(config), ranks.rank)
     model = open_model(config, find_model(config), device)
     executor = build_executor(config, model, device, ranks).executor
@@ -171,10 +172,54 @@ def run_rank(config: EngineConfig, ranks: Ranks, plans: Iterable[bytes]) -> None
 # ── an executor ─────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """All that is decided about a rank before its weights are loaded."""
+
+    device: torch.device
+    ranks: Ranks
+    dtype: torch.dtype  # of activations
+    weight_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    formats: PhaseFormats
+    triton: bool  # the kernels of a GPU; False: the reference kernels
+    weight_bytes: int
+    memory: MemoryPlan
+
+
 def build_executor(
     config: EngineConfig, model: OpenedModel, device: str, ranks: Ranks = ONE_RANK
 ) -> Built:
-    """Plan the memory of a rank, load its part of the weights, put them together."""
+    """Plan the memory of a rank, load its part of the weights, start its executor."""
+    config, plan = plan_rank(config, model, device, ranks)
+    memory = plan.memory
+    try:
+        importance: Importance = {}
+        if config.calibration is not None:
+            windows = calibration_windows(config, model, memory.max_model_len)
+            where = (plan.dtype, plan.device, memory.max_model_len, plan.weight_dtype, ranks)
+            importance = measure_importance(model.spec, model.weights, windows, *where)
+        if plan.triton:
+            executor, memory = _start_on_gpu(config, model, plan, importance)
+        else:
+            executor = _start_reference(config, model, plan, importance)
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if ranks.size == 1 or not _is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"rank {ranks.rank} of {ranks.size} ran out of memory at the start, for "
+            f"{gib(plan.weight_bytes)} of weights and {gib(memory.kv_bytes)} of KV cache "
+            f"({error}); take a smaller model, lower kv_cache_memory_bytes, or raise "
+            "tensor_parallel_size"
+        ) from None
+    return Built(executor, memory, plan.dtype, plan.kv_dtype)
+
+
+def plan_rank(
+    config: EngineConfig, model: OpenedModel, device: str, ranks: Ranks
+) -> tuple[EngineConfig, RankPlan]:
+    """Choose the number types and plan the memory. The config that is returned has this engine's
+    share of the GPU, if several engines share it."""
     place, size = torch.device(device), ranks.size
     on_gpu = place.type == "cuda"
     weight_dtype = _dtype(config.dtype, model.dtype if on_gpu else "float32")
@@ -188,85 +233,128 @@ def build_executor(
     kv_dtype = KV_TYPES.get(config.kv_cache_dtype)
     if kv_dtype is None:
         kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
-    # Ranks, and engines, on CPUs are on the same one.
-    sharers = size * config.engines_on_host
-    total = free_share(place, ranks) if on_gpu else host_memory_bytes() // sharers
+    # Ranks, and engines, on CPUs are on the same CPU.
+    num_sharers = size * config.engines_on_host
+    total = free_share(place, ranks) if on_gpu else host_memory_bytes() // num_sharers
     triton = on_gpu and config.kernels == "auto"
     formats = phase_formats(model.spec, model.weights, config, blocks=triton)
     held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, formats.prefill)
     if config.phases_differ:
         own = formats.own_bytes(rank_spec(model.spec, size).weight_shapes(), dtype.itemsize)
         held_bytes += own[1]
-        said = phase_sizes(config, *own, held_bytes, total)
+        message = phase_sizes(config, *own, held_bytes, total)
         if ranks.rank == 0:
-            log.info(said)
-    sizes = (held_bytes, dtype.itemsize, kv_dtype.itemsize, total)
-    engines = engines_on_gpu(config, device) if on_gpu else 1
-    estimated = config
-    if engines > 1:
+            log.info(message)
+    num_engines = engines_on_gpu(config, device) if on_gpu else 1
+    estimated, others_bytes = config, 0
+    if num_engines > 1:
         whole = torch.cuda.mem_get_info(place)[1]
-        share = config.gpu_memory_utilization / engines
+        share = config.gpu_memory_utilization / num_engines
         log.info(
             "%s is shared by %d engines: this one takes %.3f of its memory "
             "(gpu_memory_utilization %g, divided)",
             device,
-            engines,
+            num_engines,
             share,
             config.gpu_memory_utilization,
         )
         config = replace(config, gpu_memory_utilization=share)
         estimated = replace(config, gpu_memory_utilization=min(1.0, share * whole / total))
+        others_bytes = whole - total
+    sizes = (held_bytes, dtype.itemsize, kv_dtype.itemsize, total)
     memory = plan_memory(estimated, rank_spec(model.spec, size), *sizes, on_gpu)
-    if engines > 1:
-        memory = replace(memory, others_bytes=whole - total)
+    if num_engines > 1:
+        memory = replace(memory, others_bytes=others_bytes)
     memory = agree_on_memory(memory, ranks)
-    if sharers > 1 and not on_gpu:
+    if num_sharers > 1 and not on_gpu:
         threads = config.threads or default_threads(config.engines_on_host)
         torch.set_num_threads(max(1, threads // size))
-    length = memory.max_model_len
-    try:
-        importance: Importance = {}
-        if config.calibration is not None:
-            windows = calibration_windows(config, model, length)
-            where = (dtype, place, length, weight_dtype, ranks)
-            importance = measure_importance(model.spec, model.weights, windows, *where)
-        if triton:
-            how = (dtype, kv_dtype, memory, ranks, formats, importance)
-            executor, memory = _start_on_gpu(config, model, place, *how)
-            return Built(executor, memory, dtype, kv_dtype)
-        decoder = Decoder(
-            model.spec,
-            model.weights,
-            dtype,
-            place,
-            length,
-            Kernels(),
-            weight_dtype=weight_dtype,
-            ranks=ranks,
-            formats=formats.prefill,
-            decode_formats=formats.decode,
-            importance=importance,
-            scale_keys=kv_dtype == torch.int8,
-        )
-        budget = config.token_budget(on_gpu, length)
-        rows = (config.max_num_seqs, length, config.block_size, budget)
-        shared = config.kv_sharing != "none"
-        executor = make_executor(decoder, memory.group_blocks, *rows, kv_dtype, shared=shared)
-        return Built(executor, memory, dtype, kv_dtype)
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        if size == 1 or not _is_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"rank {ranks.rank} of {size} ran out of memory at the start, for {gib(held_bytes)} "
-            f"of weights and {gib(memory.kv_bytes)} of KV cache ({error}); take a smaller model, "
-            "lower kv_cache_memory_bytes, or raise tensor_parallel_size"
-        ) from None
+    return config, RankPlan(
+        device=place,
+        ranks=ranks,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        formats=formats,
+        triton=triton,
+        weight_bytes=held_bytes,
+        memory=memory,
+    )
+
+
+def _start_reference(
+    config: EngineConfig, model: OpenedModel, plan: RankPlan, importance: Importance
+) -> TorchExecutor:
+    """Load the weights for the reference kernels, on any device."""
+    memory = plan.memory
+    decoder = Decoder(
+        model.spec,
+        model.weights,
+        plan.dtype,
+        plan.device,
+        memory.max_model_len,
+        Kernels(),
+        weight_dtype=plan.weight_dtype,
+        ranks=plan.ranks,
+        formats=plan.formats.prefill,
+        decode_formats=plan.formats.decode,
+        importance=importance,
+        scale_keys=plan.kv_dtype == torch.int8,
+    )
+    shape = ExecutorShape(
+        group_blocks=memory.group_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.token_budget(
+            plan.device.type == "cuda", memory.max_model_len
+        ),
+        kv_dtype=plan.kv_dtype,
+    )
+    return make_executor(decoder, shape, shared=config.kv_sharing != "none")
+
+
+def _start_on_gpu(
+    config: EngineConfig, model: OpenedModel, plan: RankPlan, importance: Importance
+) -> tuple[TorchExecutor, MemoryPlan]:
+    """Load the weights for the Triton kernels. The KV cache gets the memory that is measured to be
+    left."""
+    device, ranks, estimate = plan.device, plan.ranks, plan.memory
+    capability = torch.cuda.get_device_capability(device)
+    if any(format.needs_fp8 for format in plan.formats.all()):
+        check_fp8(capability)
+    check_fp8_cache(plan.kv_dtype, capability)
+    device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.per_device
+    estimate = replace(estimate, device_bytes=device_bytes)
+    # Hopper is the first that has it; it is not tried with collectives between the launches.
+    pdl = capability >= (9, 0) and ranks.alone
+    timer, kernels = StartupTimer(), _triton_kernels(device)
+    timer.end("imports")
+    decoder = Decoder(
+        model.spec,
+        model.weights,
+        plan.dtype,
+        device,
+        estimate.max_model_len,
+        kernels,
+        pdl,
+        ranks=ranks,
+        formats=plan.formats.prefill,
+        decode_formats=plan.formats.decode,
+        importance=importance,
+        scale_keys=plan.kv_dtype == torch.int8,
+    )
+    timer.end("weights")
+    executor, memory = start_executor(config, decoder, plan.kv_dtype, estimate, timer)
+    log.info("start: %s", timer)
+    log.info("memory: %s", memory.waterfall())
+    return executor, memory
 
 
 def rank_weight_bytes(
     spec: ModelSpec, size: int, itemsize: int, formats: Mapping[str, Format]
 ) -> int:
-    """What a rank holds at most."""
+    """Upper bound of the weight bytes of a rank."""
     shapes = rank_spec(spec, size).weight_shapes()
     saved = (
         itemsize * math.prod(shapes[name]) - format.num_bytes(shapes[name])
@@ -278,23 +366,23 @@ def rank_weight_bytes(
 def phase_sizes(
     config: EngineConfig, prefill_bytes: int, decode_bytes: int, held_bytes: int, total: int
 ) -> str:
-    """What two formats take. Raises `ModelError` if that is more than there is."""
-    said = (
+    """Describe the bytes of two weight formats; raise `ModelError` if memory is too small."""
+    message = (
         f"weights: prefill {config.prefill_quantization} {gib(prefill_bytes)} + decode "
         f"{config.decode_quantization} {gib(decode_bytes)} + what both read "
         f"{gib(held_bytes - prefill_bytes - decode_bytes)} = {gib(held_bytes)}"
     )
     if held_bytes > total:
         raise ModelError(
-            f"{said}, but {gib(total)} are there; give one quantization for both phases, or have "
-            "a pool of engines for each phase (prefill_engines, decode_engines), each of which "
-            "keeps its own alone"
+            f"{message}, but there are {gib(total)}; give one quantization for both phases, or use "
+            "a pool of engines for each phase (prefill_engines, decode_engines), so that each "
+            "engine keeps the weights of its phase alone"
         )
-    return said
+    return message
 
 
 def decoder_cost(spec: ModelSpec, decoder: Decoder, kv_itemsize: float) -> CostModel:
-    """`spec`: the decoder's, or that of all ranks together."""
+    """`spec`: the decoder's, or the whole model's if there are several ranks."""
     itemsize = decoder.dtype.itemsize
     with_prefill, decode_only = (
         cost_model(spec, weight_bytes(spec, itemsize, formats), kv_itemsize)
@@ -303,31 +391,50 @@ def decoder_cost(spec: ModelSpec, decoder: Decoder, kv_itemsize: float) -> CostM
     return replace(with_prefill, decode_only=decode_only if decoder.phases_differ else None)
 
 
+class ExecutorShape(NamedTuple):
+    """The sizes of an executor's rows and KV pool."""
+
+    group_blocks: Sequence[int]  # of each KV group
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    max_num_batched_tokens: int
+    kv_dtype: torch.dtype
+
+    @classmethod
+    def of_limits(cls, limits: SchedulerConfig, kv_dtype: torch.dtype) -> ExecutorShape:
+        return cls(
+            group_blocks=[group.num_blocks for group in limits.groups],
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            kv_dtype=kv_dtype,
+        )
+
+
 def make_executor(
     decoder: Decoder,
-    group_blocks: Sequence[int],
-    max_num_seqs: int,
-    max_model_len: int,
-    block_size: int,
-    budget: int,
-    kv_dtype: torch.dtype,
+    shape: ExecutorShape,
     max_in_flight: int = 1,
     graph_sizes: Sequence[int] = (),
     record: Record | None = None,
     shared: bool = False,
 ) -> TorchExecutor:
-    """A KV pool and rows of their own around a decoder. `graph_sizes`: batches that decode in
-    graphs, made by `record`. `shared`: other processes can fetch blocks."""
-    spec, device = decoder.spec, decoder.device
-    pool = KVPool(spec, group_blocks, block_size, kv_dtype, device, shared)
-    rows = DeviceRows(max_num_seqs, max_model_len, block_size, len(group_blocks), device)
+    """Give a decoder a KV pool and rows. `graph_sizes`: decode batches that run as graphs, made by
+    `record`. `shared`: other processes can fetch blocks."""
+    device, num_groups = decoder.device, len(shape.group_blocks)
+    pool = KVPool(
+        decoder.spec, shape.group_blocks, shape.block_size, shape.kv_dtype, device, shared
+    )
+    rows = DeviceRows(shape.max_num_seqs, shape.max_model_len, shape.block_size, num_groups, device)
     graphs = pieces = None
     with torch.inference_mode():
         program = StepProgram(decoder, pool, rows)
         if graph_sizes:
             record = record or RunAgain()
             graphs = DecodeGraphs(program, graph_sizes, record)
-            pieces = PieceGraphs(program, piece_ladder(budget), record)
+            pieces = PieceGraphs(program, piece_ladder(shape.max_num_batched_tokens), record)
     return TorchExecutor(program, graphs, pieces, max_in_flight)
 
 
@@ -341,64 +448,20 @@ def assemble(
     record: Record | None = None,
     sharing: Sharing = NOT_SHARED,
 ) -> EngineCore:
-    """A scheduler and an executor around a decoder: an engine without a config."""
+    """Make a core around a decoder, without an `EngineConfig`."""
     executor = make_executor(
         decoder,
-        [group.num_blocks for group in limits.groups],
-        limits.max_num_seqs,
-        limits.max_model_len,
-        limits.block_size,
-        limits.max_num_batched_tokens,
-        kv_dtype,
+        ExecutorShape.of_limits(limits, kv_dtype),
         max_in_flight,
-        graph_sizes,
-        record,
-        sharing.offered,
+        graph_sizes=graph_sizes,
+        record=record,
+        shared=sharing.offered,
     )
     transfer = executor.program.pool.transfer(sharing)
     spec, scheduler = decoder.spec, Scheduler(limits, transfer=transfer)
     cost = decoder_cost(spec, decoder, kv_dtype.itemsize)
     profile = partial(KernelProfile, executor, scheduler)
     return EngineCore(scheduler, executor, cost, grammars, profile)
-
-
-def _start_on_gpu(
-    config: EngineConfig,
-    model: OpenedModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    estimate: MemoryPlan,
-    ranks: Ranks,
-    formats: PhaseFormats,
-    importance: Importance,
-) -> tuple[TorchExecutor, MemoryPlan]:
-    """The Triton kernels, on a GPU whose memory is measured before the rest goes to the cache."""
-    if any(format.needs_fp8 for format in formats.all()):
-        check_fp8(torch.cuda.get_device_capability(device))
-    check_fp8_cache(kv_dtype, torch.cuda.get_device_capability(device))
-    device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.per_device
-    estimate = replace(estimate, device_bytes=device_bytes)
-    pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
-    pdl = pdl and ranks.alone  # launches that overlap are not tried with collectives between them
-    timer, kernels = StartupTimer(), _triton_kernels(device)
-    timer.end("imports")
-    how = (dtype, device, estimate.max_model_len, kernels, pdl)
-    decoder = Decoder(
-        model.spec,
-        model.weights,
-        *how,
-        ranks=ranks,
-        formats=formats.prefill,
-        decode_formats=formats.decode,
-        importance=importance,
-        scale_keys=kv_dtype == torch.int8,
-    )
-    timer.end("weights")
-    executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)
-    log.info("start: %s", timer)
-    log.info("memory: %s", memory.waterfall())
-    return executor, memory
 
 
 def check_fp8(capability: tuple[int, int]) -> None:
@@ -412,7 +475,7 @@ def check_fp8(capability: tuple[int, int]) -> None:
 
 
 def _triton_kernels(device: torch.device) -> Kernels:
-    """Imported here: Triton is there only where there is a GPU."""
+    """Imported here: Triton is installed only for GPUs."""
     try:
         from twostroke.kernels.cuda.backend import CudaKernels
     except ImportError as error:
@@ -433,8 +496,8 @@ def check_fp8_cache(kv_dtype: torch.dtype, capability: tuple[int, int]) -> None:
         )
 
 
-def _dtype(asked: str, own: str) -> torch.dtype:
-    name = own if asked == "auto" else asked
+def _dtype(setting: str, default: str) -> torch.dtype:
+    name = default if setting == "auto" else setting
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"the model's dtype {name!r} is not supported; set dtype")
@@ -442,6 +505,6 @@ def _dtype(asked: str, own: str) -> torch.dtype:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch says it of a CPU's memory in a RuntimeError."""
+    """torch raises a RuntimeError if a CPU's memory is too small."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""`Child`: one engine process (`process.py`) as its parent sees it. No torch."""
+"""`Child`: the parent's side of one engine process (`process.py`). No torch."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from twostroke.network_auth import (
 
 log = logging.getLogger(__name__)
 
-FIRST_MESSAGE_S = 30.0  # at least so long may a process take to import what sends messages
-READ_S = 0.001  # how long messages are read before the loop's other callbacks get their turn
+FIRST_MESSAGE_S = 30.0  # minimum allowance for imports before the first message
+READ_S = 0.001  # how long messages are read before other callbacks of the loop run
 
 
 class Child:
-    """The process and a socket to it and one from it.
+    """An engine process, a socket to it and a socket from it.
 
-    `await start`, then `send`; its messages are given to `on_message` in the event loop. `wait`
-    returns as soon as it has ended, for whatever reason; `stop` ends it and leaves nothing behind.
-    A process that hangs is killed, at every stage of its start and after it.
+    `await start`, then `send`; `on_message` gets its messages in the event loop. `wait` returns as
+    soon as the process has ended, for any reason; `stop` ends it and leaves nothing behind. A
+    process that hangs is killed, at every stage of its start and after it.
     """
 
     def __init__(self, launched: Launched, hang_timeout_s: float = 0.0) -> None:
         """`hang_timeout_s`: a process that sends nothing for so long is killed; 0: never."""
         self.step_limit_s: Callable[[], float] | None = None  # a longer step hangs
-        self.failure = ""  # why it ended: its own message, or why it was killed
+        self.failure = ""  # why it ended: its own message, or the reason for killing it
         self.ready_s = 0.0
         self.heard_s = monotonic()  # when its last message came
-        self.step_s = 0.0  # how long the step that it ran then had taken so far
+        self.step_s = 0.0  # how long its step had been running then
         self.clock = RemoteClock(clock_id())  # the engine's
         self.on_message: Callable[[FromEngine], None] | None = None
         self._heard_any = False
@@ -101,7 +101,7 @@ class Child:
                 self.end(f"a step took more than {self.step_s:.0f} s, so its process was killed")
 
     async def start(self) -> Ready:
-        """Wait until it can be sent requests; raises the error it reports if it cannot start."""
+        """Wait until it can run requests; raises the error that it reports if it cannot start."""
         try:
             awaited = (self._ready, self._ended)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +125,7 @@ class Child:
         self._outbox.send(message, zmq.NOBLOCK)  # the queue has no limit
 
     def _read(self) -> None:
-        """The descriptor is signalled once for any number of messages: read until there is none."""
+        """Read all messages: the descriptor is signalled once for any number of them."""
         until = monotonic() + READ_S
         while self._read_one():
             if monotonic() > until:
@@ -169,7 +169,7 @@ class Child:
             self.on_message(message)
 
     async def wait(self) -> None:
-        """Wait until it has ended; its messages have been read then."""
+        """Wait until it has ended and its messages have been read."""
         await asyncio.shield(self._ended)
         while self._read_one():
             await asyncio.sleep(0)
@@ -178,7 +178,7 @@ class Child:
         return self.failure or self._launched.how_it_ended()
 
     async def stop(self, patience_s: float) -> None:
-        """Ask it to end; kill it, if it does not."""
+        """Ask it to end; kill it if it does not."""
         if not self._ended.done():
             with contextlib.suppress(zmq.ZMQError):
                 self.send(Shutdown())
@@ -187,7 +187,7 @@ class Child:
         await self.kill()
 
     def end(self, reason: str) -> None:
-        """Kill it; `wait` returns when it has ended."""
+        """Kill it, without waiting; `wait` returns when it has ended."""
         self.failure = self.failure or reason
         self._launched.end()
 
@@ -200,5 +200,5 @@ class Child:
             self._loop.remove_reader(self._inbox.FD)
             self._context.destroy()
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # or asyncio logs that nobody looked at it
+            self._ready.exception()  # else asyncio logs that the exception was never retrieved
         self._launched.clean_up()

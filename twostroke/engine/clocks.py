@@ -17,12 +17,12 @@ from time import monotonic
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.request import EngineRequest
 
-HEARD = 64  # heartbeats: over the last half minute, clocks drift less than messages take
+MAX_HEARD = 64  # heartbeats: within half a minute, clocks drift less than messages take
 
 
 @cache
 def clock_id() -> str:
-    """The same for processes whose monotonic clocks are the same."""
+    """Identify the monotonic clock: equal in processes that share it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
@@ -31,15 +31,15 @@ def clock_id() -> str:
 
 
 class RemoteClock:
-    """`ahead_s`: how far ours is ahead of theirs. The message that took the least time to come
-    tells best."""
+    """Converts times. `ahead_s`: how far our clock is ahead of theirs, by the message that took the
+    least time to arrive."""
 
     def __init__(self, theirs: str) -> None:
         self._same = theirs == clock_id()
-        self._ahead: deque[float] = deque(maxlen=HEARD)
+        self._ahead: deque[float] = deque(maxlen=MAX_HEARD)
 
     def heard(self, their_s: float) -> None:
-        """A message has come that was sent then."""
+        """Learn from a message that was sent at `their_s` and has just arrived."""
         self._ahead.append(monotonic() - their_s)
 
     @property
@@ -75,7 +75,7 @@ class RemoteClock:
         if not ahead_s:
             return
         for name in TIMES:
-            if when := getattr(record, name):  # 0: it has not been
+            if when := getattr(record, name):  # 0: it has not happened
                 setattr(record, name, when + ahead_s)
         record.chunks = [(when + ahead_s, *rest) for when, *rest in record.chunks]  # type: ignore[misc]
         record.preempted = [(when + ahead_s, count) for when, count in record.preempted]

@@ -30,6 +30,7 @@ from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import StepInFlight
 from twostroke.sched.updates import Update
 
+NO_REQUESTS: frozenset[str] = frozenset()
 COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar handles nothing else
 
 
@@ -141,7 +142,10 @@ class EngineCore:
     def step(self) -> list[Update]:
         """Launch a step if there is work, and collect the oldest step if it must be waited for."""
         updates = self._take_compiled() if self._compiling else []
-        step = self.scheduler.plan(self._held())
+        grammars = self._grammars
+        # Requests that skip the step because other requests wait for masks.
+        held = grammars.held() if grammars is not None and grammars.active else NO_REQUESTS
+        step = self.scheduler.plan(held)
         self._idle_step = step is None
         try:
             if step is not None:
@@ -152,11 +156,6 @@ class EngineCore:
         except Exception as error:
             updates += self._fail(error)
         return updates
-
-    def _held(self) -> frozenset[str]:
-        """Return the requests that skip a step because other requests wait for masks."""
-        grammars = self._grammars
-        return grammars.held() if grammars is not None and grammars.active else frozenset()
 
     def _launch(self, step: StepInFlight, updates: list[Update]) -> None:
         """Launch a step. Appends the updates of the steps that are waited for before it can be

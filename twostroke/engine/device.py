@@ -1,6 +1,8 @@
-"""Which device an engine runs on. torch is asked only where there may be a GPU: importing it takes
-seconds and hundreds of megabytes, which the native kernels of a CPU have no other use for. It may
-not be installed at all."""
+"""`find_device`: the device that an engine runs on.
+
+torch is imported only if there may be a GPU: importing it takes seconds and hundreds of megabytes,
+and the native kernels of a CPU do not need it. It may not be installed at all.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,21 @@ from twostroke.config import EngineConfig
 from twostroke.environment import hides_gpus
 from twostroke.errors import ConfigError
 
-DRIVERS = {"linux": "libcuda.so.1", "win32": "nvcuda.dll"}  # torch finds no GPU without
-AMD = "/dev/kfd"  # torch for AMD's devices calls them "cuda", too
+DRIVERS = {"linux": "libcuda.so.1", "win32": "nvcuda.dll"}  # torch needs them to find a GPU
+AMD = "/dev/kfd"  # torch calls AMD's GPUs "cuda", too
 
 log = logging.getLogger(__name__)
 
 
 def find_device(config: EngineConfig) -> str:
-    """As torch names it: "cpu", "cuda:0", …"""
-    asked = config.device
-    if asked == "cpu" or (asked == "auto" and not may_have_gpu()):
+    """Return the device by torch's name: "cpu", "cuda:0", …"""
+    setting = config.device
+    if setting == "cpu" or (setting == "auto" and not may_have_gpu()):
         return "cpu"
     if not has_torch():
-        if asked != "auto":
+        if setting != "auto":
             raise ConfigError(
-                f"device is {asked!r}, which needs torch and Triton, and torch is not installed: "
+                f"device is {setting!r}, which needs torch and Triton, and torch is not installed: "
                 "pip install 'twostroke[gpu]', or use device='cpu'"
             )
         if num_gpus := _count_gpus():
@@ -39,14 +41,16 @@ def find_device(config: EngineConfig) -> str:
             )
         return "cpu"
     if _finds_gpu():
-        return f"cuda:{config.engine_index % _num_gpus()}" if asked in ("auto", "cuda") else asked
-    if asked == "auto":
+        if setting not in ("auto", "cuda"):
+            return setting
+        return f"cuda:{config.engine_index % _num_gpus()}"
+    if setting == "auto":
         return "cpu"
     raise ConfigError("device is 'cuda', but torch finds no GPU; use device='cpu' or 'auto'")
 
 
 def engines_on_gpu(config: EngineConfig, device: str) -> int:
-    """Of the engines of this machine, those on this one's GPU: they take GPUs in turn."""
+    """Return how many engines of this machine share this GPU: engines take GPUs in turn."""
     if config.engines_on_host == 1 or config.device not in ("auto", "cuda"):
         return config.engines_on_host
     number = int(device.partition(":")[2] or 0)
@@ -58,7 +62,7 @@ def has_torch() -> bool:
 
 
 def may_have_gpu() -> bool:
-    """False only where torch would find none either."""
+    """Whether torch might find a GPU; False only if it certainly would not."""
     if hides_gpus() or sys.platform not in DRIVERS:
         return False
     if os.path.exists(AMD):
@@ -83,7 +87,7 @@ def _num_gpus() -> int:
 
 
 def _count_gpus() -> int:
-    """As NVIDIA's driver says; there may be a driver and no device."""
+    """Ask NVIDIA's driver for the number of GPUs; it may be 0."""
     try:
         driver = ctypes.CDLL(DRIVERS[sys.platform])
     except (KeyError, OSError):

@@ -1,9 +1,9 @@
-"""Users' grammars are compiled here first, in a process that may crash.
+"""`GrammarCheck`: compiles users' grammars first in a process that may crash.
 
-Some grammars take llguidance minutes, some overflow its stack, and their text does not show it. A
-worker (`sandbox.py`) compiles with the model's own tokenizer, as the engine will, and with less
-stack than the engine has. The processes are started with the first request that has a grammar. No
-torch.
+llguidance takes minutes for some grammars, and others overflow its stack; the text of a grammar
+does not show this. A worker process compiles with the model's own tokenizer, like the engine, and
+with less stack than the engine has. The processes start with the first request that has a grammar.
+No torch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ LIMITS: Final = Limits(
     wall_s=10.0,
     memory_bytes=32 * 1024**2,
     stack_bytes=4 * 1024**2,  # half of what the engine compiles with
-    idle=True,  # streams go on meanwhile
+    idle=True,  # lower priority than the engine
 )
-REMEMBERED: Final = 1024  # grammars, by their digests, with what was wrong with them
+REMEMBERED: Final = 1024  # results, by the digests of grammars
 
 
 class GrammarCheck:
-    """Checks grammars, and remembers what was wrong with them. Thread-safe."""
+    """Checks grammars and remembers the results. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, end_ids: list[int]) -> None:
         setup = json.dumps([tokenizer_json, end_ids]).encode()
         self._pool = SandboxPool("twostroke.engine.grammar_check:checker", setup, WORKERS, LIMITS)
         self._lock = threading.Lock()
-        self._found: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with it, if anything
+        self._found: OrderedDict[bytes, str] = OrderedDict()  # problem or "", by digest
 
     def check(self, grammar: StructuredOutputs) -> None:
-        """Raises `RequestError` if the grammar cannot be used."""
+        """Raise `RequestError` if the grammar cannot be used."""
         if not self.known(grammar):
             request = json.dumps(asdict(grammar)).encode()
             problem = self._ask(request)
@@ -54,7 +54,7 @@ class GrammarCheck:
                 raise RequestError(problem)
 
     def known(self, grammar: StructuredOutputs) -> bool:
-        """Whether it was checked before and is good. Raises `RequestError` if it is bad."""
+        """Return True if the grammar was checked before; raise `RequestError` if it is bad."""
         check_size(grammar)
         digest = sha256(json.dumps(asdict(grammar)).encode()).digest()
         with self._lock:
@@ -82,7 +82,7 @@ class GrammarCheck:
 
 
 def checker(setup: bytes) -> Work:
-    """In the worker: a grammar → its error, or nothing."""
+    """Make the worker's function: a grammar → its error, or nothing."""
     tokenizer = make_tokenizer(*json.loads(setup))
 
     def check(request: bytes) -> bytes:

@@ -1,7 +1,8 @@
-"""Who carries requests to the engine and updates back.
+"""Clients of an engine in the same process.
 
-`SyncClient` runs the engine's loop itself, for a program that waits for its answers. `AsyncEngine`
-runs it in a thread of its own and streams to any number of asyncio tasks; a server stands on it.
+`SyncClient` runs the engine's loop in the caller's thread, for a program that waits for its
+answers. `AsyncEngine` runs the loop in a thread of its own and streams to any number of asyncio
+tasks; a server can use it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from twostroke.engine.api import EngineClient, EngineLoad
+from twostroke.engine.api import EngineLoad
 from twostroke.engine.build import Engine, build_engine
 from twostroke.engine.input_processor import Prompt
 from twostroke.engine.output_processor import OnError, OnOutput, RequestState
+from twostroke.engine.request_client import RequestClient
 from twostroke.errors import EngineError
 from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.outputs import RequestOutput
@@ -27,23 +29,23 @@ from twostroke.sched.updates import Update
 from twostroke.vllm_settings import VLLMSettings
 
 T = TypeVar("T")
-# To the engine's thread: a request, what it is to call, the name of one to abort, None to end.
-Inbound = tuple[RequestState, list[EngineRequest]] | Callable[[], None] | str | None
+# To the engine's thread: a request, a function to call, a request to abort, None to end.
+Inbound = tuple[RequestState, list[EngineRequest]] | Callable[[], None] | RequestState | None
 
 
 class SyncClient:
-    """Several users may share one: whoever waits runs the loop for all, and what it finds for
-    the others is kept for them."""
+    """Several users may share one client: each `run` runs the loop for all requests, and outputs of
+    other users are kept for them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.info, self.records = engine.info(), engine.core.records
         self.totals: Totals | None = None
         self.transfers: TransferTotals | None = None
-        self.healthy, self.num_restarts = True, 0  # it is in this process: it lives as long
+        self.healthy, self.num_restarts = True, 0  # it lives as long as this process
         self.asleep, self.phase = False, ""
         engine.output_processor.warm()
-        self._kept: dict[str, RequestOutput] = {}  # changed while somebody else ran the loop
+        self._kept: dict[str, RequestOutput] = {}  # changed while another user ran the loop
 
     def load(self) -> EngineLoad:
         return _load(self._engine)
@@ -58,7 +60,7 @@ class SyncClient:
     ) -> str:
         """Queue a request; returns its id. Refusals are raised here and leave nothing behind.
 
-        `on_output`: is told of outputs in the kind that was asked for, while the loop runs."""
+        `on_output`: called with each output while the loop runs, in the requested kind."""
         engine = self._engine
         request = engine.input_processor.process(prompt, params, priority)
         state, requests = engine.output_processor.add(request, request_id, on_output)
@@ -78,8 +80,8 @@ class SyncClient:
             _note_ends(self._engine, _abort_all(self._engine, names))
 
     def run(self, request_ids: Iterable[str]) -> Iterator[list[RequestOutput]]:
-        """Run the loop until these requests have ended; after each step, which of their outputs
-        have changed."""
+        """Run the loop until these requests have ended; yield their changed outputs after each
+        step."""
         left = set(request_ids)
         while left and (self._engine.core.has_work or not left.isdisjoint(self._kept)):
             if left.isdisjoint(self._kept):
@@ -90,13 +92,15 @@ class SyncClient:
             yield changed
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs that changed, of whatever request, and go on growing."""
+        """Run one step; return the changed outputs of all requests. Outputs keep growing."""
         engine = self._engine
         updates = engine.core.step()
         outputs, aborts = engine.output_processor.process(updates)
-        ends = _abort_all(engine, aborts)
-        engine.output_processor.process(ends)
-        _note_ends(engine, (*updates, *ends))
+        if aborts:
+            ends = _abort_all(engine, aborts)
+            engine.output_processor.process(ends)
+            updates += ends
+        _note_ends(engine, updates)
         return outputs
 
 
@@ -111,20 +115,20 @@ def _abort_all(engine: Engine, names: Iterable[str]) -> list[Update]:
 
 
 def _note_ends(engine: Engine, updates: Iterable[Update]) -> None:
-    """Tell those who listen to the records of requests that have ended."""
+    """Tell the listeners of the records about requests that have ended."""
     for update in updates:
         if update.record is not None:
             engine.core.records.tell_request(update.record)
 
 
-class AsyncEngine(EngineClient):
+class AsyncEngine(RequestClient):
     """Streams from one engine to many tasks. Use as `async with`, or call `close`.
 
         async for output in engine.generate(prompt, params): ...
 
     Leaving the loop early aborts the request. The engine's thread owns the core. The lock guards
-    the output processor, since requests are added where they arrive, and keeps the inbox in their
-    order: what is in `_outputs` is in the inbox or in the engine.
+    the output processor, since the caller's thread adds requests, and keeps the inbox in the same
+    order: each request in `_outputs` is in the inbox or in the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -173,23 +177,19 @@ class AsyncEngine(EngineClient):
         on_error: OnError,
         request_id: str | None = None,
     ) -> RequestState:
+        """Submit from the event loop in which the callbacks are to be called."""
         loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._dead is not None:
-                raise EngineError(f"the engine has stopped ({self._dead}); start a new one")
-            listeners = _in_loop(loop, on_output), _in_loop(loop, on_error)
-            state, requests = self._outputs.add(request, request_id, *listeners)
-            self._inbox.put((state, requests))
-        return state
+        listeners = _in_loop(loop, on_output), _in_loop(loop, on_error)
+        return super().submit(request, *listeners, request_id)
 
-    def leave(self, state: RequestState) -> None:
-        with self._lock:  # by now the name may be another request's
-            if state in self._outputs:
-                self._inbox.put(state.request_id)
+    def _why_stopped(self) -> str:
+        return "" if self._dead is None else str(self._dead) or type(self._dead).__name__
 
-    def abort(self, request_id: str) -> None:
-        """End a request from anywhere; its stream closes with finish_reason "abort"."""
-        self._inbox.put(request_id)
+    def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
+        self._inbox.put((state, requests))
+
+    def _abort(self, state: RequestState) -> None:
+        self._inbox.put(state)
 
     def reset_prefix_cache(self) -> None:
         self._inbox.put(self.engine.core.reset_prefix_cache)
@@ -201,12 +201,12 @@ class AsyncEngine(EngineClient):
         return json.dumps(await self._call(self.engine.core.profiler.stop)).encode()
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises in the engine's thread."""
+        """Call the function in the engine's thread; return or raise its outcome."""
         done: Future[T] = Future()
 
         def run() -> None:
             if not done.set_running_or_notify_cancel():
-                return  # whoever asked has left
+                return  # the caller has left
             try:
                 done.set_result(function())
             except Exception as error:
@@ -234,7 +234,7 @@ class AsyncEngine(EngineClient):
                 self._end(state, EngineError(f"the engine has stopped ({reason})"))
 
     def _receive(self, block: bool) -> bool:
-        """Take in what has arrived; False when asked to stop."""
+        """Handle the messages in the inbox; return False if the thread must stop."""
         while True:
             try:
                 message = self._inbox.get(block=block)
@@ -242,8 +242,8 @@ class AsyncEngine(EngineClient):
                 return True
             if message is None:
                 return False
-            if isinstance(message, str):
-                self._abort(message)
+            if isinstance(message, RequestState):
+                self._abort_in_core(message)
             elif callable(message):
                 message()
             else:
@@ -258,16 +258,15 @@ class AsyncEngine(EngineClient):
             with self._lock:
                 self._end(state, error)
 
-    def _abort(self, request_id: str) -> None:
+    def _abort_in_core(self, state: RequestState) -> None:
         with self._lock:
-            state = self._outputs.get(request_id)
-            names = [] if state is None else self._outputs.in_engine(state)
+            names = self._outputs.in_engine(state)
         self._process(_abort_all(self.engine, names))
 
     def _process(self, updates: list[Update]) -> None:
         if not updates:
             return
-        _note_ends(self.engine, updates)  # whoever hears of an end finds it counted
+        _note_ends(self.engine, updates)  # count an end before its listener is told
         with self._lock:
             _, aborts = self._outputs.process(updates)
             ends = _abort_all(self.engine, aborts)
@@ -281,10 +280,10 @@ class AsyncEngine(EngineClient):
 def _in_loop(
     loop: asyncio.AbstractEventLoop, callback: Callable[[Any], None]
 ) -> Callable[[Any], None]:
-    """The callback, to be called from another thread."""
+    """Return a function that has the loop call `callback`, from any thread."""
 
     def call(item: Any) -> None:
-        # RuntimeError: the loop is closed, so nobody is listening any more.
+        # RuntimeError: the loop is closed, so its tasks have ended.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, item)
 

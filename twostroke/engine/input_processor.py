@@ -1,7 +1,19 @@
-"""`InputProcessor`: what a user gives → an `EngineRequest`. Renders chats, tokenises, validates.
+"""`InputProcessor`: prompt and parameters of a user → an `EngineRequest`. Renders chats, tokenises
+and validates.
 
-It keeps nothing about requests, so a refusal leaves no trace and several threads may use it.
-No torch here.
+Where a request is checked:
+
+  SamplingParams     by its constructor; `process` checks a copy, because a program may have changed
+                     the original. A server's requests are constructed once and not copied.
+  length             of a text before it is tokenised, of token ids once (`check_length`)
+  model and engine   `process`: vocabulary, log-probabilities, stop strings, grammar
+  schedule           `Scheduler.check`: room in the context and in the KV cache
+
+An engine in another process does not trust its messages: decoding a message constructs
+`SamplingParams` and so checks them again (`wire.py`); `Scheduler.check` holds for every request.
+
+An `InputProcessor` keeps nothing about requests, so a refusal leaves no trace and several threads
+may use it. No torch here.
 """
 
 from __future__ import annotations
@@ -23,11 +35,11 @@ from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.request import MAX_PRIORITY, EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)
-CHARS_PER_TOKEN: Final = 8  # a text with more of them is unusual
-MAX_CHARS_PER_TOKEN: Final = 32  # no text is read that has more of them for each token it may have
+CHARS_PER_TOKEN: Final = 8  # a text with more characters for each token is unusual
+MAX_CHARS_PER_TOKEN: Final = 32  # texts with more characters for each allowed token are refused
 MIN_CHARS: Final = 64 * 1024
-FIRST_MARK: Final = 64  # tokens; the next marks of a prompt are each twice as far
-COUNTED_CHARS: Final = 16 * 1024  # of a text that may be too long are tokenised at a time
+FIRST_MARK: Final = 64  # tokens; each further mark of a prompt is twice as far
+COUNTED_CHARS: Final = 16 * 1024  # tokenised at a time, of a text that may be too long
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -39,7 +51,7 @@ TemplateRunner = Callable[
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the engine can take, known once it is up."""
+    """Limits of the model and the engine, known once the engine is up."""
 
     vocab_size: int
     max_model_len: int
@@ -54,7 +66,7 @@ class InputProcessor:
         limits: ModelLimits,
         renderer: TemplateRenderer | None = None,
     ) -> None:
-        """`renderer`: for chats that are given no `run`; its process starts with the first."""
+        """`renderer`: renders chats without a `run`; its process starts with the first chat."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.chat_template = chat_template
@@ -62,8 +74,8 @@ class InputProcessor:
         self._mark_key = os.urandom(16)
         if tokenizer is not None and tokenizer.vocab_size > limits.vocab_size:
             log.warning(
-                "the tokenizer has %d tokens and the model only %d: prompts that need one of the "
-                "others are refused",
+                "the tokenizer has %d tokens and the model only %d: prompts with other tokens are "
+                "refused",
                 tokenizer.vocab_size,
                 limits.vocab_size,
             )
@@ -82,8 +94,8 @@ class InputProcessor:
         run: TemplateRunner | None = None,
         max_prompt_tokens: int | None = None,
     ) -> list[int]:
-        """A conversation → token ids. `run` renders another template than the model's own, or
-        within other limits."""
+        """Render a conversation as token ids. `run` renders with another template than the model's
+        own, or within other limits."""
         tokenizer = self._need_tokenizer("a chat")
         text = self.chat_text(
             messages,
@@ -106,10 +118,10 @@ class InputProcessor:
         continue_final_message: bool = False,
         run: TemplateRunner | None = None,
     ) -> str:
-        """A conversation as its template writes it; `run` as for `render_chat`."""
+        """Render a conversation as text; `run` as for `render_chat`."""
         render = run or self.template_runner()
-        given = dict(variables or {})
-        return render(messages, add_generation_prompt, tools, continue_final_message, given)
+        arguments = messages, add_generation_prompt, tools, continue_final_message
+        return render(*arguments, dict(variables or {}))
 
     def run_template(
         self,
@@ -122,30 +134,30 @@ class InputProcessor:
         continued: bool,
         variables: dict[str, Any],
     ) -> str:
-        """The text, rendered in a process whose time and memory are limited.
+        """Render a conversation in a process whose time and memory are limited.
 
         `max_prompt_tokens`: a server's limit, as for `check_length`."""
-        most = max_prompt_tokens
-        if most is not None and len(messages) > most:  # none is shorter than a token
-            raise self.too_long(f"{len(messages)} messages", most)
+        limit = max_prompt_tokens
+        if limit is not None and len(messages) > limit:  # no message is shorter than a token
+            raise self.too_long(f"{len(messages)} messages", limit)
         conversation = encode_conversation(
             messages, add_generation_prompt, tools, continued, variables
         )
-        max_chars = None if most is None else self.max_chars(most)
-        if most is not None and len(conversation) > 2 * self.max_chars(most) + 1024**2:
+        max_chars = None if limit is None else self.max_chars(limit)
+        if limit is not None and len(conversation) > 2 * self.max_chars(limit) + 1024**2:
             size = f"{len(conversation)} bytes with its messages and tools"
-            raise self.too_long(size, most)
+            raise self.too_long(size, limit)
         num_chars, text = renderer.render(template, conversation, max_chars)
         if text is None:
-            raise self.too_long(f"{num_chars} characters", most or 0)
+            raise self.too_long(f"{num_chars} characters", limit or 0)
         return text
 
     def template_runner(self, source: str | None = None) -> TemplateRunner:
-        """Renders the model's own template, or another that the program's user gives."""
+        """Return a renderer of the model's own template, or of `source`, given by the program."""
         return partial(self.run_template, self._renderer, self.template(source), None)
 
     def template(self, of_request: str | None = None) -> Template:
-        """The model's own template, or one that came with a request."""
+        """Return the model's own template, or the template of a request."""
         tokenizer = self._need_tokenizer("a chat")
         source = self.chat_template if of_request is None else of_request
         if source is None:
@@ -165,21 +177,25 @@ class InputProcessor:
         progress: bool = False,
         *,
         gap_causes: bool = False,
+        check_params: bool = True,
         check_grammar: bool = True,
         max_prompt_tokens: int | None = None,
     ) -> EngineRequest:
-        """The request as the engine can take it; raises `RequestError` if it cannot be run.
+        """Make an engine request; raise `RequestError` if it cannot be run.
 
-        `progress`: tell after each chunk how much of the prompt has been computed.
-        `gap_causes`: record the causes of each gap between two of its tokens.
-        `check_grammar`: False if the caller does it (`grammars.check`).
+        `progress`: report after each chunk how much of the prompt has been computed.
+        `gap_causes`: record the causes of each gap between two tokens.
+        `check_params`: False if the caller has constructed `params` for this request and has not
+        changed them since.
+        `check_grammar`: False if the caller checks the grammar (`grammars.check`).
         `max_prompt_tokens`: a server's limit, see `check_length`."""
-        received = monotonic()
+        received_s = monotonic()
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling parameters are given as SamplingParams(…), not {type(params).__name__}"
             )
-        params = params.clone()  # checked, and whoever has the original may change it
+        if check_params:
+            params = params.clone()
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             bounds = f"from {-MAX_PRIORITY} to {MAX_PRIORITY}"
             raise RequestError(f"priority must be a whole number {bounds}, not {shown(priority)}")
@@ -191,7 +207,7 @@ class InputProcessor:
                 )
             params = replace(params, detokenize=False)
         params = self._whole_vocabulary(params)
-        self._validate(ids, params, max_prompt_tokens)
+        self._check_tokens(ids, params)
         stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
         self._check_allowed_tokens(params, stop_ids, bad_words)
         if params.structured_outputs is not None and check_grammar:
@@ -205,7 +221,7 @@ class InputProcessor:
             bad_words_ids=bad_words,
             priority=priority,
             salt=salt,
-            received_s=received,
+            received_s=received_s,
             progress=progress,
             gap_causes=gap_causes,
             prompt=text,
@@ -214,7 +230,8 @@ class InputProcessor:
         )
 
     def _prefix_marks(self, ids: Sequence[int], salt: str) -> tuple[str, ...]:
-        """Keyed by chance, so that nobody who reads them can try out which prompt they are of."""
+        """Digests of the prompt's beginnings. Their key is random, so that a reader of the digests
+        cannot test which prompt they belong to."""
         digest = blake2b(salt.encode(), digest_size=8, key=self._mark_key)
         packed, marks, start, end = array("i", ids), [], 0, FIRST_MARK
         while end <= len(packed):
@@ -224,17 +241,16 @@ class InputProcessor:
         return tuple(marks)
 
     def max_chars(self, max_prompt_tokens: int) -> int:
-        """A text with more characters is refused without a look at it."""
+        """Return the number of characters above which a text is refused unread."""
         return max(MIN_CHARS, MAX_CHARS_PER_TOKEN * max_prompt_tokens)
 
     def check_length(
         self, prompt: str | Sequence[int], max_prompt_tokens: int | None = None
     ) -> None:
-        """Raises `RequestError` if the prompt, or what is known of it before it is tokenised, is
-        too long.
+        """Raise `RequestError` if a prompt is too long.
 
-        `max_prompt_tokens`: a server's limit, below max_model_len. With it, texts are measured,
-        too: to tokenise one as a whole takes 100 bytes of memory a character and 260 a token.
+        `max_prompt_tokens`: a server's limit, below max_model_len. With it, texts are measured
+        before they are tokenised: tokenising takes 100 bytes of memory a character and 260 a token.
         """
         if max_prompt_tokens is None:
             if not isinstance(prompt, str) and len(prompt) >= self.limits.max_model_len:
@@ -249,9 +265,9 @@ class InputProcessor:
         elif len(prompt) > self.max_chars(max_prompt_tokens):
             raise self.too_long(f"{len(prompt)} characters", max_prompt_tokens)
         elif len(prompt) > CHARS_PER_TOKEN * max_prompt_tokens:
-            least = self._least_tokens(prompt, max_prompt_tokens)
-            if least > max_prompt_tokens:
-                raise self.too_long(f"at least {least} tokens", max_prompt_tokens)
+            min_tokens = self._min_tokens(prompt, max_prompt_tokens)
+            if min_tokens > max_prompt_tokens:
+                raise self.too_long(f"at least {min_tokens} tokens", max_prompt_tokens)
 
     def too_long(self, size: str, max_prompt_tokens: int) -> RequestError:
         return RequestError(
@@ -261,9 +277,9 @@ class InputProcessor:
             code="context_length_exceeded",
         )
 
-    def _least_tokens(self, text: str, max_prompt_tokens: int) -> int:
-        """Counted a part at a time until they are too many. Where a text is cut changes a few of
-        its tokens, not half of them."""
+    def _min_tokens(self, text: str, max_prompt_tokens: int) -> int:
+        """Return a lower bound of a text's tokens: half of the tokens of its pieces, counted until
+        they are too many. Cutting a text changes a few of its tokens, never half of them."""
         tokenizer, count = self._need_tokenizer("a text prompt"), 0
         for start in range(0, len(text), COUNTED_CHARS):
             count += len(tokenizer.encode(text[start : start + COUNTED_CHARS], False))
@@ -272,11 +288,12 @@ class InputProcessor:
         return count // 2
 
     def _read_prompt(
-        self, given: Prompt, max_prompt_tokens: int | None
+        self, user_prompt: Prompt, max_prompt_tokens: int | None
     ) -> tuple[str | None, tuple[int, ...], str]:
-        """Text, token ids, or vLLM's dicts of either, with an optional `cache_salt`."""
-        prompt: Any = given
-        salt, text = "", None  # of a prompt given as token ids, the text they were
+        """Return text, token ids and salt of a text, of token ids, or of vLLM's dicts of either
+        with an optional `cache_salt`. The length is checked here and nowhere after."""
+        prompt: Any = user_prompt
+        salt, text = "", None  # a prompt of token ids may come with its text
         if isinstance(prompt, Mapping):
             known = ("prompt", "prompt_token_ids", "cache_salt")
             for key in prompt:
@@ -292,14 +309,16 @@ class InputProcessor:
                 raise RequestError("a prompt given as a dict needs 'prompt' or 'prompt_token_ids'")
             if not isinstance(text, str | None):
                 raise RequestError(f"a prompt's text must be a string, not {shown(text)}")
-        if max_prompt_tokens is not None and isinstance(prompt, Sequence):
-            self.check_length(prompt, max_prompt_tokens)  # before time is spent on a long one
         if isinstance(prompt, str):
-            return prompt, tuple(self._need_tokenizer("a text prompt").encode(prompt)), salt
+            self.check_length(prompt, max_prompt_tokens)  # before it is tokenised
+            ids = tuple(self._need_tokenizer("a text prompt").encode(prompt))
+            self.check_length(ids, max_prompt_tokens)
+            return prompt, ids, salt
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             raise RequestError(
                 f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
             )
+        self.check_length(prompt, max_prompt_tokens)
         ids = tuple(prompt)
         if not set(map(type, ids)) <= {int}:
             n, token = next((n, token) for n, token in enumerate(ids) if type(token) is not int)
@@ -309,9 +328,9 @@ class InputProcessor:
             )
         return text, ids, salt
 
-    def _validate(
-        self, ids: Sequence[int], params: SamplingParams, max_prompt_tokens: int | None
-    ) -> None:
+    def _check_tokens(self, ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise `RequestError` if the model does not have the tokens of a request, or if too many
+        log-probabilities are requested."""
         limits = self.limits
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
@@ -321,22 +340,21 @@ class InputProcessor:
                 f"token id {worst} is out of vocabulary: the model's ids go from 0 to "
                 f"{limits.vocab_size - 1}"
             )
-        self.check_length(ids, max_prompt_tokens)
         if len(ids) + params.min_tokens > limits.max_model_len:
             raise RequestError(
                 f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} are more than "
                 f"max_model_len {limits.max_model_len}; lower min_tokens or shorten the prompt"
             )
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and asked > limits.vocab_size:
+            number = getattr(params, name)
+            if number is not None and number > limits.vocab_size:
                 raise RequestError(
-                    f"{name} is {asked}, but the model has only {limits.vocab_size} tokens; lower "
+                    f"{name} is {number}, but the model has only {limits.vocab_size} tokens; lower "
                     "it"
                 )
-            self._check_logprobs(name, f"is {asked}", asked or 0)
-        named = len(params.logprob_token_ids or ())
-        self._check_logprobs("logprob_token_ids", f"has {named} ids", named)
+            self._check_logprobs(name, f"is {number}", number or 0)
+        num_ids = len(params.logprob_token_ids or ())
+        self._check_logprobs("logprob_token_ids", f"has {num_ids} ids", num_ids)
         if len(params.allowed_token_ids or ()) > limits.vocab_size:
             raise RequestError(
                 f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, but the model "
@@ -351,7 +369,7 @@ class InputProcessor:
                     )
 
     def _whole_vocabulary(self, params: SamplingParams) -> SamplingParams:
-        """With the vocabulary's size where -1 stands for it."""
+        """Replace -1 by the size of the vocabulary."""
         every: dict[str, Any] = {
             name: self.limits.vocab_size
             for name in ("logprobs", "prompt_logprobs")
@@ -359,26 +377,25 @@ class InputProcessor:
         }
         return replace(params, **every) if every else params
 
-    def _check_logprobs(self, name: str, said: str, asked: int) -> None:
-        most = self.limits.max_logprobs
-        if asked > most >= 0:
+    def _check_logprobs(self, name: str, description: str, number: int) -> None:
+        limit = self.limits.max_logprobs
+        if number > limit >= 0:
             raise RequestError(
-                f"{name} {said}, but at most {most} are given; lower it or raise max_logprobs",
+                f"{name} {description}, but at most {limit} are given; lower it or raise "
+                "max_logprobs",
                 param=name,
             )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """What ends a continuation. A tokenizer may name more tokens than the model can write."""
+        """Token ids that end a continuation. A tokenizer may name tokens that the model lacks."""
         ids = frozenset(params.stop_token_ids or ())
         if self.tokenizer is not None and not params.ignore_eos:
             ids |= {n for n in self.tokenizer.stop_ids if n < self.limits.vocab_size}
         return ids
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word at the start of a text and after a space: most vocabularies tell them apart.
-
-        A word that holds a token the model cannot write needs no ban.
-        """
+        """Token ids of each word at the start of a text and after a space, which most vocabularies
+        write differently. A word with a token that the model lacks needs no ban."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             tokenizer = self._need_tokenizer("bad_words")
@@ -394,7 +411,7 @@ class InputProcessor:
         stop_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...],
     ) -> None:
-        """Raises `RequestError` if every allowed token is banned."""
+        """Raise `RequestError` if every allowed token is banned."""
         if params.allowed_token_ids is None:
             return
         left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
@@ -408,14 +425,14 @@ class InputProcessor:
 
     @cached_property
     def grammars(self) -> GrammarCheck:
-        """Compiles grammars where they can do no harm: new ones take milliseconds, the worst 0.25 s
-        of CPU time, the first of all the start of a process (0.5 s)."""
+        """Compiles grammars in a limited process. A new grammar takes milliseconds, the worst takes
+        0.25 s of CPU time, and the very first waits for the start of the process (0.5 s)."""
         tokenizer = self._need_tokenizer("structured_outputs")
         end_ids = sorted(n for n in tokenizer.stop_ids if n < self.limits.vocab_size)
         return GrammarCheck(tokenizer.to_json(), end_ids)
 
     def close(self) -> None:
-        """End the helper processes; the next chat or grammar starts new ones."""
+        """End the helper processes; the next chat or grammar starts new processes."""
         self._renderer.close()
         if "grammars" in self.__dict__:
             self.grammars.close()

@@ -1,6 +1,7 @@
-"""`OutputProcessor`: from accepted requests to `RequestOutput`s. Text and stop strings on this
-side, token ids on the engine's. It holds no engine and keeps no lock: whoever owns both
-(`client.py`, `remote.py`) carries requests there and updates back. No torch.
+"""`OutputProcessor`: makes `RequestOutput`s from the updates of the engine.
+
+Text and stop strings are on this side, token ids on the side of the engine. It has no engine and no
+lock: its client (`request_client.py`) carries requests to the engine and updates back. No torch.
 
     add(EngineRequest) ─▶ RequestState, n EngineRequests to send      (`n > 1` is n requests)
     process(updates)   ─▶ detokenise, stop strings ─▶ RequestOutput   (a stop string is an abort)
@@ -27,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class StopStrings:
-    """Stop strings over streamed text: no text is released that may be the start of one.
+    """Finds stop strings in streamed text. Text that may be the start of a stop string is held.
 
-    The stop string that is complete first wins; of those complete at the same character, the
-    longest. So it does not matter in which pieces the text arrives.
+    The stop string that is complete first wins; if several end at the same character, the longest
+    wins. So the result does not depend on the pieces in which the text arrives.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -41,7 +42,7 @@ class StopStrings:
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that can be released now; empty after a hit."""
+        """Add text; return the text that can be released now. Empty after a hit."""
         if not self._stops:
             return text
         if self.hit is not None:
@@ -61,7 +62,7 @@ class StopStrings:
         return held
 
     def _possible_start(self, text: str) -> int:
-        """How many characters at the end may begin a stop string."""
+        """Return the number of characters at the end that may begin a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[-size:]
             if any(stop.startswith(tail) for stop in self._stops):
@@ -73,7 +74,7 @@ class StopStrings:
 class CompletionState:
     """One of a request's n continuations while it is written."""
 
-    engine_id: str  # the engine's name for it
+    engine_id: str  # the id of its engine request
     output: CompletionOutput
     detokenizer: Detokenizer | None
     stops: StopStrings
@@ -81,23 +82,23 @@ class CompletionState:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request from its acceptance until the engine has reported the end of every part of it."""
+    """A request from its acceptance until the engine has ended all its continuations."""
 
     request_id: str
-    request: EngineRequest  # as accepted; the engine gets one like it for each continuation
-    on_output: OnOutput | None  # None: nobody listens
+    request: EngineRequest  # as accepted; the engine gets a copy for each continuation
+    on_output: OnOutput | None  # None: no listener
     on_error: OnError | None
     output: RequestOutput = field(init=False)  # grows
     completions: list[CompletionState] = field(default_factory=list)
     num_in_engine: int = 0  # continuations whose end the engine has not reported
     deltas: Deltas = field(default_factory=Deltas)
-    started: bool = False  # some of what was written has been delivered
+    started: bool = False  # some of its output has been delivered
     aborted: bool = False  # the engine has been asked to end it
-    attempts: int = 0  # engines it has been sent to
+    attempts: int = 0  # engine processes it has been sent to
 
 
 class OutputProcessor:
-    """The requests of one engine. A request's id is taken from `add` until its state is dropped:
+    """The requests of one client. A request's id is in use from `add` until its state is dropped:
     when the last output has been delivered, or by `close`."""
 
     def __init__(self, tokenizer: Tokenizer | None, seed: int = 0) -> None:
@@ -110,7 +111,7 @@ class OutputProcessor:
         self._running: dict[str, tuple[RequestState, CompletionState]] = {}
 
     def warm(self) -> None:
-        """Make the tokenizer's table now, not on the first request's time."""
+        """Make the detokenizer's table now, so that the first request does not wait for it."""
         if self._tokenizer is not None:
             self._tokenizer.detokenizer()
 
@@ -127,16 +128,16 @@ class OutputProcessor:
         return self._states.get(request_id)
 
     def of(self, engine_id: str) -> RequestState:
-        """The state that an engine request belongs to, while the engine has it."""
+        """Return the state of the request that an engine request belongs to."""
         return self._running[engine_id][0]
 
     def written(self, engine_id: str) -> list[int]:
-        """The tokens of an engine request that have been taken in so far."""
+        """Return the tokens of an engine request so far."""
         return self._running[engine_id][1].output.token_ids
 
     def has_ended(self, engine_id: str) -> bool:
-        """Whether all of an engine request has been written, as far as its listener is concerned: a
-        stop string may have ended it."""
+        """Whether the output of an engine request is complete; a stop string may have ended it
+        before the engine does."""
         return self._running[engine_id][1].output.finish_reason is not None
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────
@@ -148,20 +149,20 @@ class OutputProcessor:
         on_output: OnOutput | None = None,
         on_error: OnError | None = None,
     ) -> tuple[RequestState, list[EngineRequest]]:
-        """Take a request on: its state, and what the engine is to be sent for it."""
+        """Accept a request; return its state and the engine requests to send."""
         request_id = self._free_id(request_id, request.params.n)
         state = RequestState(request_id, request, on_output, on_error)
         self._states[request_id] = state
         return state, self.restart(state)
 
     def restart(self, state: RequestState) -> list[EngineRequest]:
-        """Begin a request anew, for an engine that has not seen it; what that is to be sent."""
+        """Begin a request again, for a new engine process; return the engine requests to send."""
         self._forget_engine(state)
         request, request_id, params = state.request, state.request_id, state.request.params
         ids = request.prompt_token_ids
         state.output = RequestOutput(request_id, request.prompt, list(ids), [])
         state.completions = []
-        # The prompt's log-probabilities are the same for all continuations: the first has them.
+        # The log-probabilities of the prompt are computed once, for the first continuation.
         others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         sent = []
         for index in range(params.n):
@@ -200,7 +201,7 @@ class OutputProcessor:
         return CompletionState(engine_id, output, detokenizer, stops)
 
     def _free_id(self, request_id: str | None, n: int) -> str:
-        """An id that nobody has, and whose continuations' names nobody has."""
+        """Return an unused id whose engine ids are unused, too."""
         if request_id is None:
             number = self._count
             while f"req-{number}" in self._states:
@@ -212,7 +213,7 @@ class OutputProcessor:
         return request_id
 
     def _request_seed(self, params: SamplingParams, index: int) -> int:
-        """The user's seed, plus the index for n > 1; otherwise the engine's and a counter."""
+        """The user's seed plus the index; without one, the engine's seed and a counter."""
         if params.seed is not None:
             return (params.seed + index) % 2**64
         return (self._seed * 0x9E3779B97F4A7C15 + self._count * 1024 + index) % 2**64
@@ -220,11 +221,11 @@ class OutputProcessor:
     # ── out ─────────────────────────────────────────────────────────────────────────────────
 
     def process(self, updates: Sequence[Update]) -> tuple[list[RequestOutput], list[str]]:
-        """Deliver what has become known. Returns the outputs that changed, and the engine requests
-        to abort: those that a stop string ended, and those whose listener failed.
+        """Deliver updates to the listeners. Return the outputs that changed, and the engine
+        requests to abort, because a stop string ended them or their listener failed.
 
-        Give what the aborts return to `process` as well: the last output of a request is delivered
-        once the engine has reported every end, so that its metrics are complete.
+        Pass the updates of these aborts to `process`, too: the last output of a request is
+        delivered when the engine has reported every end, so that its metrics are complete.
         """
         changed: dict[str, RequestState] = {}
         aborts = []
@@ -312,21 +313,21 @@ class OutputProcessor:
             output.logprobs.add(entry)
             output.cumulative_logprob += entry.logprobs[0]
 
-    # ── to those who listen ─────────────────────────────────────────────────────────────────
+    # ── listeners ───────────────────────────────────────────────────────────────────────────
 
     def _deliver(self, state: RequestState) -> bool:
-        """Give the listener its output, in the kind it asked for; False if it failed."""
+        """Give the listener its output, in the requested kind; return False if it failed."""
         output, params = state.output, state.request.params
         if output.finished:
             if state.num_in_engine:
-                return True  # a stop string ended it; its records are still to come
+                return True  # a stop string ended it; its records will come
             self._states.pop(state.request_id, None)
         if state.on_output is None:
             return True
         if not output.finished:
             written = state.started or any(c.token_ids or c.finish_reason for c in output.outputs)
             if written and params.prompt_logprobs is not None and output.prompt_logprobs is None:
-                return True  # one of several continuations computes them; they come first
+                return True  # the log-probabilities of the prompt come first
             if params.output_kind == "final_only":
                 return True
             state.started = state.started or written
@@ -340,8 +341,8 @@ class OutputProcessor:
         return True
 
     def close(self, state: RequestState, reason: Exception | None = None) -> list[str]:
-        """Drop a request, with the reason for its listener if there is one; the engine requests of
-        it that the engine may still have."""
+        """Drop a request and give its listener the reason, if there is one. Return its engine
+        requests that the engine may still have."""
         if state not in self:
             return []
         left = self._forget_engine(state)
@@ -355,7 +356,7 @@ class OutputProcessor:
         return left
 
     def lose(self, state: RequestState) -> bool:
-        """The engine is gone: end a request that waited only for its end. False if for more."""
+        """End a request of a lost engine if it was complete or abandoned; return False if not."""
         if not (state.output.finished or state.aborted or state.on_output is None):
             return False
         left = self.in_engine(state)
@@ -363,7 +364,7 @@ class OutputProcessor:
         return True
 
     def in_engine(self, state: RequestState) -> list[str]:
-        """The engine requests of it whose end the engine has not reported."""
+        """Return the engine requests whose end the engine has not reported."""
         names = [completion.engine_id for completion in state.completions]
         return [name for name in names if self._running.get(name, (None,))[0] is state]
 
@@ -376,5 +377,5 @@ class OutputProcessor:
 
 
 def _engine_id(request_id: str, index: int, n: int) -> str:
-    """The engine's name for one continuation."""
+    """Return the id of the engine request of one continuation."""
     return request_id if n == 1 else f"{request_id}/{index}"

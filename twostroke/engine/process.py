@@ -1,8 +1,8 @@
 """The engine's own process: `python -m twostroke.engine.process SEND_TO BUILDER`, the settings as
 a line of JSON on stdin. `remote.py` starts it; `wire.py` has the messages.
 
-Between steps it takes in whatever has arrived; with nothing to do it waits. It ends when it is
-told to, or when stdin is closed: its parent is gone then.
+Between steps it handles the messages that have arrived; without work it waits for messages. It ends
+on `Shutdown`, or when stdin is closed because its parent has ended.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ from twostroke.network_auth import (
 from twostroke.observe.record import StepRecord
 from twostroke.sched.updates import Update
 
-if TYPE_CHECKING:  # the builder decides what is imported
+if TYPE_CHECKING:  # the builder decides which modules are imported
     from twostroke.engine.core import EngineCore
 
 log = logging.getLogger(__name__)
 
-ORPHAN_CHECK_MS = 1000  # how often an idle engine looks whether it still has its parent
-LINGER_MS = 5000  # how long the last messages may take to be read
-STALLED_MS = 20  # how long an engine waits for others to fetch, if it can do nothing before
-TIDY_S = 1.0  # how often memory of engines that have ended is let go
-FETCHING_MS = 1  # and before it looks whether blocks have come that it has asked for
-RECEIVE_S = 0.005  # how long messages are taken in while there is a step to run
+ORPHAN_CHECK_MS = 1000  # how often an idle engine checks that its parent lives
+LINGER_MS = 5000  # how long the parent may take to read the last messages
+STALLED_MS = 20  # poll interval while all requests wait for other engines to fetch blocks
+TIDY_S = 1.0  # how often memory of ended engines is released
+FETCHING_MS = 1  # poll interval while all requests wait for blocks that are being fetched
+RECEIVE_S = 0.005  # how long messages are handled while there is work
 
 
 class Heart:
-    """A thread that sends `Heartbeat`s from a socket of its own, from before the engine is built
-    until the process ends: the other side can tell a long step from a process that is stopped."""
+    """A thread that sends `Heartbeat`s on a socket of its own until the process ends. They start
+    before the engine is built. So the parent can tell a long step from a stopped process."""
 
     def __init__(self, outbox: zmq.Socket[bytes]) -> None:
         self.step_began_s = 0.0  # 0: no step runs
@@ -94,7 +94,7 @@ class Heart:
         while True:
             began_s, now_s = self.step_began_s, monotonic()
             message = Heartbeat(now_s - began_s if began_s else 0.0, now_s)
-            with contextlib.suppress(zmq.Again):  # nobody reads: the other side hangs
+            with contextlib.suppress(zmq.Again):  # the parent does not read: it hangs
                 self._outbox.send(encode(message), zmq.NOBLOCK)
             if self._ending.wait(HEARTBEAT_S):
                 break
@@ -106,7 +106,7 @@ class Heart:
 
 
 class EngineServer:
-    """Runs a core's loop for the process at the other end of the sockets."""
+    """Runs a core's loop for the parent at the other end of the sockets."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class EngineServer:
         self._unhandled: deque[ToEngine] = deque()
         self._aborted: set[int] = set()  # handles of requests whose `Add` may be in `_unhandled`
         self._ended: list[Update] = []  # of aborted requests; not sent yet
-        self._ahead: dict[str, int] = {}  # handles of what is fetched ahead of its request
+        self._ahead: dict[str, int] = {}  # handles of fetches ahead, by request id
         self._parent = os.getppid()
         self._sent_load = self.load()
         self._sent_step = -1
@@ -142,7 +142,7 @@ class EngineServer:
             self._send_step(updates)
 
     def _take_messages(self) -> bool:
-        """Handle messages, and wait for one if there is no work; False: shut down."""
+        """Handle messages, and wait for one if there is no work; return False to shut down."""
         self._tidy()
         until = monotonic() + RECEIVE_S
         if self._core.awaits_fetch:
@@ -168,8 +168,8 @@ class EngineServer:
                 self._tidy()
 
     def _receive(self) -> None:
-        """Receive all messages. An abort overtakes the other messages, so that no step computes
-        what the client has left."""
+        """Receive all messages. Aborts overtake other messages, so that no step computes tokens
+        that the client has left."""
         while True:
             try:
                 message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
@@ -189,7 +189,7 @@ class EngineServer:
             self._aborted.clear()
 
     def _handle(self, message: ToEngine) -> bool:
-        """False: shut down."""
+        """Handle a message; return False to shut down."""
         if not isinstance(message, Add):
             self._send_ended()
         match message:
@@ -203,7 +203,7 @@ class EngineServer:
                 self._send_step([])
             case ResetPrefixes():
                 self._core.reset_prefix_cache()
-                self._send_step([])  # whoever watches sees what is cached now
+                self._send_step([])  # reports the load, which has changed
             case Audit():
                 self._audit()
             case StartProfile() | StopProfile():
@@ -235,7 +235,7 @@ class EngineServer:
                 self._abort(handle)
 
     def _abort(self, handle: int) -> None:
-        """Abort a request, or note that it is to be aborted as soon as it is added."""
+        """Abort a request, or note that it must be aborted as soon as it is added."""
         if handle not in self._names:
             self._aborted.add(handle)
             return
@@ -255,7 +255,7 @@ class EngineServer:
             self._core.scheduler.audit()
             if not self._core.has_work:
                 assert not self._handles, "a handle outlived its request"
-                assert not self._ahead, "what was fetched ahead has not been told"
+                assert not self._ahead, "the end of a fetch ahead has not been reported"
         except AssertionError as error:
             problem = str(error) or "an assertion failed"
         self._send(Audited(problem))
@@ -284,13 +284,22 @@ class EngineServer:
 
     def _send_fetched(self) -> None:
         for fetched in self._core.scheduler.received.take_fetched():
-            name, num_bytes, seconds, problem, waited_s, way, ahead = fetched
-            handle = self._ahead.pop(name) if ahead else self._handles[name]
-            self._send(FetchedOffer(handle, num_bytes, seconds, problem, waited_s, way))
+            name = fetched.request_id
+            handle = self._ahead.pop(name) if fetched.ahead else self._handles[name]
+            self._send(
+                FetchedOffer(
+                    handle,
+                    num_bytes=fetched.num_bytes,
+                    seconds=fetched.seconds,
+                    problem=fetched.problem,
+                    waited_s=fetched.waited_s,
+                    way=fetched.way,
+                )
+            )
 
     def _new_steps(self) -> list[StepRecord]:
-        """The records of steps that have committed since the last message, without their slots,
-        which grow with the batch and mean nothing on the other side."""
+        """Return the records of steps since the last message, without their slots: these grow with
+        the batch, and the parent does not use them."""
         new: list[StepRecord] = []
         for record in reversed(self._core.records.steps):
             if record.step <= self._sent_step:
@@ -302,11 +311,11 @@ class EngineServer:
         return new
 
     def _send(self, message: FromEngine) -> None:
-        self._outbox.send(encode(message))  # waits if `STEPS_AHEAD` have not been read yet
+        self._outbox.send(encode(message))  # blocks if `STEPS_AHEAD` messages have not been read
 
 
 def main(send_to: str, builder: str) -> int:
-    for name in (signal.SIGINT, signal.SIGTERM):  # the parent decides, and may still drain
+    for name in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process, and may drain
         signal.signal(name, signal.SIG_IGN)
     log_lines.configure()
     config = EngineConfig(**json.loads(_read_line(0)))
@@ -324,10 +333,10 @@ def run_engine(
     where: str = "",
     secret: str | None = None,
 ) -> int:
-    """Build an engine and run it until it is told to end; the exit code. `send_to`: where its
-    messages are read. `listen_at`: where it is to be sent some; the port may be *. `where`: told
-    with what goes wrong, if it is not the machine of those who are told. `secret`: of the sockets,
-    where others than this user reach them."""
+    """Build an engine and run it until it is told to end; return the exit code. `send_to`: the
+    address for its messages. `listen_at`: the address of its inbox; the port may be *. `where`: its
+    place, named in errors if that is another machine. `secret`: of the sockets, if other users can
+    reach them."""
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     beats = context.socket(zmq.PUSH)
@@ -345,10 +354,18 @@ def run_engine(
         inbox.bind(listen_at)
         server = EngineServer(engine.core, heart, inbox, outbox)
         endpoint = inbox.get_string(zmq.LAST_ENDPOINT)
-        whose = os.getpid(), socket.gethostname(), clock_id(), monotonic()
-        outbox.send(encode(Ready(engine.info(), server.load(), endpoint, *whose)))
+        ready = Ready(
+            engine.info(),
+            server.load(),
+            endpoint,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            clock=clock_id(),
+            now_s=monotonic(),
+        )
+        outbox.send(encode(ready))
         engine.core.warm()
-        gc.freeze()  # what is here stays; a full collection would hold up every stream
+        gc.freeze()  # these objects stay; a full collection would stop every stream
         server.run()
         code = 0
     except Exception as error:
@@ -369,7 +386,7 @@ def _build(config: EngineConfig, builder: str) -> Any:
 
 
 def _folder_of(endpoint: str) -> str | None:
-    """Where the sockets are, if they are files."""
+    """Return the folder of the sockets, if they are files."""
     return os.path.dirname(endpoint.removeprefix("ipc://")) if "ipc:" in endpoint else None
 
 

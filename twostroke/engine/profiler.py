@@ -1,4 +1,4 @@
-"""`Profiler`: starts a profile of an engine and ends it, if nobody else does, by itself."""
+"""`Profiler`: starts and ends the profile of an engine, at the latest after a time limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_SECONDS = 60.0
 
 
 class Profiler:
-    """One profile at a time. What one that ended by itself has found is kept until it is asked
-    for, or another begins."""
+    """Runs one profile at a time. The result of a profile that has reached a limit is kept until
+    `stop` returns it or another profile begins."""
 
     def __init__(self, begin: Callable[[], Profile] | None, records: Records) -> None:
         self._begin, self._records = begin, records
@@ -71,7 +71,7 @@ class Profiler:
 
     def _end(self, by: str) -> None:
         assert self._profile is not None
-        # A new list: this may be called while the old one is gone through.
+        # A new list: the old one may be being iterated.
         self._records.listeners = [one for one in self._records.listeners if one is not self]
         self._profile.end()
         self._ended_s = min(monotonic(), self._began_s + MAX_SECONDS)

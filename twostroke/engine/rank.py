@@ -1,8 +1,8 @@
-"""The process of a rank other than the first: `python -m twostroke.engine.rank`, started and spoken
-to by `rank_processes.py`.
+"""The process of a rank other than the first: `python -m twostroke.engine.rank`, started by
+`rank_processes.py`.
 
-It reads its part of the weights, then runs whatever plans it is sent. It has no scheduler, no
-tokenizer and nobody to answer to, and ends when its stdin does.
+It reads its part of the weights, then runs the plans that it is sent. It has no scheduler and no
+tokenizer, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from twostroke.engine.wire import pack_error
 
 
 def main() -> int:
-    if hasattr(signal, "SIGUSR1"):  # which the first rank sends if a step does not end
+    if hasattr(signal, "SIGUSR1"):  # sent by the first rank if a step does not end
         faulthandler.register(signal.SIGUSR1)
     for name in (signal.SIGINT, signal.SIGTERM):  # the first rank decides
         signal.signal(name, signal.SIG_IGN)
     log_lines.configure()
     with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # whatever prints does not speak to the first rank
+        os.dup2(2, 1)  # prints must not reach the first rank
 
         def say(message: Any) -> None:
             out.write(json.dumps(message) + "\n")
@@ -46,7 +46,7 @@ def main() -> int:
                 traceback.print_exc()
             say([kind, message])
     sys.stderr.flush()
-    os._exit(1)  # at once: the others are to notice
+    os._exit(1)  # at once, so that the other ranks notice
 
 
 def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
@@ -66,7 +66,7 @@ def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
 def _read_frames(stdin: BinaryIO, frames: queue.SimpleQueue[bytes]) -> None:
     while frame := read_frame(stdin):
         frames.put(frame)
-    os._exit(0)  # in the middle of a step, too: the other ranks are gone or going
+    os._exit(0)  # even in the middle of a step: the other ranks end, too
 
 
 def _taken(frames: queue.SimpleQueue[bytes]) -> Iterator[bytes]:

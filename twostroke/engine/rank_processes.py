@@ -1,8 +1,7 @@
-"""`RankProcesses`: the ranks other than the first, each in a process of its own (`rank.py`), as the
-first one sees them.
+"""`RankProcesses`: the processes (`rank.py`) of the ranks other than the first.
 
-    to a rank     its settings, then a plan a step, as frames on its stdin; its end ends the rank
-    from a rank   lines of JSON on its stdout: that it has come, or why it ends
+to a rank     frames on its stdin: its settings, then a plan a step; closing stdin ends the rank
+from a rank   lines of JSON on its stdout: that it is ready to meet, or why it ends
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from twostroke.errors import EngineError, TwostrokeError
 from twostroke.owned_folder import OwnedFolder
 
 MODULE = "twostroke.engine.rank"
-HEADER_BYTES = 8  # before each frame: its length
-COME_S = 300.0  # to import torch, on a machine that does much else
-GRACE_S = 5.0  # an end may be noticed in a step before the process is gone
+HEADER_BYTES = 8  # the length of a frame, before it
+COME_S = 300.0  # for importing torch on a busy machine
+GRACE_S = 5.0  # a step may notice the end of a rank before its process has ended
 STACKS_S = 0.2
 POLL_S = 0.01
 
@@ -36,9 +35,9 @@ POLL_S = 0.01
 class RankProcess:
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.rank, self._process = rank, process
-        self.has_come = threading.Event()  # or has ended
-        self.noticed_s: float | None = None  # when it said that it ends, or ended
-        self.kind = ""  # of the error that it ended with, if that is one meant for the user
+        self.has_come = threading.Event()  # it is ready to meet, or has ended
+        self.noticed_s: float | None = None  # when it reported its end, or ended
+        self.kind = ""  # the class of its last error, if that is meant for the user
         self._last_words = ""
         threading.Thread(target=self._listen, name=f"twostroke-rank-{rank}", daemon=True).start()
 
@@ -61,7 +60,7 @@ class RankProcess:
         self.has_come.set()
 
     def tell_stacks(self) -> None:
-        """Have it write what its threads are doing to stderr, and wait until it will have."""
+        """Have it write the stacks of its threads to stderr, and wait for that."""
         if hasattr(signal, "SIGUSR1"):
             self._process.send_signal(signal.SIGUSR1)
             sleep(STACKS_S)
@@ -71,7 +70,7 @@ class RankProcess:
             self._process.wait(GRACE_S)
         code = self._process.returncode
         if code is not None and code < 0:
-            memory = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+            memory = ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
             status = f"was ended by signal {-code}{memory}"
         else:
             status = f"ended with exit code {code}"
@@ -81,7 +80,7 @@ class RankProcess:
 
 class RankProcesses:
     def __init__(self, config: EngineConfig, module: str = MODULE) -> None:
-        """Returns at once, while they start. `config.model` is the path of the model's files."""
+        """Start the processes without waiting. `config.model`: the path of the model's files."""
         folder = OwnedFolder("twostroke-ranks-")
         self.meeting_place = os.path.join(folder.path, "store")
         processes = [_spawn(module) for _ in range(1, config.tensor_parallel_size)]
@@ -93,8 +92,8 @@ class RankProcesses:
                 one.send(json.dumps([settings, one.rank, self.meeting_place]).encode())
 
     def wait_for_all(self) -> None:
-        """Until they are about to meet at the `meeting_place`; raises if one has ended or does not
-        come."""
+        """Wait until all ranks are about to meet at the `meeting_place`; raise if one has ended or
+        does not come."""
         until = monotonic() + COME_S
         for one in self.ranks:
             if not one.has_come.wait(until - monotonic()):
@@ -120,7 +119,7 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """What is done in here is done by all; raises why one could not, if that is the reason."""
+        """A block that all ranks run. If it fails because a rank ended, raises why it ended."""
         try:
             yield
         except BaseException as error:
@@ -136,7 +135,7 @@ class RankProcesses:
         self._finalizer()
 
     def _first_to_end(self) -> RankProcess | None:
-        """The others end because of it."""
+        """Return the rank whose end made the others end."""
         until = monotonic() + GRACE_S
         while not (ended := [one for one in self.ranks if one.noticed_s]) and monotonic() < until:
             sleep(POLL_S)
@@ -153,7 +152,7 @@ def _spawn(module: str) -> subprocess.Popen[bytes]:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], folder: OwnedFolder) -> None:
-    """The end of its stdin ends a rank, whatever it does at the time."""
+    """End ranks by closing their stdin; kill those that do not end."""
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(OSError):
@@ -168,7 +167,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], folder: OwnedFolder) -> N
 
 
 def read_frame(file: BinaryIO) -> bytes:
-    """What `RankProcess.send` has sent; b"": the first rank is gone."""
+    """Read a frame of `RankProcess.send`; b"": the first rank has ended."""
     header = file.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:
         return b""

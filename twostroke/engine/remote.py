@@ -1,31 +1,27 @@
-"""`RemoteEngine`: an engine in a process of its own, so that the engine's loop and the HTTP side
+"""`RemoteEngine`: an engine in a process of its own, so that the engine's loop and the HTTP server
 never wait for each other's Python. No torch on this side.
 
-    InputProcessor, OutputProcessor    here
-    EngineCore                         there (`process.py`), watched over (`supervised.py`)
+    this process     InputProcessor, OutputProcessor
+    engine process   EngineCore (`process.py`), supervised (`supervised.py`)
 
-When that process dies, or hangs and is killed, another is started. A request of which nothing has
-been delivered is sent to the new one; one that has begun ends with an `EngineError`. After
-several deaths in a row the engine has stopped for good: `lost` says why.
+If that process dies, or hangs and is killed, another is started. A request of which nothing has
+been delivered is sent to the new process; a request that has begun ends with an `EngineError`.
+After several deaths in a row the engine has stopped for good: `lost` has the reason.
 
-To `sleep` is to end the process on purpose, which frees all its memory; to `wake_up` is to start
-another.
+`sleep` ends the process on purpose, which frees all its memory; `wake_up` starts another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterable
 from time import monotonic
 
-import msgspec
-
 from twostroke.config import EngineConfig
-from twostroke.engine.api import EngineClient, EngineInfo
+from twostroke.engine.api import EngineInfo
 from twostroke.engine.child import Child
 from twostroke.engine.input_processor import InputProcessor, ModelLimits
-from twostroke.engine.output_processor import OnError, OnOutput, OutputProcessor, RequestState
+from twostroke.engine.output_processor import RequestState
+from twostroke.engine.process_client import ProcessClient
 from twostroke.engine.spawn import DEFAULT_BUILDER, LocalLauncher, Spawned
 from twostroke.engine.supervised import (
     HANG_TIMEOUT_S,
@@ -34,17 +30,17 @@ from twostroke.engine.supervised import (
     SupervisedEngine,
 )
 from twostroke.engine.wire import Ready
-from twostroke.errors import EngineError, RequestError
+from twostroke.errors import EngineError
 from twostroke.model.load import chat_template_source, find_model, open_tokenizer
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.updates import Update
 
-MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
+MAX_ATTEMPTS = 4  # engine processes that one request is sent to: it may be what kills them
 
 
-class RemoteEngine(SupervisedEngine, EngineClient):
+class RemoteEngine(SupervisedEngine, ProcessClient):
     """Start with `await RemoteEngine.start(config)`; use as `async with`, or `await close()`.
     Everything else is called in the event loop that started it."""
 
@@ -58,12 +54,8 @@ class RemoteEngine(SupervisedEngine, EngineClient):
         hang_timeout_s: float,
         restart_limit: int,
     ) -> None:
-        super().__init__(launcher, child, ready, hang_timeout_s, restart_limit)
-        self.input_processor = input_processor
-        self._outputs = OutputProcessor(input_processor.tokenizer, seed)
-        # Why there will be no engine any more, once that is so:
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._some_ended = asyncio.Event()  # a request may have ended
+        SupervisedEngine.__init__(self, launcher, child, ready, hang_timeout_s, restart_limit)
+        ProcessClient.__init__(self, input_processor, seed)
         self._sleep_lock = asyncio.Lock()
 
     # ── life ────────────────────────────────────────────────────────────────────────────────
@@ -77,9 +69,9 @@ class RemoteEngine(SupervisedEngine, EngineClient):
         hang_timeout_s: float = HANG_TIMEOUT_S,
         restart_limit: int = MAX_QUICK_DEATHS,
     ) -> RemoteEngine:
-        """`spawned`: the process, if it has been started already, with the same arguments.
+        """Start the process, or take over `spawned`, a process with the same arguments.
         `hang_timeout_s`: an engine that is silent for so long is killed; 0: never.
-        `restart_limit`: deaths in a row, soon after the start, that end it for good."""
+        `restart_limit`: after so many deaths in a row, soon after the start, the engine stops."""
         reading = asyncio.create_task(asyncio.to_thread(open_text, config))
         launcher = LocalLauncher(config, builder, spawned)
         child = Child(launcher.launch(), hang_timeout_s)
@@ -92,32 +84,20 @@ class RemoteEngine(SupervisedEngine, EngineClient):
             await child.kill()
             raise
         inputs = InputProcessor(tokenizer, template, limits_of(ready.info))
-        limits = hang_timeout_s, restart_limit
-        engine = cls(launcher, child, ready, inputs, config.seed, *limits)
+        engine = cls(
+            launcher,
+            child,
+            ready,
+            input_processor=inputs,
+            seed=config.seed,
+            hang_timeout_s=hang_timeout_s,
+            restart_limit=restart_limit,
+        )
         engine.watch()
         return engine
 
-    async def __aenter__(self) -> RemoteEngine:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self, drain: bool = False) -> None:
-        """End the engine's process. Open requests are waited for (`drain`), or end with an
-        `EngineError`."""
-        if drain:
-            await self.drain()
+    async def _end_processes(self) -> None:
         await self.stop()
-
-    async def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until no request is left; False if some are, after so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._outputs:
-                    self._some_ended.clear()
-                    await self._some_ended.wait()
-        return not self._outputs
 
     async def sleep(self, drain: bool = False) -> None:
         async with self._sleep_lock:
@@ -145,33 +125,7 @@ class RemoteEngine(SupervisedEngine, EngineClient):
 
     # ── requests ────────────────────────────────────────────────────────────────────────────
 
-    def submit(
-        self,
-        request: EngineRequest,
-        on_output: OnOutput,
-        on_error: OnError,
-        request_id: str | None = None,
-    ) -> RequestState:
-        if self._lost:
-            raise EngineError(f"the engine has stopped ({self._lost}); start a new one")
-        state, requests = self._outputs.add(request, request_id, on_output, on_error)
-        try:
-            self._send(state, requests)
-        except (ValueError, OverflowError, msgspec.MsgspecError) as error:
-            self._outputs.close(state)
-            raise RequestError(f"the request cannot be sent to the engine: {error}") from None
-        return state
-
-    def leave(self, state: RequestState) -> None:
-        if state in self._outputs:
-            state.on_output = state.on_error = None
-            self.abort(state.request_id)
-
-    def abort(self, request_id: str) -> None:
-        state = self._outputs.get(request_id)
-        if state is None or state.aborted:
-            return
-        state.aborted = True
+    def _abort(self, state: RequestState) -> None:
         if self._up:
             self.abort_all(self._outputs.in_engine(state))
         else:
@@ -179,10 +133,10 @@ class RemoteEngine(SupervisedEngine, EngineClient):
             self._some_ended.set()
 
     def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
-        if self.add(requests):  # else the next engine is sent it
+        if self.add(requests):  # else the next process is sent the request
             state.attempts += 1
 
-    # ── what the engine says ────────────────────────────────────────────────────────────────
+    # ── events of the engine ────────────────────────────────────────────────────────────────
 
     @property
     def num_open(self) -> int:
@@ -192,15 +146,10 @@ class RemoteEngine(SupervisedEngine, EngineClient):
         _, aborts = self._outputs.process(updates)
         if aborts:
             self.abort_all(aborts)
-        ended = [update.record for update in updates if update.record is not None]
-        if ended:
-            self._note_ends(ended)
-            self._some_ended.set()
-
-    def _note_ends(self, ended: Iterable[RequestRecord]) -> None:
-        for record in ended:
-            self.records.requests.append(record)
-            self.records.tell_request(record)
+        for update in updates:
+            if update.record is not None:
+                self.records.add_request(update.record)
+                self._some_ended.set()
 
     def on_refused(self, names: list[str], reason: Exception) -> None:
         state = self._outputs.of(names[0])
@@ -223,7 +172,7 @@ class RemoteEngine(SupervisedEngine, EngineClient):
         self._some_ended.set()
 
     def _lose(self, state: RequestState, reason: str) -> None:
-        """End a request whose record went with the engine."""
+        """End a request whose record was lost with the engine."""
         request, now = state.request, monotonic()
         num_prompt = len(request.prompt_token_ids)
         for name in self._outputs.close(state, EngineError(reason)):
@@ -231,7 +180,7 @@ class RemoteEngine(SupervisedEngine, EngineClient):
             record.finish_reason = FinishReason.ERROR
             record.n, record.family = request.params.n, state.request_id
             record.owner = request.owner
-            self._note_ends([record])
+            self.records.add_request(record)
 
     def on_restart(self) -> None:
         self.input_processor.limits = limits_of(self.info)

@@ -1,8 +1,8 @@
 """`TemplateRenderer`: renders chat templates in processes with limits on time and memory.
 
-A template is a program that came with somebody's weights, or with a request. Jinja's sandbox keeps
-it from the machine's files, not from a loop without end or a text of gigabytes. Servers, `LLM`,
-`twostroke run` and `twostroke chat` all render here. The program itself needs no Jinja.
+A template is a program that came with a model or with a request. Jinja's sandbox protects the
+machine's files, but does not stop an endless loop or a text of gigabytes. Servers, `LLM`,
+`twostroke run` and `twostroke chat` all render here. The main process needs no Jinja.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twostroke.errors import RequestError
 from twostroke.model.text.template_source import template_name
 from twostroke.sandbox import LimitExceeded, Limits, SandboxPool
 
-# In a program that renders for its own user: a conversation may be as long as its memory allows.
+# For a program that renders for its own user: only memory limits the conversation.
 OWN_USER: Final = Limits(cpu_s=5.0, wall_s=60.0, memory_bytes=256 * 1024**2)
 
 
@@ -29,23 +29,23 @@ class Template:
 
 
 class TemplateRenderer:
-    """Several threads may use one; each rendering takes a worker of its own."""
+    """Thread-safe; each rendering takes a worker of its own."""
 
     def __init__(self, workers: int = 1, limits: Limits = OWN_USER) -> None:
         work = "twostroke.model.text.chat_template:renderer"
         self._pool = SandboxPool(work, b"", workers, limits)
 
     def start(self) -> None:
-        """Start the processes without waiting for them; else the first rendering does."""
+        """Start the processes without waiting; otherwise the first rendering starts them."""
         self._pool.start()
 
     def render(
         self, template: Template, conversation: bytes, max_chars: int | None
     ) -> tuple[int, str | None]:
-        """Return the length of a conversation's text and, unless that is more than `max_chars`, the
+        """Return the length of a conversation's text and, unless it is longer than `max_chars`, the
         text. `conversation` is made by `encode_conversation`."""
-        given = template.source, template.bos_token, template.eos_token, template.of_request
-        head, tail = as_json(given), as_json(max_chars)
+        fields = template.source, template.bos_token, template.eos_token, template.of_request
+        head, tail = as_json(fields), as_json(max_chars)
         name = template_name(template.of_request)
         param = "chat_template" if template.of_request else None
         try:
@@ -71,10 +71,10 @@ def encode_conversation(
     continue_final_message: bool,
     variables: Mapping[str, Any],
 ) -> bytes:
-    """The arguments of `ChatTemplate.render` for another process."""
-    given = messages, add_generation_prompt, tools, continue_final_message, variables
+    """Encode the arguments of `ChatTemplate.render` for another process."""
+    arguments = messages, add_generation_prompt, tools, continue_final_message, variables
     try:
-        return as_json(given)
+        return as_json(arguments)
     except TypeError as error:
         raise RequestError(
             f"messages, tools and variables of a chat must be JSON: {error}"
@@ -86,7 +86,7 @@ def as_json(value: Any) -> bytes:
         import msgspec  # one of the server's dependencies, several times faster than json
 
         return msgspec.json.encode(value, enc_hook=_plain)
-    except (ImportError, UnicodeEncodeError, OverflowError):  # or half a surrogate pair, 2**64
+    except (ImportError, UnicodeEncodeError, OverflowError):  # half a surrogate pair, 2**64
         return json.dumps(value, default=_plain).encode()
 
 

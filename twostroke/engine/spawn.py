@@ -1,8 +1,9 @@
-"""Starting the engine's process (`process.py`). It imports next to nothing, so that it can be done
-first: what the parent imports next, it imports while the engine does the same.
+"""`spawn`: starts the engine's process (`process.py`). This module imports little, so that the
+process can be started first: parent and engine then import their modules at the same time.
 
-Where engines run is one `Launcher` an engine: processes of this machine here, actors of a Ray
-cluster in `on_ray.py`."""
+Each engine has a `Launcher`: for processes of this machine here, for actors of a Ray cluster in
+`on_ray.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,56 +21,56 @@ from twostroke.config import EngineConfig
 from twostroke.owned_folder import OwnedFolder
 
 DEFAULT_BUILDER = "twostroke.engine.build:build_core_engine"
-LONGEST_IPC_FOLDER = 90  # a socket's path has room for about 100 bytes
+MAX_IPC_FOLDER = 90  # characters; the path of a socket has room for about 100 bytes
 
 
 class Launched(Protocol):
-    """An engine's process that is starting, or runs, or has ended."""
+    """An engine's process that is starting, runs, or has ended."""
 
     @property
     def endpoint(self) -> str:
-        """Where its parent is to listen for its messages; the port may be *."""
+        """The address at which its parent must listen for its messages; the port may be *."""
 
     @property
     def secret(self) -> str | None:
-        """What the sockets between it and its parent ask of each other; None: nothing, since only
-        this user reaches them."""
+        """The secret of the sockets between it and its parent; None: only this user can reach
+        them."""
 
     @property
     def running(self) -> bool:
-        """Whether there is a process that can send messages, or was one."""
+        """Whether its process has been started."""
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is known to be stopped, as SIGSTOP does."""
+        """Whether the process is known to be stopped, as by SIGSTOP."""
 
     def listening(self, endpoint: str) -> None:
-        """Its parent listens there."""
+        """Note the address at which its parent listens."""
 
     def wait(self) -> None:
-        """Return when it has ended; called in a thread of its own."""
+        """Return when it has ended. Called in a thread of its own."""
 
     def how_it_ended(self) -> str: ...
 
     def end(self) -> None:
-        """Kill it: soon after, `wait` returns. Called in the event loop, at any time."""
+        """Kill it, so that `wait` returns soon. Called in the event loop, at any time."""
 
     def clean_up(self) -> None:
-        """It has ended: leave nothing of it."""
+        """Remove what is left of it after its end."""
 
 
 class Launcher(Protocol):
-    """One engine's place: launches its process there, and another each time that one has ended."""
+    """The place of one engine: starts its process there, and another after each end."""
 
     def launch(self) -> Launched: ...
 
     async def close(self) -> None:
-        """Give the place back. Nothing is launched from here on."""
+        """Give the place back. No process is launched after this."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process of this machine, and where it will send its messages."""
+    """A process of this machine, and the address to which it sends its messages."""
 
     process: subprocess.Popen[bytes]
     endpoint: str
@@ -94,7 +95,7 @@ class Spawned:
     def how_it_ended(self) -> str:
         code = self.process.returncode
         if code is not None and code < 0:
-            memory = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+            memory = ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
             return f"its process was ended by signal {-code}{memory}"
         return f"its process ended with exit code {code}"
 
@@ -110,14 +111,14 @@ class Spawned:
             self.folder.remove()
 
     def kill(self) -> None:
-        """End it and leave nothing."""
+        """End it and clean up."""
         self.end()
         self.process.wait()
         self.clean_up()
 
 
 class LocalLauncher:
-    """Engines as processes of this machine."""
+    """Starts an engine as a process of this machine."""
 
     def __init__(
         self, config: EngineConfig, builder: str = DEFAULT_BUILDER, spawned: Spawned | None = None
@@ -139,10 +140,10 @@ def spawn(config: EngineConfig, builder: str = DEFAULT_BUILDER) -> Spawned:
         "twostroke.engine.process",
         endpoint,
         builder,
-        stdin=subprocess.PIPE,  # the end of which tells the process that this one is gone
+        stdin=subprocess.PIPE,  # its end tells the process that its parent has ended
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # whoever waits for it learns that it has ended
+    with contextlib.suppress(BrokenPipeError):  # `wait` reports that it has ended
         process.stdin.write(json.dumps(dataclasses.asdict(config)).encode() + b"\n")
         process.stdin.flush()
     return Spawned(process, endpoint, folder)
@@ -154,7 +155,7 @@ def _endpoint() -> tuple[OwnedFolder | None, str]:
             free.bind(("127.0.0.1", 0))
             return None, f"tcp://127.0.0.1:{free.getsockname()[1]}"
     folder = OwnedFolder()
-    if len(folder.path) > LONGEST_IPC_FOLDER:
+    if len(folder.path) > MAX_IPC_FOLDER:
         folder.remove()
         folder = OwnedFolder(parent="/tmp")
     return folder, f"ipc://{folder.path}/out"

@@ -30,7 +30,7 @@ class StepRecorder:
         since_s = ledger.add_step(step, result, now, decode_share=decode.flops / flops)
         late: tuple[Causes, ...] = ()
         first: tuple[FirstToken, ...] = ()
-        if committed.num_irregular:
+        if committed.first or committed.late or committed.resumed:
             for record in committed.first:
                 ledger.open(record)
             gaps = [ledger.late(*one) for one in committed.late]
@@ -92,7 +92,7 @@ class StepRecorder:
         return prefill, decode
 
     def _host_gap_s(self, step: StepInFlight, result: StepResult, now: float) -> float:
-        """How long the executor was idle before the step, by its own account if it has one."""
+        """The idle time of the executor before the step, measured by the executor if it can."""
         free_s, self._device_free_s = self._device_free_s, now
         if result.idle_s is not None:
             return result.idle_s

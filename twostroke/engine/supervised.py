@@ -1,12 +1,12 @@
-"""`SupervisedEngine`: an engine's process that is started again when it dies, or hangs and is
-killed. No torch.
+"""`SupervisedEngine`: an engine's process that is started again when it dies, or when it hangs and
+is killed. No torch.
 
     add, abort ──▶ Child ──▶ its process (`process.py`)
     on_updates, on_refused, on_fetched ◀── its messages
     on_death, on_restart, on_end       ◀── its life
 
-What becomes of the requests that were in it is for those who know them to say: `remote.py`, which
-has one engine, and `route/`, which has several. After several deaths in a row it is given up.
+Subclasses know the requests and decide what happens to them: `remote.py` with one engine, `route/`
+with several. After several deaths in a row the engine is given up.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
+
+import msgspec
 
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.child import Child
@@ -43,7 +45,7 @@ from twostroke.engine.wire import (
     unpack_error,
     unpack_step,
 )
-from twostroke.errors import EngineError
+from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.observe.record import Records
 from twostroke.request import EngineRequest
@@ -51,17 +53,18 @@ from twostroke.sched.updates import Update
 
 MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
 STEADY_S = 30.0
-HANG_TIMEOUT_S = 30.0  # of silence; a thread of the engine's sends a `wire.Heartbeat`
-# A step hangs when it takes so many times as long: the time-out, or the longest of the last steps.
-HANGING_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 5.0
-STOP_PATIENCE_S = 10.0  # for a step that runs to be finished
+HANG_TIMEOUT_S = 30.0  # without a message; a thread of the engine sends heartbeats
+# A step hangs if it takes longer than both: so many times the timeout, and so many times the
+# longest of the recent steps.
+TIMEOUTS_OF_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
+STOP_PATIENCE_S = 10.0  # for the running step to end
 
 log = logging.getLogger(__name__)
 
 
 class SupervisedEngine(ABC):
-    """Made with a child that is ready; `watch` begins the supervision, `stop` ends it."""
+    """Made with a child that is ready. `watch` begins the supervision, `stop` ends it."""
 
     def __init__(
         self,
@@ -72,58 +75,58 @@ class SupervisedEngine(ABC):
         restart_limit: int,
     ) -> None:
         self.info, self.pid, self.host = ready.info, ready.pid, ready.host
-        self.records = Records()  # as the engine keeps them; they outlive it
+        self.records = Records()  # copies of the engine's, which outlive it
         self.num_restarts = 0
         self._launcher, self._child = launcher, child
         self._load = ready.load
         self._up = True
-        self._lost: str = ""  # why there will be no engine any more
+        self._lost: str = ""  # why no process will be started any more
         self._hang_timeout_s, self._restart_limit = hang_timeout_s, restart_limit
-        self._step_s: deque[float] = deque([0.0], RECENT_STEPS)  # what the last steps took
-        self._next = 0  # handle
-        self._handles: dict[str, int] = {}  # engine request → handle, while the engine has it
-        self._names: dict[int, str] = {}  # and back
-        self._ahead: set[int] = set()  # handles of what it fetches ahead of its requests
+        self._step_s: deque[float] = deque([0.0], RECENT_STEPS)  # durations of recent steps
+        self._next_handle = 0
+        self._handles: dict[str, int] = {}  # by engine request, while the engine has it
+        self._names: dict[int, str] = {}  # engine requests by handle
+        self._ahead: set[int] = set()  # handles of fetches ahead
         self._audits: list[asyncio.Future[str]] = []
-        self._profiles: list[asyncio.Future[bytes]] = []  # in the order of their answers
+        self._profiles: list[asyncio.Future[bytes]] = []  # in the order of the answers
         self._supervisors: list[asyncio.Task[None]] = []
-        self._wanted = asyncio.Event()  # the engine is to run; cleared while it is to sleep
+        self._wanted = asyncio.Event()  # the engine should run; cleared while it sleeps
         self._wanted.set()
-        self._settled = asyncio.Event()  # it runs, or never will again
+        self._settled = asyncio.Event()  # the engine runs, or never will again
         self._settled.set()
 
-    # ── what becomes of requests ────────────────────────────────────────────────────────────
+    # ── events, for subclasses ──────────────────────────────────────────────────────────────
 
     @property
     @abstractmethod
     def num_open(self) -> int:
-        """Requests that it is to go on with when it is up again."""
+        """The number of requests that the next process will run."""
 
     @abstractmethod
     def on_updates(self, updates: list[Update]) -> None: ...
 
     @abstractmethod
     def on_refused(self, names: list[str], reason: Exception) -> None:
-        """An `add` was refused: nothing of it is left in the engine."""
+        """An `add` was refused; the engine has none of its requests."""
 
     @abstractmethod
     def on_death(self, reason: str) -> None:
-        """All that was in the engine is lost; another is being started."""
+        """The process has died with all its requests; another is being started."""
 
     @abstractmethod
     def on_restart(self) -> None:
-        """The other engine is up."""
+        """The next process is up."""
 
     @abstractmethod
     def on_end(self, reason: str) -> None:
-        """There will be no other engine."""
+        """No other process will be started."""
 
     def on_fetched(self, name: str, fetched: FetchedOffer) -> None:
-        """Blocks of another engine have been fetched for a request, or given up."""
+        """The fetch of a request's blocks from another engine has ended."""
         raise AssertionError("nothing was offered to this engine")
 
     def on_fetched_ahead(self, handle: int, fetched: FetchedOffer) -> None:
-        """The same of `fetch_ahead`."""
+        """A fetch ahead has ended."""
         raise AssertionError("nothing was offered to this engine")
 
     # ── to the engine ───────────────────────────────────────────────────────────────────────
@@ -134,7 +137,7 @@ class SupervisedEngine(ABC):
 
     @property
     def given_up(self) -> bool:
-        """It will not be started again."""
+        """Whether no other process will be started."""
         return bool(self._lost)
 
     def load(self) -> EngineLoad:
@@ -146,7 +149,7 @@ class SupervisedEngine(ABC):
         self._supervisors.append(asyncio.create_task(self._supervise()))
 
     async def stop(self) -> None:
-        """End the process; whatever is open ends with an error."""
+        """End the process; open requests end with an error."""
         for task in self._supervisors:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -157,13 +160,17 @@ class SupervisedEngine(ABC):
 
     def add(self, requests: Sequence[EngineRequest]) -> bool:
         """Send the continuations of one request, all with the same prompt; False if the engine is
-        down. Raises what encoding them raises."""
-        first, dated = self._next, [self._child.clock.to_theirs(request) for request in requests]
+        down. Raises `RequestError` if a value of the request cannot be encoded."""
+        first = self._next_handle
+        dated = [self._child.clock.to_theirs(request) for request in requests]
         others = [replace(request, prompt_token_ids=()) for request in dated[1:]]
-        message = encode(Add(first, [dated[0], *others]))
+        try:
+            message = encode(Add(first, [dated[0], *others]))
+        except (ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from None
         if not self._up:
             return False
-        self._next += len(requests)
+        self._next_handle += len(requests)
         for handle, request in enumerate(requests, first):
             self._handles[request.request_id] = handle
             self._names[handle] = request.request_id
@@ -171,33 +178,34 @@ class SupervisedEngine(ABC):
         return True
 
     def abort_all(self, names: Sequence[str]) -> None:
-        """Those that the engine has; their ends come as updates."""
+        """Abort the requests that the engine has; their ends come as updates."""
         handles = [self._handles[name] for name in names if name in self._handles]
         if handles:
             self._child.send(Abort(handles))
 
     def forget(self, name: str) -> None:
-        """End a request there and hear no more of it: it goes on elsewhere."""
+        """Abort a request and ignore its updates: it continues in another engine."""
         self.abort_all([name])
         self._names.pop(self._handles.pop(name, -1), None)
 
     def fetch_ahead(self, request: EngineRequest) -> int | None:
-        """Have it fetch what another engine has computed so far of a prompt. Returns what
-        `on_fetched_ahead` will call that, or None if the engine is down."""
+        """Have the engine fetch the part of a prompt that another engine has computed. Return the
+        handle for `on_fetched_ahead`; None: the engine is down."""
         if not self._up:
             return None
-        handle, self._next = self._next, self._next + 1
+        handle = self._next_handle
+        self._next_handle += 1
         self._ahead.add(handle)
         self._child.send(FetchAhead(handle, self._child.clock.to_theirs(request)))
         return handle
 
     def release(self, offer: int) -> None:
-        """Blocks that it has offered are needed no more."""
+        """Tell the engine that the blocks of an offer are not needed any more."""
         if self._up:
             self._child.send(Release([offer]))
 
     def reset_prefix_cache(self) -> None:
-        if self._up:  # the next engine has nothing cached
+        if self._up:  # the next process has an empty cache
             self._child.send(ResetPrefixes())
 
     async def audit(self) -> None:
@@ -227,12 +235,12 @@ class SupervisedEngine(ABC):
 
     def _on_message(self, message: FromEngine) -> None:
         if not self._up:
-            return  # of an engine that has been given up
+            return  # the engine has been given up
         match message:
             case Step():
-                self._take(message)
+                self._on_step(message)
             case Refused():
-                self._refused(message)
+                self._on_refused_add(message)
             case FetchedOffer():
                 if message.handle in self._names:
                     self.on_fetched(self._names[message.handle], message)
@@ -242,11 +250,11 @@ class SupervisedEngine(ABC):
             case Audited():
                 self._audits.pop(0).set_result(message.problem)
             case Profiled():
-                self._profiled(message)
+                self._on_profiled(message)
 
-    def _profiled(self, message: Profiled) -> None:
+    def _on_profiled(self, message: Profiled) -> None:
         answer = self._profiles.pop(0)
-        if answer.done():  # whoever asked has left
+        if answer.done():  # the caller has left
             return
         if message.problem:
             reason = unpack_error(message.kind, message.problem, "profiling failed")
@@ -254,7 +262,7 @@ class SupervisedEngine(ABC):
         else:
             answer.set_result(message.data)
 
-    def _take(self, step: Step) -> None:
+    def _on_step(self, step: Step) -> None:
         self._load, clock = step.load, self._child.clock
         updates = unpack_step(step, self._names)
         for update in updates:
@@ -268,7 +276,7 @@ class SupervisedEngine(ABC):
             self._step_s.append(record.committed_s - record.planned_s)
         self.on_updates(updates)
 
-    def _refused(self, message: Refused) -> None:
+    def _on_refused_add(self, message: Refused) -> None:
         handles = range(message.first, message.first + message.count)
         names = [self._names.pop(handle) for handle in handles if handle in self._names]
         if not names:
@@ -311,8 +319,8 @@ class SupervisedEngine(ABC):
         await self._launcher.close()
 
     def _step_limit_s(self) -> float:
-        """A step that takes longer hangs."""
-        return max(HANGING_STEP * self._hang_timeout_s, LONGEST_STEPS * max(self._step_s))
+        """Return the time after which a step counts as hanging."""
+        return max(TIMEOUTS_OF_STEP * self._hang_timeout_s, LONGEST_STEPS * max(self._step_s))
 
     def _died(self, reason: str) -> None:
         self._forget_engine()
@@ -338,7 +346,7 @@ class SupervisedEngine(ABC):
         await self._child.kill()
         if deaths > 1:
             backoff_s = FIRST_BACKOFF_S * 2.0 ** (deaths - 2)
-            await asyncio.sleep(min(LONGEST_BACKOFF_S, backoff_s))
+            await asyncio.sleep(min(MAX_BACKOFF_S, backoff_s))
         self._child = Child(self._launcher.launch(), self._hang_timeout_s)
         self._child.on_message = self._on_message
         self._child.step_limit_s = self._step_limit_s

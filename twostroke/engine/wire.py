@@ -4,9 +4,12 @@
         ──▶ engine
     engine ──▶ Ready | Failed; Step, Refused, FetchedOffer, Audited, Profiled, Heartbeat
 
-A request is known by a number (its handle) that its sender gives it and never uses again, so that a
-late message about an old request cannot reach a new one of the same name. A step's tokens travel as
-two columns, handles and tokens; the few updates that hold more are sent in full.
+Messages name a request by a number (its handle) that the sender never uses again, so that a late
+message about an old request cannot reach a new request of the same id. The tokens of a step are
+sent as two columns, handles and tokens; the few updates with more fields are sent in full.
+
+Decoding checks types, and constructs `SamplingParams`, whose constructor checks its values: the
+engine does not rely on the sender for either.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from twostroke.sched.updates import Update
 
 
 class Add(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The continuations of one request, all of them or none; `first`, `first` + 1, … name them.
-    Only the first brings the prompt, which is the same for all."""
+    """Add the continuations of one request, all or none; their handles are `first`, `first` + 1, …
+    Only the first contains the prompt, which is the same for all."""
 
     first: int
     requests: list[EngineRequest]
@@ -41,19 +44,19 @@ class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Finish the step that runs, and end."""
+    """Finish the running step and end."""
 
 
 class Audit(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """Check that every block and row has the owners it claims; answered by `Audited`."""
+    """Check that every block and row has its owners; answered by `Audited`."""
 
 
 class ResetPrefixes(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """Forget every cached prefix; requests added after it find none."""
+    """Drop every cached prefix; requests added later find none."""
 
 
 class StartProfile(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """Answered by `Profiled`, with no data."""
+    """Answered by `Profiled`, without data."""
 
 
 class StopProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
@@ -61,16 +64,16 @@ class StopProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 
 class Release(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """Blocks that were offered to other engines are needed no more."""
+    """Blocks that were offered to other engines are not needed any more."""
 
     offers: list[int]
 
 
 class FetchAhead(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """Blocks of a prompt that another engine still computes; answered by `FetchedOffer`."""
+    """Fetch blocks of a prompt that another engine still computes; answered by `FetchedOffer`."""
 
     handle: int
-    request: EngineRequest  # as far as it is computed, with the offer
+    request: EngineRequest  # the computed part of the prompt, with the offer
 
 
 ToEngine = (
@@ -91,17 +94,17 @@ ToEngine = (
 class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True):
     info: EngineInfo
     load: EngineLoad
-    endpoint: str  # where it listens
+    endpoint: str  # the address of its inbox
     pid: int
-    host: str  # its machine's name
+    host: str  # the name of its machine
     clock: str  # see `clocks.py`
     now_s: float
 
 
 class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """It could not start, or cannot go on; the process ends."""
+    """The engine could not start, or cannot continue; the process ends."""
 
-    kind: str  # the class of the error, if it is one meant for the user
+    kind: str  # the class of the error, if it is meant for the user
     message: str
 
 
@@ -134,7 +137,7 @@ class PackedRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
-    """An `Update` with more in it than plain tokens."""
+    """An `Update` with more than plain tokens."""
 
     handle: int
     tokens: tuple[int, ...]
@@ -154,14 +157,14 @@ class Step(msgspec.Struct, tag=3, array_like=True, frozen=True):
     tokens: list[int]  # one for each of `handles`
     full: list[FullUpdate]
     load: EngineLoad
-    steps: list[StepRecord]  # that have committed since the last message, without their slots
+    steps: list[StepRecord]  # committed since the last message, without their slots
 
 
 class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The answer to an `Add`; nothing of it is left in the engine."""
+    """An `Add` was refused; the engine has none of its requests."""
 
     first: int
-    count: int  # of its requests
+    count: int  # of requests
     kind: str
     message: str
 
@@ -171,34 +174,34 @@ class Audited(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """Sent every `HEARTBEAT_S` by a thread that does nothing else: the process is alive."""
+    """The process is alive. Sent every `HEARTBEAT_S` by a thread that does nothing else."""
 
-    step_s: float  # how long the step that runs has taken so far; 0: none runs
+    step_s: float  # how long the current step has been running; 0: no step runs
     now_s: float  # by the engine's clock
 
 
 class Profiled(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    kind: str  # of the error, if it was refused
+    kind: str  # the class of the error, if it was refused
     problem: str  # "" if there is none
-    data: bytes  # what was found, as JSON
+    data: bytes  # the profile, as JSON
 
 
 class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """What was offered to a request of this engine's, or ahead of it, is needed no more."""
+    """The fetch of an offer has ended, for a request or ahead of it: release the offer."""
 
     handle: int
     num_bytes: int
     seconds: float
-    problem: str  # why it could not be fetched, and is computed again; "" if it was
-    waited_s: float = 0.0  # for room in this engine, before that
-    way: str = ""  # that the blocks came: memory, device, sockets
+    problem: str  # why the blocks must be recomputed; "": they were fetched
+    waited_s: float = 0.0  # for room in the receiving engine, before the fetch
+    way: str = ""  # the transport: memory, device, sockets
 
 
 FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat | FetchedOffer
 HEARTBEAT_S = 0.5
 
-# An engine that has sent so many steps waits until they are read: what it writes faster than the
-# other side can deliver would only pile up, and new requests would wait behind it.
+# An engine that has sent so many steps waits until they are read. If it wrote faster than the other
+# side can deliver, messages would pile up and new requests would wait behind them.
 STEPS_AHEAD = 8
 
 encode = msgspec.msgpack.Encoder().encode
@@ -232,25 +235,25 @@ def pack_step(
             packed = None if record is None else _pack_record(record)
             full.append(
                 FullUpdate(
-                    handle,
-                    tokens,
-                    logprobs,
-                    finish,
-                    stop,
-                    prompt_logprobs,
-                    packed,
-                    error,
-                    progress,
-                    bad,
-                    offer,
+                    handle=handle,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    finish_reason=finish,
+                    stop_reason=stop,
+                    prompt_logprobs=prompt_logprobs,
+                    record=packed,
+                    error=error,
+                    progress=progress,
+                    impossible=bad,
+                    offer=offer,
                 )
             )
     return Step(named, plain, full, load, steps)
 
 
 def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
-    """The updates of requests that are still listened to."""
-    name_of, new = names.get, tuple.__new__  # `Update(…)` with its defaults takes twice as long
+    """Return the updates of the requests in `names`."""
+    name_of, new = names.get, tuple.__new__  # `Update(…)` takes twice as long
     updates: list[Update] = [
         new(Update, (name, (token,), (), None, None, None, None, "", 0, False, None))
         for handle, token in zip(step.handles, step.tokens, strict=True)
@@ -260,17 +263,17 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
         if full.handle in names:
             updates.append(
                 Update(
-                    names[full.handle],
-                    full.tokens,
-                    full.logprobs,
-                    full.finish_reason,
-                    full.stop_reason,
-                    full.prompt_logprobs,
-                    None if full.record is None else _unpack_record(full.record),
-                    full.error,
-                    full.progress,
-                    full.impossible,
-                    full.offer,
+                    request_id=names[full.handle],
+                    tokens=full.tokens,
+                    logprobs=full.logprobs,
+                    finish_reason=full.finish_reason,
+                    stop_reason=full.stop_reason,
+                    prompt_logprobs=full.prompt_logprobs,
+                    record=None if full.record is None else _unpack_record(full.record),
+                    error=full.error,
+                    progress=full.progress,
+                    impossible=full.impossible,
+                    offer=full.offer,
                 )
             )
     return updates
@@ -301,14 +304,14 @@ def _unpack_record(packed: PackedRecord) -> RequestRecord:
 
 
 def pack_error(error: Exception) -> tuple[str, str]:
-    """Kind and message; the kind is "" for a bug of ours, whose type is in the message."""
+    """Return class name and message; the class name is "" for an unexpected error."""
     if isinstance(error, TwostrokeError):
         return type(error).__name__, str(error)
     return "", f"{type(error).__name__}: {error}"
 
 
 def unpack_error(kind: str, message: str, otherwise: str) -> TwostrokeError:
-    """The error as its own class; `otherwise` introduces one that was not meant for the user."""
+    """Make an error of its own class; `otherwise` introduces an unexpected error."""
     known = getattr(errors, kind, None) if kind else None
     if isinstance(known, type) and issubclass(known, TwostrokeError):
         return known(message)

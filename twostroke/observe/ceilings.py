@@ -1,4 +1,4 @@
-"""What a CPU can do at the most, measured: the rates that the work of a step is compared with.
+"""`measure_ceilings`: the measured maximum rates of a CPU, with which steps are compared.
 
 `python -m twostroke.observe.ceilings THREADS` prints them as JSON.
 """
@@ -18,10 +18,10 @@ TRIES = 5
 
 
 class Ceilings(NamedTuple):
-    """0: not known."""
+    """Maximum rates; 0: unknown."""
 
     read_bytes_per_s: float = 0.0
-    ops_per_s: float = 0.0  # of integer products on registers; no product of weights is faster
+    ops_per_s: float = 0.0  # integer multiplications on registers, an upper bound for any matmul
 
 
 def measure_ceilings(threads: int) -> Ceilings:
@@ -46,7 +46,7 @@ def _read_rate(threads: int) -> float:
 
 
 def main() -> None:
-    with contextlib.suppress(OSError):  # should memory be short, it is this process that goes
+    with contextlib.suppress(OSError):  # if memory is short, the kernel kills this process first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     print(json.dumps(measure_ceilings(int(sys.argv[1]))._asdict()))
 

@@ -1,9 +1,9 @@
-"""`Forecast`: TTFT, TPOT and memory of requests before they run, from the steps that have run.
+"""`Forecast`: predicts TTFT, TPOT and memory of requests from the steps that have run.
 
-The engine's own step-time model (`sched/steptime.py`) learns here from the records that a server
-has anyway. A forecast plays the schedule of requests that arrive together at an idle engine:
-decode slots first, then chunks in order, within the budget of a step. Records are read when
-a forecast is asked for, and at no other time. No torch here.
+The step-time model (`sched/steptime.py`) learns here from the records of the server. A forecast
+simulates the schedule of requests that arrive together at an idle engine: decode slots first, then
+chunks in order, within the budget of a step. Records are read only when a forecast is made. No
+torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 from twostroke.sched.work import visible_positions
 
-RECENT_STEPS = 256  # whose time on the host counts
+RECENT_STEPS = 256  # for the host time of a step
 RECENT_REQUESTS = 16
 
 
@@ -43,19 +43,19 @@ class Prediction(NamedTuple):
     ttft_s: float
     tpot_s: float
     total_s: float
-    kv_tokens: int  # that the streams hold at their end
-    start_s: float  # of TTFT: before the first step and after it, outside of steps
-    host_s: float  # of every step: the host's part
+    kv_tokens: int  # in the KV cache at the end
+    start_s: float  # part of TTFT outside of steps
+    host_s: float  # host time of every step
     steps: list[ForecastStep]
 
 
 class Forecast:
-    """Learns from `records` each time it is asked. One thread at a time may use it."""
+    """Learns from `records` with each prediction. Not thread-safe."""
 
     def __init__(self, records: Records, token_budget: int) -> None:
         self._records, self._budget = records, token_budget
         self._times = StepTimes()
-        self._seen_s = 0.0  # when the newest step that was learnt from committed
+        self._seen_s = 0.0  # when the newest step that it has learnt from committed
 
     def predict(self, workload: Workload) -> Prediction | None:
         """Return None until steps of both phases have been seen."""
@@ -84,7 +84,7 @@ class Forecast:
     def _play(
         self, load: Workload, host_s: float
     ) -> tuple[list[ForecastStep], list[float], list[float]] | None:
-        """The steps, and when each stream has its first and its last token."""
+        """Simulate the steps; return them and the times of each stream's first and last token."""
         computed, written = [0] * load.streams, [0] * load.streams
         firsts, lasts = [0.0] * load.streams, [0.0] * load.streams
         played: list[ForecastStep] = []
@@ -111,7 +111,9 @@ class Forecast:
             seconds = self._times.predict(prefill, decode)
             if seconds is None:
                 return None
-            now += seconds + (host_s if played else 0.0)  # the first step's is in `start_s`
+            now += seconds + (
+                host_s if played else 0.0
+            )  # for the first step, `start_s` contains it
             played.append(ForecastStep(prefill.tokens, decode.rows, seconds))
             for stream in ended:
                 firsts[stream] = firsts[stream] if written[stream] else now
@@ -121,13 +123,13 @@ class Forecast:
 
 
 def _work(phase: PhaseRecord) -> PhaseWork:
-    # A decode slot reads each position that it attends to once; of chunks nobody asks.
+    # A decode slot reads each position that it attends to, once. For chunks it does not matter.
     return PhaseWork(phase.rows, phase.tokens, phase.kv_tokens, phase.kv_tokens)
 
 
 def _host_s(steps: Sequence[StepRecord]) -> float:
-    """The mean time from the end of a step's work to the start of the next, without the longest
-    tenth, which are stalls of the machine."""
+    """The mean time from the end of a step's work to the start of the next step, without the
+    longest tenth, which are stalls of the machine."""
     gaps = sorted(one.since_s.host for one in steps[-RECENT_STEPS:] if one.regular)
     kept = gaps[: max(1, len(gaps) * 9 // 10)]
     return sum(kept) / len(kept) if kept else 0.0
@@ -136,8 +138,8 @@ def _host_s(steps: Sequence[StepRecord]) -> float:
 def _start_s(
     requests: Sequence[RequestRecord], steps: Sequence[StepRecord], host_s: float
 ) -> float:
-    """The usual part of TTFT that no step accounts for: tokenising, messages, planning. A request
-    may have waited for steps of others."""
+    """The median part of TTFT outside of steps: tokenising, messages, planning. Steps of other
+    requests that a request waited for do not count."""
     spans = [(one.committed_s - one.device_s, one.committed_s) for one in steps]
     rests = []
     for record in requests[-RECENT_REQUESTS:]:

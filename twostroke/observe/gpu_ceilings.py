@@ -1,4 +1,4 @@
-"""What a GPU can do at the most, measured: the rates that the work of a step is compared with."""
+"""`measure_gpu_ceilings`: the measured maximum rates of a GPU, with which steps are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Timer = Callable[[Callable[[], object]], float]  # seconds on the device
 
 
 def measure_gpu_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Takes about a tenth of a second, and the memory of the buffers while it does."""
+    """Takes about 0.1 s, and the memory of its buffers meanwhile."""
     free = torch.cuda.mem_get_info(device)[0]
     with torch.cuda.device(device), torch.inference_mode():
         found = best_rates(device, dtype, min(READ_BYTES, free // 4), WIDTH, _seconds)

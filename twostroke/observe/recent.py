@@ -1,12 +1,14 @@
-"""`Recent`: what happened lately, for whoever looks on: `Totals` as they were each second of the
-last minute and each quarter minute of the last hour, so that what any window brought is one
-subtraction, and how times were spread in each of those slices.
+"""`Recent`: the last minute and hour, for dashboards.
+
+It keeps a snapshot of `Totals` for each second of the last minute and for each 15 seconds of the
+last hour, so that the growth in any window is one subtraction, and the spread of times in each of
+these slices.
 
     Records ──▶ Recent.add_step ──▶ Totals.add_step
-                  │ a new slice: TotalsSnapshot of the totals as they were before this step
+                  │ a new slice: a snapshot of the totals before this step
                   └ always: the step's gaps and first tokens, into bins 2 % wide
 
-A second in which nothing happens costs nothing. No torch here.
+A second without events costs nothing. No torch here.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.observe.totals import Totals
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
-# Of a minute and of an hour: the seconds of a slice, and how many are kept; the four more are what
-# it takes to know where the window began.
+# For a minute and an hour: the seconds of a slice, and how many slices are kept. The four extra
+# slices show where the window begins.
 FINE, COARSE = (1.0, 64), (15.0, 244)
-BINS = 32  # a doubling; each is 2.2 % wide
-LEAST_S = 1e-7
+BINS = 32  # for each doubling; a bin is 2.2 % wide
+MIN_S = 1e-7
 SERIES_QUANTILES = (0.5, 0.95)
 
 
 class Spread:
-    """Durations by size, so finely that a quantile is off by 1.1 % at most."""
+    """A histogram of durations, so fine that a quantile is off by 1.1 % at most."""
 
     __slots__ = ("counts",)
 
@@ -40,11 +42,11 @@ class Spread:
         self.counts: dict[int, int] = {}
 
     def add(self, seconds: float, times: int = 1) -> None:
-        at = round(log2(max(seconds, LEAST_S)) * BINS)
+        at = round(log2(max(seconds, MIN_S)) * BINS)
         self.counts[at] = self.counts.get(at, 0) + times
 
     def quantiles(self, shares: Sequence[float]) -> list[float | None]:
-        """None where nothing was added. `shares` must grow."""
+        """Quantiles at increasing `shares`; None if nothing was added."""
         bins = sorted(self.counts.items())
         total = sum(count for _, count in bins)
         if not total:
@@ -67,13 +69,13 @@ def merged(spreads: Iterable[Spread]) -> Spread:
     whole = Spread()
     counts = whole.counts
     for spread in spreads:
-        for at, count in list(spread.counts.items()):  # another thread may be adding to it
+        for at, count in list(spread.counts.items()):  # another thread may add to it
             counts[at] = counts.get(at, 0) + count
     return whole
 
 
 class TotalsSnapshot(NamedTuple):
-    """Some of the totals, at one moment; or their growth between two."""
+    """Some of the totals at one moment, or their growth between two moments."""
 
     prompt_tokens: float
     cached_tokens: float
@@ -111,9 +113,7 @@ NOTHING = TotalsSnapshot(*[0.0] * len(TotalsSnapshot._fields))
 def totals_snapshot(totals: Totals) -> TotalsSnapshot:
     prefill, decode = totals.prefill, totals.decode
     return TotalsSnapshot(
-        totals.prompt_tokens,
-        totals.cached_tokens,
-        totals.generation_tokens,
+        *(totals.prompt_tokens, totals.cached_tokens, totals.generation_tokens),
         totals.preemptions,
         *(prefill.tokens, prefill.flops, prefill.num_bytes, prefill.device_s),
         *(decode.tokens, decode.flops, decode.num_bytes, decode.device_s),
@@ -132,17 +132,17 @@ class Window(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What a slice of time brought. None: nothing was measured in it."""
+    """The measurements of a slice of time. None: nothing was measured in it."""
 
     began_s: float  # ago
     ended_s: float  # ago
     prefill_rate: float | None  # prompt tokens computed a second
     written_rate: float | None
-    # The most at any step, of all engines together.
+    # Maxima over the steps, of all engines together.
     running: int | None
     waiting: int | None
-    kv_share: float | None  # of the KV cache, in use
-    ended_rate: float  # requests a second, however they ended
+    kv_share: float | None  # the share of the KV cache in use
+    ended_rate: float  # requests that ended, a second
     error_rate: float  # requests that failed or were refused, a second
     first_p50_s: float | None
     first_p95_s: float | None
@@ -151,7 +151,7 @@ class Point(NamedTuple):
 
 
 class StepLoad(NamedTuple):
-    """The work and the KV cache in use at one step of an engine, or of several together."""
+    """The load at one step of an engine, or of several engines together."""
 
     running: int = 0
     waiting: int = 0
@@ -161,7 +161,7 @@ class StepLoad(NamedTuple):
     def plus(self, other: StepLoad) -> StepLoad:
         return StepLoad(*map(add, self, other))
 
-    def most(self, other: StepLoad) -> StepLoad:
+    def maxima(self, other: StepLoad) -> StepLoad:
         return StepLoad(*map(max, self, other))
 
 
@@ -170,23 +170,23 @@ NO_LOAD = StepLoad()
 
 @dataclass(slots=True)
 class Slice:
-    """A stretch of time in which something happened."""
+    """A span of time with events."""
 
-    began_s: float  # when the first thing in it did
-    last_s: float  # when the last did
+    began_s: float  # the first event
+    last_s: float  # the last event
     before: TotalsSnapshot
-    from_s: float | None = None  # when the work on its first step began; None: no step yet
+    from_s: float | None = None  # when its first step began; None: no step yet
     gaps: Spread = field(default_factory=Spread)
     firsts: Spread = field(default_factory=Spread)
-    load: StepLoad = NO_LOAD  # the most of each
-    quantiles: tuple[float | None, ...] | None = None  # once it has ended
+    load: StepLoad = NO_LOAD  # maxima
+    quantiles: tuple[float | None, ...] | None = None  # once the slice has ended
 
     def find_quantiles(self) -> tuple[float | None, ...]:
         spreads = (self.firsts, self.gaps)
         return tuple(q for one in spreads for q in one.quantiles(SERIES_QUANTILES))
 
     def joined(self, newer: Slice) -> Slice:
-        """Both as one."""
+        """Join two slices."""
         return Slice(
             self.began_s,
             newer.last_s,
@@ -194,25 +194,25 @@ class Slice:
             newer.from_s if self.from_s is None else self.from_s,
             merged((self.gaps, newer.gaps)),
             merged((self.firsts, newer.firsts)),
-            self.load.most(newer.load),
+            self.load.maxima(newer.load),
         )
 
 
 class Recent:
-    """A listener that must be told of a step or a request before `totals` is.
+    """A listener that must be told of each step and request before `totals`.
 
-    The newest second is in `fine` alone; when it has ended it is joined to the last slice of
-    `coarse`, and to what there was since the start."""
+    The newest second is in `fine` alone. When it has ended, it is joined to the last slice of
+    `coarse` and to the slice since the start."""
 
     def __init__(self, totals: Totals, started_s: float) -> None:
         self.totals = totals
         self.started_s = started_s
-        self.num_steps = 0  # told so far, of all engines
+        self.num_steps = 0  # so far, of all engines
         self.fine: deque[Slice] = deque(maxlen=FINE[1])
         self.coarse: deque[Slice] = deque(maxlen=COARSE[1])
         self._loads: dict[str, StepLoad] = {}  # of each engine, at its last step
         self._whole = Slice(started_s, started_s, NOTHING)
-        # Of a window's seconds: its first and last slice that has ended, and their spreads.
+        # By the seconds of a window: where its first and last ended slices begin, their spreads.
         self._merged: dict[float, tuple[float, float, Spread, Spread]] = {}
 
     def add_step(self, record: StepRecord) -> None:
@@ -229,23 +229,23 @@ class Recent:
         kv = record.kv
         load = StepLoad(record.running, record.waiting, kv.used, kv.reserved)
         self._loads[record.engine] = load
-        current.load = current.load.most(reduce(StepLoad.plus, self._loads.values()))
+        current.load = current.load.maxima(reduce(StepLoad.plus, self._loads.values()))
         self.num_steps += 1
 
     def add_request(self, record: RequestRecord) -> None:
         self.before_change(record.finished_s)
 
     def before_change(self, now: float) -> None:
-        """The totals are about to change without a step: an end, an answer."""
+        """Call before the totals change without a step: an end, an answer."""
         self._slice(now)
 
     def _slice(self, now: float) -> Slice:
-        """The second that `now` is in."""
+        """Return the slice of the second that `now` is in."""
         fine, coarse = self.fine, self.coarse
         if fine and now - fine[-1].began_s < FINE[0]:
             fine[-1].last_s = max(fine[-1].last_s, now)
             return fine[-1]
-        mark = totals_snapshot(self.totals)
+        before = totals_snapshot(self.totals)
         if fine:
             ended = fine[-1]
             ended.quantiles = ended.find_quantiles()
@@ -254,19 +254,19 @@ class Recent:
         if not coarse or now - coarse[-1].began_s >= COARSE[0]:
             if coarse:
                 coarse[-1].quantiles = coarse[-1].find_quantiles()
-            coarse.append(Slice(now, now, mark))
-        fine.append(Slice(now, now, mark))
+            coarse.append(Slice(now, now, before))
+        fine.append(Slice(now, now, before))
         return fine[-1]
 
     def _slices(self, seconds: float) -> list[Slice]:
-        """As fine as there are for so long; the last of them has not ended."""
+        """Return the finest slices for so many seconds; the last of them has not ended."""
         if seconds <= MINUTE_S or not self.fine:
             return list(self.fine)
         ended = list(self.coarse)
         return [*ended[:-1], ended[-1].joined(self.fine[-1])]
 
     def window(self, now: float, seconds: float | None) -> Window:
-        """The last `seconds`, an hour at most, to within a slice; None: since the start."""
+        """The last `seconds`, at most an hour, to within a slice; None: since the start."""
         whole, up_s = totals_snapshot(self.totals), max(now - self.started_s, 1e-9)
         if seconds is None:
             spreads = self._whole.joined(self.fine[-1]) if self.fine else self._whole
@@ -278,14 +278,14 @@ class Recent:
                 inside.append(one)
             else:
                 before = one
-        # The slice that the window cuts is left out, so the time it takes is left out too.
+        # The slice that the window cuts is left out, and so is its time.
         cut_s = began if before is None else max(began, before.last_s)
         covered_s = max(min(now - cut_s, up_s), 1e-9)
         work = whole.since(inside[0].before) if inside else NOTHING
         return Window(covered_s, work, *self._spreads(seconds, inside))
 
     def _spreads(self, seconds: float, inside: list[Slice]) -> tuple[Spread, Spread]:
-        """Their gaps and first tokens. Those of slices that have ended are added up once."""
+        """The gaps and first tokens of slices. Sums of ended slices are kept."""
         if len(inside) < 2:
             return merged(one.gaps for one in inside), merged(one.firsts for one in inside)
         *ended, current = inside
@@ -297,13 +297,15 @@ class Recent:
         return merged((known[2], current.gaps)), merged((known[3], current.firsts))
 
     def series(self, now: float, seconds: float) -> list[Point]:
-        """Of each slice of the last `seconds`, an hour at most, oldest first."""
+        """Points of the slices of the last `seconds`, at most an hour, oldest first."""
         slices = self._slices(seconds)
         length_s = (FINE if seconds <= MINUTE_S else COARSE)[0]
         after = [*(one.before for one in slices[1:]), totals_snapshot(self.totals)]
         return [
-            _point(one, mark.since(one.before), now, length_s)
-            for one, mark in zip(slices, after, strict=False)  # of no slice there is a mark, too
+            _point(one, snapshot.since(one.before), now, length_s)
+            for one, snapshot in zip(
+                slices, after, strict=False
+            )  # `after` has one more if there is no slice
             if now - one.last_s <= seconds
         ]
 
@@ -316,18 +318,11 @@ def _point(one: Slice, work: TotalsSnapshot, now: float, length_s: float) -> Poi
     requests = ended / over_s, errors / over_s
     quantiles = one.quantiles or one.find_quantiles()
     if one.from_s is None:  # requests ended or were refused, and no step ran
-        ends_s = now - one.began_s, now - one.last_s
-        return Point(*ends_s, None, None, None, None, None, *requests, *quantiles)
+        nothing = (None,) * 5
+        return Point(now - one.began_s, now - one.last_s, *nothing, *requests, *quantiles)
     took_s = max(one.last_s - one.from_s, 1e-3)
     load = one.load
-    return Point(
-        now - one.from_s,
-        now - one.last_s,
-        work.prefill_tokens / took_s,
-        work.generated_tokens / took_s,
-        load.running,
-        load.waiting,
-        load.kv_used / load.kv_reserved if load.kv_reserved else 0.0,
-        *requests,
-        *quantiles,
-    )
+    kv_share = load.kv_used / load.kv_reserved if load.kv_reserved else 0.0
+    rates = work.prefill_tokens / took_s, work.generated_tokens / took_s
+    ends_s = now - one.from_s, now - one.last_s
+    return Point(*ends_s, *rates, load.running, load.waiting, kv_share, *requests, *quantiles)

@@ -220,6 +220,11 @@ class Records:
         for listener in self.listeners:
             listener.add_step(record)
 
+    def add_request(self, record: RequestRecord) -> None:
+        """Keep the record of a finished request and tell the listeners."""
+        self.requests.append(record)
+        self.tell_request(record)
+
     def tell_request(self, record: RequestRecord) -> None:
         for listener in self.listeners:
             listener.add_request(record)

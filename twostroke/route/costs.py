@@ -1,7 +1,7 @@
-"""`StepCosts`: what work takes in one engine, learnt from the records of its steps.
+"""`StepCosts`: the time that work takes in one engine, learnt from the records of its steps.
 
-The engine's own step-time model (`sched/steptime.py`), fed by the records that the server is sent
-anyway, and read out as five plain costs, so that a decision about a request is a few products.
+It feeds the step-time model (`sched/steptime.py`) with the records that the server is sent anyway,
+and reads out five plain costs, so that a decision about a request takes a few multiplications.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ from twostroke.observe.record import PhaseRecord, StepRecord
 from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 
-LEARN_EVERY_S = 0.05  # of steps with prefill, and of those without; one takes about 20 µs here
-CHUNK = 512  # prompt tokens of the step that a token's cost is taken from, at the most
+LEARN_EVERY_S = 0.05  # for steps with prefill, and for those without; one takes about 20 µs
+MAX_CHUNK = 512  # prompt tokens of the step from which the cost of a token is computed
 POSITIONS = 65536
 
 
 class PrefillCosts(NamedTuple):
-    """Seconds, of a prompt."""
+    """Costs of a prompt, in seconds."""
 
     token: float
-    position: float  # each cached position that a token attends to
+    position: float  # for each cached position that a token attends to
 
     def prompt_s(self, num_tokens: int, num_cached: int) -> float:
-        """To compute all tokens but the first `num_cached`."""
+        """The time to compute all tokens but the first `num_cached`."""
         tokens = num_tokens - num_cached
         return tokens * (self.token + self.position * (num_cached + tokens / 2))
 
 
 class DecodeCosts(NamedTuple):
-    """Seconds, of a step."""
+    """Costs of a step, in seconds."""
 
     step: float
-    stream: float  # what each stream adds
-    position: float  # what each cached position of a stream adds
+    stream: float  # added by each stream
+    position: float  # added by each cached position of a stream
 
     def step_s(self, streams: int, positions: float) -> float:
         return self.step + self.stream * streams + self.position * positions
 
 
 class StepCosts:
-    """None: not enough of such steps has been seen."""
+    """`prefill`, `decode`: None while too few steps of the phase have been seen."""
 
     def __init__(self) -> None:
         self.prefill: PrefillCosts | None = None
         self.decode: DecodeCosts | None = None
-        self.learnt_s = 0.0  # when a step was last looked at
+        self.learnt_s = 0.0  # when it last learnt from a step
         self._times = StepTimes()
-        self._again_s = [0.0, 0.0]  # from when on a step is looked at: without prefill, with
+        self._again_s = [0.0, 0.0]  # when it learns from the next step: without prefill, with
 
     def add_step(self, record: StepRecord) -> None:
         mixed = record.prefill.tokens > 0
-        if record.device_s <= 0.0:  # it could not be told
+        if record.device_s <= 0.0:  # unknown
             return
         if record.committed_s < self._again_s[mixed]:
             return
@@ -62,7 +62,7 @@ class StepCosts:
         times = self._times
         times.add(_work(record.prefill), _work(record.decode), record.device_s)
         if mixed:
-            tokens = min(times.largest, CHUNK)
+            tokens = min(times.largest, MAX_CHUNK)
             alone, far = (
                 times.predict(PhaseWork(1, tokens, positions), PhaseWork())
                 for positions in (0, POSITIONS)
@@ -79,5 +79,5 @@ class StepCosts:
 
 
 def _work(phase: PhaseRecord) -> PhaseWork:
-    # A decode slot reads each position that it attends to once.
+    # A decode slot reads each position that it attends to, once.
     return PhaseWork(phase.rows, phase.tokens, phase.kv_tokens, phase.kv_tokens)

@@ -19,7 +19,7 @@ from twostroke.sched.updates import Update
 
 
 class MemberOwner(Protocol):
-    """Whoever knows the requests."""
+    """The client that the member belongs to."""
 
     def on_updates(self, member: Member, updates: list[Update]) -> None: ...
 
@@ -55,14 +55,14 @@ class Member(SupervisedEngine):
     ) -> None:
         super().__init__(launcher, child, ready, hang_timeout_s, restart_limit)
         self.state, self._owner = state, owner
-        self.leaving = False  # it is sent nothing any more, and is removed once nothing is in it
+        self.leaving = False  # it is sent no more requests, and is removed when it has none
         self.transfers = self._fetched = TransferTotals()
         self.totals = totals = Totals(ready.info.max_model_len)
         self.records.listeners += [totals, self]
-        self.first_step = owner.new_first_step()  # that the others' are told apart by
-        self._tell_state()
+        self.first_step = owner.new_first_step()  # added to step numbers, so that they differ
+        self._update_state()
 
-    def _tell_state(self) -> None:
+    def _update_state(self) -> None:
         info = self.info
         self.state.capacity_tokens = info.kv_tokens
         self.state.token_bytes = info.kv_bytes / info.kv_tokens if info.kv_tokens else 0.0
@@ -82,8 +82,15 @@ class Member(SupervisedEngine):
             state = "stopped" if self.given_up else "down"
         elif self.leaving:
             state = "leaving"
-        where = self.host, self.pid
-        return MemberStatus(self.name, self.phase, state, *where, self.num_restarts, num_requests)
+        return MemberStatus(
+            name=self.name,
+            phase=self.phase,
+            state=state,
+            host=self.host,
+            pid=self.pid,
+            restarts=self.num_restarts,
+            requests=num_requests,
+        )
 
     def leave(self) -> None:
         self.leaving, self.state.up = True, False
@@ -93,11 +100,11 @@ class Member(SupervisedEngine):
 
     def add_request(self, record: RequestRecord) -> None: ...
 
-    # ── to those who know the requests ──────────────────────────────────────────────────────
+    # ── events of the engine, passed on to the owner ────────────────────────────────────────
 
     @property
     def num_open(self) -> int:
-        return 0  # they go on elsewhere
+        return 0  # its requests continue in other engines
 
     def on_updates(self, updates: list[Update]) -> None:
         self._owner.on_updates(self, updates)
@@ -126,8 +133,8 @@ class Member(SupervisedEngine):
 
     def on_restart(self) -> None:
         self.state.up = not self.leaving
-        self.first_step = self._owner.new_first_step()  # it counts from 0 again
-        self._tell_state()
+        self.first_step = self._owner.new_first_step()  # the new process counts from 0 again
+        self._update_state()
         self._owner.on_restart(self)
 
     def on_end(self, reason: str) -> None:
@@ -137,27 +144,30 @@ class Member(SupervisedEngine):
 
 @dataclass(slots=True, eq=False)
 class ActiveOffer:
-    """An offer that a request's next engine has not fetched yet."""
+    """An offer of KV blocks that the request's next engine has not fetched yet."""
 
-    member: Member  # who made it
+    member: Member  # that made the offer
     offer: Offer
+
+    def release(self) -> None:
+        self.member.release(self.offer.number)
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
     """One continuation of a request, from its acceptance to its end."""
 
-    given: EngineRequest  # as it was accepted
-    member: Member | None = None  # who has it; None: nobody is up
-    queued: Queued = NOTHING  # what is counted as queued there, until its first token
-    attempts: int = 0  # engines that died with it
+    request: EngineRequest  # as accepted
+    member: Member | None = None  # the engine that has it; None: no engine is up
+    queued: Queued = NOTHING  # its share of the queue there, until its first token
+    attempts: int = 0  # engines that died while they had it
     record: RequestRecord | None = None  # of the engines that had it before
-    standing: ActiveOffer | None = None
-    ahead: Member | None = None  # who fetches its blocks while the rest is computed
-    promised: bool = False  # it is counted as one that will come there
-    ahead_bytes: int = 0  # that have come there
-    handed_over_s: float = 0.0  # when; 0: its next engine has written a token since
-    fetch_s: float = 0.0  # what its next engine took to fetch its blocks
+    offer: ActiveOffer | None = None  # its blocks, once its prompt has been computed
+    next_member: Member | None = None  # fetches its blocks while the prompt is being computed
+    promised: bool = False  # it counts as a request that will come to `next_member`
+    ahead_bytes: int = 0  # that have been fetched ahead
+    handed_over_s: float = 0.0  # when it was handed over; 0: a token has come since
+    fetch_s: float = 0.0  # the duration of the fetch by its next engine
     last_s: float = 0.0  # when its last token came
-    route: list[str] = field(default_factory=list)  # what was decided, and why
-    stays: list[EngineSpan] = field(default_factory=list)
+    route: list[str] = field(default_factory=list)  # the decisions and their reasons
+    spans: list[EngineSpan] = field(default_factory=list)

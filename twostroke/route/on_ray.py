@@ -1,5 +1,7 @@
-"""Engines as actors of a Ray cluster. Which node one runs on, that it is started again when it dies
-and where it goes when its node does is Ray's; this is the only module that imports ray.
+"""`RayCluster`: engines as actors of a Ray cluster.
+
+Ray chooses the node of an engine, and starts the engine again when it or its node dies. This is the
+only module that imports ray.
 
     server ── placement group, actor ─▶ Ray ─▶ a worker process of some node: `EngineActor`
     server ◀── messages of engine/wire.py, over ZeroMQ ──▶ the engine in it
@@ -41,12 +43,12 @@ except ImportError as error:
     ) from None
 
 CONNECT_S = 5.0  # for the address to answer at all
-LOOK_S = 0.2  # how often a thread that waits for Ray looks whether it is still to wait
-KILLED_S = 10.0  # after which a worker that was killed, and of which Ray tells nothing, has ended
+POLL_S = 0.2  # how often a thread that waits for Ray checks whether it must still wait
+KILLED_S = 10.0  # without news from Ray, after which a killed worker counts as ended
 
 
 class RayCluster:
-    """A cluster as the place of engines."""
+    """A cluster that engines run on."""
 
     def __init__(
         self, address: str, patience_s: float = 60.0, builder: str = DEFAULT_BUILDER
@@ -73,18 +75,18 @@ class RayCluster:
         return RayLauncher(self, engine)
 
     def check_room(self, config: EngineConfig, num_engines: int) -> None:
-        """Ray knows when it places one."""
+        """Not checked: Ray finds out when it places an engine."""
 
     def close(self) -> None:
         ray.shutdown()
 
     def nodes(self) -> list[dict[str, float]]:
-        """The resources of each that is alive."""
+        """The resources of each node that is alive."""
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     def placed(self, engines: Sequence[PooledEngine]) -> list[PooledEngine]:
-        """The engines as they are here: each with as many threads as it gets cores, and its share
-        of a node's memory. `threads`, where given, decides how many cores one gets."""
+        """Adapt the engines to the cluster: each gets as many threads as cores, and its share of a
+        node's memory. `threads`, if given, is the number of cores of an engine."""
         nodes = self.nodes()
         for one in engines:
             if one.config.device.startswith("cuda:"):
@@ -107,7 +109,7 @@ class RayCluster:
         return adapted
 
     def bundle(self, engine: PooledEngine) -> dict[str, float]:
-        """What one engine takes of a node."""
+        """The resources that one engine takes of a node."""
         config = engine.config
         cores, gpus = max(config.threads or 1, config.threads_batch or 1), {}
         if _wants_gpus(config, self.nodes()):
@@ -115,18 +117,19 @@ class RayCluster:
         return {"CPU": float(cores), **gpus, **engine.resources}
 
     def no_room(self, name: str, bundle: dict[str, float]) -> str:
-        wanted = " and ".join(f"{count:g} {kind}" for kind, count in bundle.items())
+        wanted = " and ".join(f"{count:g} {resource}" for resource, count in bundle.items())
         free = ray.available_resources()
-        there = ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in bundle)
+        available = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
         return (
             f"the Ray cluster had no room for {name} within {self.patience_s:.0f} s: it takes "
-            f"{wanted} of one node, and {there} are free on {len(self.nodes())} nodes; add nodes, "
-            "ask for fewer engines or --threads, or raise --ray-timeout-s if nodes are on their way"
+            f"{wanted} of one node, and {available} are free on {len(self.nodes())} nodes; add "
+            "nodes, ask for fewer engines or --threads, or raise --ray-timeout-s if nodes are on "
+            "their way"
         )
 
 
 class RayLauncher:
-    """One engine's place: a placement group, and the actor in it, which Ray starts again."""
+    """The place of one engine: a placement group with an actor that Ray starts again."""
 
     def __init__(self, cluster: RayCluster, engine: PooledEngine) -> None:
         self.cluster, self._engine = cluster, engine
@@ -151,7 +154,7 @@ class RayLauncher:
             self._actor = self._group = None
 
     def actor(self, ending: Event) -> Any:
-        """The actor, placed if it has not been yet; called in a thread. Raises `EngineError`."""
+        """Return the actor; place it first if needed. Called in a thread. Raises `EngineError`."""
         with self._lock:
             if self._closed.is_set():
                 raise EngineError("its place was given back")
@@ -172,7 +175,7 @@ class RayLauncher:
                         num_gpus=bundle.get("GPU", 0),
                         scheduling_strategy=strategy,
                         max_restarts=-1,  # the server gives up after several deaths in a row
-                        max_task_retries=0,  # whoever is sent what is not for Ray to say
+                        max_task_retries=0,  # the server decides what is sent again
                     )
                     .remote(name, asdict(config), self.cluster.builder, __version__)
                 )
@@ -181,7 +184,7 @@ class RayLauncher:
     def _placed(self, ending: Event) -> bool:
         until = monotonic() + self.cluster.patience_s
         while monotonic() < until and not ending.is_set() and not self._closed.is_set():
-            if self._group.wait(LOOK_S):
+            if self._group.wait(POLL_S):
                 return True
         return False
 
@@ -193,7 +196,7 @@ class RayLaunched:
         self._launcher = launcher
         self.endpoint = f"tcp://{launcher.cluster.host}:*"
         self.secret = launcher.secret
-        self.stopped = False  # not known
+        self.stopped = False  # unknown
         self.running = False  # Ray may have to make room or start a node first
         self._send_to, self._how = "", ""
         self._ending, self._ended = Event(), Event()
@@ -225,7 +228,7 @@ class RayLaunched:
         self._ended.set()
 
     def _wait_until_up(self) -> bool:
-        """Until Ray has started the actor, for the first time or again; False: it was killed."""
+        """Wait until Ray has started the actor, or started it again; False: it was killed."""
         while not self._ending.is_set():
             up = self._actor.__ray_ready__.remote()
             if not self._wait_for(up):
@@ -233,12 +236,12 @@ class RayLaunched:
             try:
                 return bool(ray.get(up))
             except ActorUnavailableError:
-                self._ending.wait(LOOK_S)
+                self._ending.wait(POLL_S)
         return False
 
     def _wait_for(self, ref: Any) -> bool:
-        """False: it was killed, and Ray has told nothing of it since."""
-        while not ray.wait([ref], timeout=LOOK_S)[0]:
+        """Wait for a result; False: the worker was killed and Ray has not reported it."""
+        while not ray.wait([ref], timeout=POLL_S)[0]:
             if self._ending.is_set() and monotonic() - self._ending_s > KILLED_S:
                 return False
         return True
@@ -259,10 +262,10 @@ class RayLaunched:
 
 
 class EngineActor:
-    """The engine, in whichever worker Ray has put it."""
+    """The engine, in the worker that Ray chose."""
 
     def __init__(self, name: str, config: dict[str, Any], builder: str, version: str) -> None:
-        """`version`: the server's; messages of another may mean something else."""
+        """`version`: the server's; messages of other versions may differ."""
         self._name, self._config, self._builder = name, config, builder
         self._version = version
 
@@ -275,18 +278,24 @@ class EngineActor:
                 "install the same on all nodes"
             )
         host: str = ray.util.get_node_ip_address()
-        # Of the node's GPUs, Ray shows this worker its own alone.
+        # Ray hides the other GPUs of the node from this worker.
         config = EngineConfig(**self._config | {"kv_host": host, "engine_index": 0})
         where = f"{self._name} on node {host}"
-        endpoints = send_to, f"tcp://{host}:*"
-        code = run_engine(config, self._builder, *endpoints, where, config.engine_secret)
-        if code:  # the next is to begin in a worker that has seen nothing
+        code = run_engine(
+            config,
+            self._builder,
+            send_to,
+            listen_at=f"tcp://{host}:*",
+            where=where,
+            secret=config.engine_secret,
+        )
+        if code:  # the next engine must begin in a fresh worker
             os._exit(code)
         return code
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Raise `ConfigError` if nothing answers; Ray itself would try for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -307,7 +316,7 @@ def _wants_gpus(config: EngineConfig, nodes: Sequence[dict[str, float]]) -> bool
 
 
 def _cores_each(cores: Sequence[int], num_engines: int) -> int:
-    """The most that every engine can have, each on one node; 0: there are too few."""
+    """Return the most cores that every engine can have, each on one node; 0: too few cores."""
     for each in range(max(cores, default=0), 0, -1):
         if sum(node // each for node in cores) >= num_engines:
             return each

@@ -1,4 +1,4 @@
-"""Which engines a server has, and what each is set to.
+"""`PoolSettings`: the engines of a server and the settings of each.
 
 --prefill-engines P --decode-engines D    two pools: each phase has its own engines
 --data-parallel-size N                    N engines that do both
@@ -20,8 +20,8 @@ from twostroke.route.router import Role
 from twostroke.strict import StrictSettings
 
 MAX_ENGINES = 64
-# What a pool may have of its own: what its phase wants, and nothing that changes the tokens.
-OWN = (
+# Settings that a pool may have of its own. None of them changes the tokens that are written.
+OWN_SETTINGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "kv_cache_memory_bytes",
@@ -40,20 +40,20 @@ class PooledEngine(NamedTuple):
     name: str
     role: Role
     config: EngineConfig
-    resources: Mapping[str, float] = MappingProxyType({})  # of a Ray node, besides CPUs or GPUs
+    resources: Mapping[str, float] = MappingProxyType({})  # of a Ray node, besides CPUs and GPUs
 
 
 class Places(Protocol):
-    """Where engines may run."""
+    """The machines that engines run on."""
 
     def launcher(self, engine: PooledEngine) -> Launcher: ...
 
     def check_room(self, config: EngineConfig, num_engines: int) -> None:
-        """Raise `RequestError` if there cannot be so many, the last of them with this config."""
+        """Raise `RequestError` if there is no room for so many engines, the last with `config`."""
 
 
 class ThisMachine:
-    """Engines as processes. `spawned`: those that have been started already, by name."""
+    """Starts engines as processes. `spawned`: processes that run already, by name."""
 
     def __init__(
         self, builder: str = DEFAULT_BUILDER, spawned: Mapping[str, Spawned] | None = None
@@ -82,12 +82,12 @@ class PoolSettings(StrictSettings):
     decode_config: dict[str, Any] | None = None
     kv_transfer_checksums: bool = False
     ray: str | None = None  # engines are actors of this cluster: "auto", or HOST:PORT of its head
-    ray_timeout_s: float = 60.0  # that an engine may wait for room there
-    # What an engine takes of a node that has it, such as {"prefill": 1}: which nodes are for whom.
+    ray_timeout_s: float = 60.0  # how long an engine may wait for room there
+    # Custom resources that an engine takes of a node, such as {"prefill": 1}: they assign nodes.
     prefill_resources: dict[str, float] | None = None
     decode_resources: dict[str, float] | None = None
-    kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
-    kv_transport: str = "auto"  # memory, device, nixl or sockets: this way alone
+    kv_transfer_timeout_s: float = 3.0  # without data; then the blocks are recomputed
+    kv_transport: str = "auto"  # or only memory, device, nixl or sockets
 
     def __post_init__(self) -> None:
         for name in ("prefill_engines", "decode_engines"):
@@ -100,11 +100,11 @@ class PoolSettings(StrictSettings):
         self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
         check_kv_transport(self.kv_transport)
         if bool(self.prefill_engines) != bool(self.decode_engines):
-            there, missing = ("prefill_engines", "decode_engines")[
+            present, missing = ("prefill_engines", "decode_engines")[
                 :: 1 if self.prefill_engines else -1
             ]
             raise ConfigError(
-                f"{there} is given, and {missing} is not: a request needs both; give both, or "
+                f"{present} is given, and {missing} is not: a request needs both; give both, or "
                 "neither for engines that do both phases"
             )
         if self.prefill_engines and self.data_parallel_size > 1:
@@ -118,31 +118,32 @@ class PoolSettings(StrictSettings):
             self._check_resources(name)
 
     def _check_own(self, name: str) -> None:
-        given = getattr(self, name)
-        if given is None:
+        settings = getattr(self, name)
+        if settings is None:
             return
         if not self.prefill_engines:
             raise ConfigError(f"{name} is for pools: give prefill_engines and decode_engines")
-        if not isinstance(given, dict):
-            self._refuse(name, f"a dict of {', '.join(OWN)}")
-        for key in given:
-            if key not in OWN:
-                hint = nearest(str(key), OWN) or f"; a pool has its own {', '.join(OWN)}"
+        if not isinstance(settings, dict):
+            self._refuse(name, f"a dict of {', '.join(OWN_SETTINGS)}")
+        for key in settings:
+            if key not in OWN_SETTINGS:
+                names = ", ".join(OWN_SETTINGS)
+                hint = nearest(str(key), OWN_SETTINGS) or f"; a pool has its own {names}"
                 raise ConfigError(f"{name}: {key!r} is the same for all engines{hint}")
 
     def _check_resources(self, name: str) -> None:
-        given = getattr(self, name)
-        if given is None:
+        resources = getattr(self, name)
+        if resources is None:
             return
         if self.ray is None or not self.prefill_engines:
             raise ConfigError(
                 f"{name} says which nodes of a Ray cluster a pool is for: give ray, "
                 "prefill_engines and decode_engines with it"
             )
-        numbers = isinstance(given, dict) and all(
-            type(amount) in (int, float) and 0 < amount < 1e6 for amount in given.values()
+        valid = isinstance(resources, dict) and all(
+            type(amount) in (int, float) and 0 < amount < 1e6 for amount in resources.values()
         )
-        if not numbers:
+        if not valid:
             self._refuse(name, 'a dict of numbers above 0, such as {"prefill": 1}')
 
     @property
@@ -151,16 +152,16 @@ class PoolSettings(StrictSettings):
 
     @property
     def summary(self) -> str:
-        """How many there are, for people; nothing for one of this machine."""
+        """The number of engines, for people; "" for a single engine of this machine."""
         where = ", on Ray" if self.ray else ""
         if self.prefill_engines:
             return f"{self.prefill_engines} prefill, {self.decode_engines} decode{where}"
         return f"{self.data_parallel_size}{where}" if self.data_parallel_size > 1 or where else ""
 
     def engines(self, config: EngineConfig) -> list[PooledEngine]:
-        """All of them; one alone is as `config` says."""
+        """Describe all engines; a single engine is as in `config`."""
         count = self.num_engines
-        secret = None  # engines of one machine that share no blocks talk through files of one user
+        secret = None  # engines of one machine that share no blocks use files of one user
         if self.ray is not None or self.prefill_engines:
             from twostroke.network_auth import engine_secret  # needs ZeroMQ
 
@@ -177,7 +178,7 @@ class PoolSettings(StrictSettings):
             kv_transfer_timeout_s=self.kv_transfer_timeout_s,
         )
         sharing = "checked" if self.kv_transfer_checksums else "shared"
-        # A pool keeps the weights as its phase has them, and no others.
+        # A pool keeps the weights in the format of its phase alone.
         prefill, decode = (common.for_phase(phase) for phase in ("prefill", "decode"))
         prefill = replace(prefill, kv_sharing=sharing, **(self.prefill_config or {}))
         decode = replace(decode, kv_receives=True, **(self.decode_config or {}))

@@ -1,24 +1,25 @@
-"""`Router`: which engine a request goes to, and whether another decodes what the first prefilled.
+"""`Router`: chooses the engine of a request, and whether another engine decodes it after prefill.
 
-Decided from what the server itself knows: what it has sent to each engine and not had back, which
-beginnings of prompts each has computed, and what its steps, fetches and hand-overs took. The same
-numbers give the same decision, and every decision says why.
+Decisions use only what the server knows: the requests that each engine has, the beginnings of the
+prompts that it has computed, and the times of its steps, fetches and hand-overs. The same numbers
+give the same decision, and every decision has a reason in words.
 
-A place costs the seconds that requests wait because of it, all of them together:
+The cost of an engine is the time that all requests together wait because of the decision:
 
-    the request's own   prompts queued there  +  what is not cached of its own  +  its decode steps
-    the streams there   stand still for its prompt, and have longer steps while it writes
+    this request    prompts queued there  +  the part of its prompt that is not cached
+                    +  its decode steps
+    streams there   stop for its prompt, and have longer steps while it writes
 
-so that a prompt goes where its beginning is cached until the queue there costs more than to compute
-it elsewhere. Engines that do both phases are compared by all of it. In pools:
+So a prompt goes where its beginning is cached, until the queue there costs more than computing the
+prompt elsewhere. Engines that do both phases are compared by this cost. In pools:
 
-    prefill, hand over  queue and prompt at a prefill engine  +  the hand-over: the time it takes
-                        beside the fetch, and the fetch, which the streams there wait for
-    prefill at decode   queue and prompt at a decode engine, whose streams stand still meanwhile;
-                        a second of theirs counts `GAP_WEIGHT` times
-    decode at prefill   where the few tokens that may be written take less than a hand-over
+    prefill, hand over  queue and prompt at a prefill engine  +  the hand-over: its own time, and
+                        the fetch, which the streams of the decode engine wait for
+    prefill at decode   queue and prompt at a decode engine, whose streams stop meanwhile; a second
+                        of theirs counts `GAP_WEIGHT` times
+    decode at prefill   if the few tokens that may be written take less time than a hand-over
 
-Where a pool has no engine that is up, the other does its work.
+If a pool has no engine that is up, the other pool does its work.
 """
 
 from __future__ import annotations
@@ -32,17 +33,15 @@ from typing import NamedTuple
 from twostroke.observe.record import StepRecord
 from twostroke.route.costs import DecodeCosts, PrefillCosts, StepCosts
 
-FIRST_MARK = (
-    64  # tokens that the first of a prompt's marks stands for; each other for twice as many
-)
-MAX_MARKS = 8192  # that are remembered of one engine
+FIRST_MARK = 64  # tokens of a prompt's first mark; each further mark stands for twice as many
+MAX_MARKS = 8192  # remembered for one engine
 NEWEST = 0.1  # weight of the newest value in a moving average
-MIN_HAND_OVERS = 8  # before their time is relied on: the first of an engine are slower
-OLD_S = 10.0  # that an engine's costs are behind those of others: then they are forgotten
-GAP_WEIGHT = 4  # what a second between two tokens counts, against one before the first
-# Until steps have been seen: what engines do with them is compared all the same.
+MIN_HAND_OVERS = 8  # before their time is used: the first hand-overs of an engine are slower
+OLD_S = 10.0  # costs of an engine that are older than the newest by so much are dropped
+GAP_WEIGHT = 4  # weight of a second between two tokens; a second before the first has 1
+# Used until steps have been seen, so that engines can be compared.
 FIRST_PREFILL, FIRST_DECODE = PrefillCosts(1e-4, 0.0), DecodeCosts(0.0, 2.5e-5, 0.0)
-FIRST_ANSWER = 128.0  # tokens that a request writes
+FIRST_ANSWER = 128.0  # tokens of an answer, until answers have been seen
 
 
 class Role(StrEnum):
@@ -52,16 +51,16 @@ class Role(StrEnum):
 
 
 class Prompt(NamedTuple):
-    """What is known of a request before it runs."""
+    """A request as the router knows it before it runs."""
 
     num_tokens: int
     marks: Sequence[str] = ()  # digests of its first 64, 128, 256, … tokens, with its salt
-    session: str = ""  # of which it is the next turn, with its salt
-    max_tokens: int | None = None  # that it may still write
+    session: str = ""  # digest of the conversation that it continues, with its salt
+    max_tokens: int | None = None  # still to be written at most
 
 
 class Queued(NamedTuple):
-    """What of a prompt an engine has not computed yet, and what that is expected to take."""
+    """The part of a prompt that an engine has still to compute, and the expected time."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -72,54 +71,54 @@ NOTHING = Queued()
 
 @dataclass(slots=True, eq=False)
 class EngineState:
-    """What is known here of one engine."""
+    """The server's knowledge about one engine."""
 
     name: str
     role: Role
     up: bool = True
-    queued_tokens: int = 0  # of prompts that it was sent and has not computed
-    queued_s: float = 0.0  # that these are expected to take
-    queued: int = 0  # requests with such a prompt
-    streams: int = 0  # requests that it was sent, have their first token and have not left it
-    promised: int = 0  # requests that will come to it, whose prompts are still computed elsewhere
-    capacity_tokens: int = 0  # of its KV cache; 0: not known
+    queued_tokens: int = 0  # prompt tokens that it has still to compute
+    queued_s: float = 0.0  # their expected time
+    queued: int = 0  # requests with such prompts
+    streams: int = 0  # requests in it that have their first token
+    promised: int = 0  # requests that will come here after their prefill elsewhere
+    capacity_tokens: int = 0  # of its KV cache; 0: unknown
     token_bytes: float = 0.0  # of keys and values
-    bytes_per_s: float = 0.0  # at which it fetches blocks, of late; 0: not known
-    positions: int = 0  # cached, that its last decode step attended to
+    bytes_per_s: float = 0.0  # recent speed of fetching blocks; 0: unknown
+    positions: int = 0  # cached positions that its last decode step attended to
     costs: StepCosts = field(default_factory=StepCosts)
-    _marks: OrderedDict[str, int] = field(default_factory=OrderedDict)  # tokens each stands for
+    _marks: OrderedDict[str, int] = field(default_factory=OrderedDict)  # tokens of each mark
     _marked_tokens: int = 0
-    _sessions: OrderedDict[str, int] = field(default_factory=OrderedDict)  # their tokens so far
+    _sessions: OrderedDict[str, int] = field(default_factory=OrderedDict)  # tokens of each
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Tokens of a prompt's beginning that it has computed not long ago; never all of them."""
+        """Tokens of a prompt's beginning that it computed recently; never the whole prompt."""
         marks, known = prompt.marks, self._marks
-        most = next((FIRST_MARK << n for n in _last_first(marks) if marks[n] in known), 0)
-        # Of a conversation that begins otherwise, the name says nothing.
-        if most or not marks:
-            most = max(most, self._sessions.get(prompt.session, 0))
-        return min(prompt.num_tokens - 1, most)
+        cached = next((FIRST_MARK << n for n in _last_first(marks) if marks[n] in known), 0)
+        # If the conversation now begins differently, the length of its session does not count.
+        if cached or not marks:
+            cached = max(cached, self._sessions.get(prompt.session, 0))
+        return min(prompt.num_tokens - 1, cached)
 
     def note_prompt(self, prompt: Prompt) -> None:
-        """It computes this, and forgets what it computed longest ago: of that the end first."""
+        """Note a prompt that it computes, and drop the oldest prompts, each from its end."""
         for n in _last_first(prompt.marks):
             mark, tokens = prompt.marks[n], FIRST_MARK << max(0, n - 1)  # beyond the mark before
             if mark not in self._marks:
                 self._marks[mark] = tokens
                 self._marked_tokens += tokens
             self._marks.move_to_end(mark)
-        most = self.capacity_tokens or float("inf")
-        while len(self._marks) > MAX_MARKS or self._marked_tokens > most:
+        max_tokens = self.capacity_tokens or float("inf")
+        while len(self._marks) > MAX_MARKS or self._marked_tokens > max_tokens:
             self._marked_tokens -= self._marks.popitem(last=False)[1]
         self.note_session(prompt.session, prompt.num_tokens)
 
     def note_part(self, prompt: Prompt, num_tokens: int) -> None:
-        """It has the first tokens of this."""
+        """Note that it has the first tokens of a prompt."""
         marks = prompt.marks[: (num_tokens // FIRST_MARK).bit_length()]
         self.note_prompt(Prompt(num_tokens, marks))
 
     def note_session(self, session: str, num_tokens: int) -> None:
-        """A conversation has come to so many tokens here."""
+        """Note the length of a conversation in this engine."""
         if session:
             self._sessions[session] = num_tokens
             self._sessions.move_to_end(session)
@@ -141,7 +140,7 @@ class EngineState:
         self.queued_s -= queued.seconds
         self.queued -= 1
         if not self.queued:
-            self.queued_s = 0.0  # what rounding left
+            self.queued_s = 0.0  # remove rounding errors
 
     def add_step(self, record: StepRecord) -> None:
         if record.decode.rows:
@@ -156,23 +155,23 @@ class EngineState:
             self.bytes_per_s = moving(self.bytes_per_s, num_bytes / seconds)
 
     def fetch_s(self, num_tokens: int) -> float:
-        """To fetch the blocks of so many tokens."""
+        """The expected time to fetch the blocks of so many tokens; 0 if unknown."""
         return num_tokens * self.token_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
 
 class Placement(NamedTuple):
     engine: EngineState
-    hand_over: bool  # it only prefills
-    queued: Queued  # what it will have to compute
+    hand_over: bool  # another engine will decode
+    queued: Queued  # the part that the engine has to compute
     reason: str
 
 
-class Seat(NamedTuple):
-    """A prompt as it would be in one engine."""
+class Candidate(NamedTuple):
+    """An engine that might get a prompt, and the work there."""
 
     engine: EngineState
     num_cached: int
-    queued: Queued  # the rest of it
+    queued: Queued  # the rest of the prompt
 
     @property
     def first_token_s(self) -> float:
@@ -182,10 +181,10 @@ class Seat(NamedTuple):
 class Router:
     def __init__(self, engines: Sequence[EngineState]) -> None:
         self.engines = engines
-        self.hand_over_s = 0.0  # first token → second, less the fetch, of late; 0: not known
+        self.hand_over_s = 0.0  # recent time from first to second token, less the fetch; 0: unknown
         self._hand_overs = 0
-        self._hand_over_s = 0.0  # the same, also of too few
-        self.answer_tokens = FIRST_ANSWER  # that a request writes, of late
+        self._hand_over_s = 0.0  # the same, even of too few
+        self.answer_tokens = FIRST_ANSWER  # recent length of answers
 
     def note_hand_over(self, seconds: float, fetch_s: float) -> None:
         self._hand_overs += 1
@@ -200,7 +199,7 @@ class Router:
     # ── decisions ───────────────────────────────────────────────────────────────────────────
 
     def place(self, prompt: Prompt) -> Placement | None:
-        """Where a prompt is to be computed; None if no engine is up."""
+        """Choose the engine that computes a prompt; None if no engine is up."""
         self._forget_old_costs()
         prefill, decode, both = (self._up(role) for role in Role)
         if both:
@@ -211,53 +210,53 @@ class Router:
                 return None
             missing = Role.DECODE if prefill else Role.PREFILL
             return whole._replace(reason=f"{whole.reason}; no {missing} engine is up")
-        seat = min(self._seats(prefill, prompt), key=lambda one: one.first_token_s)
-        reason = f"prefilled by {seat.engine.name}: {seat.engine.queued_tokens} tokens before it"
-        if seat.num_cached:
-            reason += f", {seat.num_cached} of {prompt.num_tokens} cached"
-        through = Placement(seat.engine, True, seat.queued, reason)
+        best = min(self._candidates(prefill, prompt), key=lambda one: one.first_token_s)
+        reason = f"prefilled by {best.engine.name}: {best.engine.queued_tokens} tokens before it"
+        if best.num_cached:
+            reason += f", {best.num_cached} of {prompt.num_tokens} cached"
+        through = Placement(best.engine, True, best.queued, reason)
         if prompt.max_tokens == 1:
             return through._replace(hand_over=False)
         return self._place_directly(through, decode, prompt) or through
 
     def place_decode(self, prompt: Prompt, chosen: EngineState | None = None) -> Placement | None:
-        """Who is to go on with a request that has been prefilled; None: no decode engine is up.
-        `chosen`: before, while it was prefilled."""
+        """Choose the engine that continues a prefilled request; None: no decode engine is up.
+        `chosen`: the engine that was chosen during prefill."""
         self._forget_old_costs()
         decode = self._up(Role.DECODE)
-        seats = self._seats([chosen] if chosen in decode else decode, prompt)
-        if not seats:
+        candidates = self._candidates([chosen] if chosen in decode else decode, prompt)
+        if not candidates:
             return None
         writing_s = self._writing_costs(prompt)
-        seat = min(seats, key=lambda one: self._hand_over_to_s(one) + writing_s(one.engine))
-        name, streams = seat.engine.name, seat.engine.streams
+        best = min(candidates, key=lambda one: self._hand_over_to_s(one) + writing_s(one.engine))
+        name, streams = best.engine.name, best.engine.streams
         reason = f"handed over to {name}: {streams} streams there"
         if self.hand_over_s:
             reason = (
-                f"handed over to {name}: saves {_ms(seat.queued.seconds * streams)} of gaps of "
-                f"{streams} streams there, costs {_ms(self._hand_over_to_s(seat))}"
+                f"handed over to {name}: saves {_ms(best.queued.seconds * streams)} of gaps of "
+                f"{streams} streams there, costs {_ms(self._hand_over_to_s(best))}"
             )
-        return Placement(seat.engine, False, NOTHING, reason)
+        return Placement(best.engine, False, NOTHING, reason)
 
     def _place_directly(
         self, through: Placement, decode: list[EngineState], prompt: Prompt
     ) -> Placement | None:
-        """An engine that does the whole, where that costs less than handing over."""
+        """Choose one engine for both phases, if that costs less than a hand-over."""
         known = [one.costs for one in self.engines]
         if not (self.hand_over_s and any(costs.prefill for costs in known)):
             return None
-        seats = self._seats(decode, prompt)
-        hand_over_s = min(map(self._hand_over_to_s, seats))
+        candidates = self._candidates(decode, prompt)
+        hand_over_s = min(map(self._hand_over_to_s, candidates))
         if any(costs.decode for costs in known) and (
             kept := self._decode_at_prefill(through, prompt, hand_over_s)
         ):
             return kept
-        return self._prefill_at_decode(through, seats, prompt, hand_over_s)
+        return self._prefill_at_decode(through, candidates, prompt, hand_over_s)
 
     def _decode_at_prefill(
         self, through: Placement, prompt: Prompt, hand_over_s: float
     ) -> Placement | None:
-        """The prefill engine, where all that may be written delays it by less than that."""
+        """Choose the prefill engine, if decoding there delays it by less than a hand-over."""
         if prompt.max_tokens is None:
             return None
         engine, more = through.engine, prompt.max_tokens - 1
@@ -265,66 +264,67 @@ class Router:
         tail_s = more * costs.step_s(1, prompt.num_tokens) * (1 + engine.queued)
         if tail_s > hand_over_s:
             return None
-        told = f"{more} tokens take {_ms(tail_s)}, a hand-over {_ms(hand_over_s)}"
-        reason = f"{through.reason}, and decoded there: {told}"
+        times = f"{more} tokens take {_ms(tail_s)}, a hand-over {_ms(hand_over_s)}"
+        reason = f"{through.reason}, and decoded there: {times}"
         return through._replace(hand_over=False, reason=reason)
 
     def _prefill_at_decode(
-        self, through: Placement, seats: list[Seat], prompt: Prompt, hand_over_s: float
+        self, through: Placement, candidates: list[Candidate], prompt: Prompt, hand_over_s: float
     ) -> Placement | None:
-        """A decode engine, where its streams, and this one, wait less for it."""
+        """Choose a decode engine, if its streams and this request wait less that way."""
 
-        def cost_s(one: Seat) -> float:
-            gaps_s = one.queued.seconds * max(1, one.engine.streams)  # one may come in any case
+        def cost_s(one: Candidate) -> float:
+            gaps_s = one.queued.seconds * max(1, one.engine.streams)  # a stream may come
             return one.first_token_s + GAP_WEIGHT * gaps_s
 
-        seat = min(seats, key=cost_s)
+        best = min(candidates, key=cost_s)
         through_s = through.engine.queued_s + through.queued.seconds + hand_over_s
-        if cost_s(seat) > through_s:
+        if cost_s(best) > through_s:
             return None
-        tokens, seconds = seat.queued
+        tokens, seconds = best.queued
         reason = (
-            f"prefilled by {seat.engine.name} itself: {tokens} of {prompt.num_tokens} tokens hold "
-            f"up its {seat.engine.streams} streams for {_ms(seconds)}, and by way of "
+            f"prefilled by {best.engine.name} itself: {tokens} of {prompt.num_tokens} tokens hold "
+            f"up its {best.engine.streams} streams for {_ms(seconds)}, and by way of "
             f"{through.engine.name} it takes {_ms(through_s)}"
         )
-        return Placement(seat.engine, False, seat.queued, reason)
+        return Placement(best.engine, False, best.queued, reason)
 
     def _place_among(self, engines: list[EngineState], prompt: Prompt) -> Placement | None:
-        """The engine where all wait the least, of those that do both phases."""
+        """Choose the engine with the shortest total wait, of engines that do both phases."""
         writing_s = self._writing_costs(prompt)
 
-        def cost_s(one: Seat) -> float:
+        def cost_s(one: Candidate) -> float:
             held_up_s = one.queued.seconds * one.engine.streams
             return one.first_token_s + held_up_s + writing_s(one.engine)
 
-        seats = self._seats(engines, prompt)
-        if not seats:
+        candidates = self._candidates(engines, prompt)
+        if not candidates:
             return None
-        seat = min(seats, key=cost_s)
-        engine = seat.engine
+        best = min(candidates, key=cost_s)
+        engine = best.engine
         reason = (
             f"{engine.name}: {engine.queued_tokens} tokens before it, {engine.streams} streams, "
-            f"{seat.num_cached} of {prompt.num_tokens} tokens cached"
+            f"{best.num_cached} of {prompt.num_tokens} tokens cached"
         )
-        most = max(seats, key=lambda one: one.num_cached)
-        if most.num_cached > seat.num_cached:
-            more_s = cost_s(most) - cost_s(seat)
-            reason += f" ({most.num_cached} at {most.engine.name}, which costs {_ms(more_s)} more)"
-        return Placement(engine, False, seat.queued, reason)
+        cached_most = max(candidates, key=lambda one: one.num_cached)
+        if cached_most.num_cached > best.num_cached:
+            other, more_s = cached_most.engine.name, cost_s(cached_most) - cost_s(best)
+            reason += f" ({cached_most.num_cached} at {other}, which costs {_ms(more_s)} more)"
+        return Placement(engine, False, best.queued, reason)
 
-    # ── what they are made from ─────────────────────────────────────────────────────────────
+    # ── costs ───────────────────────────────────────────────────────────────────────────────
 
-    def _seats(self, engines: list[EngineState], prompt: Prompt) -> list[Seat]:
-        usual, num_tokens, seats = self._usual_prefill(), prompt.num_tokens, []
+    def _candidates(self, engines: list[EngineState], prompt: Prompt) -> list[Candidate]:
+        usual, num_tokens, candidates = self._usual_prefill(), prompt.num_tokens, []
         for one in engines:
             cached = one.num_cached(prompt)
             seconds = (one.costs.prefill or usual).prompt_s(num_tokens, cached)
-            seats.append(Seat(one, cached, Queued(num_tokens - cached, seconds)))
-        return seats
+            candidates.append(Candidate(one, cached, Queued(num_tokens - cached, seconds)))
+        return candidates
 
     def _writing_costs(self, prompt: Prompt) -> Callable[[EngineState], float]:
-        """What a request's decode steps take, and what it adds to those of the streams there."""
+        """Return the cost of decoding: the request's own steps, and what it adds to the steps of
+        the streams there."""
         usual, length = self._usual_decode(), prompt.num_tokens
         num_tokens = min(prompt.max_tokens or self.answer_tokens, self.answer_tokens)
 
@@ -337,21 +337,21 @@ class Router:
 
         return writing_s
 
-    def _hand_over_to_s(self, seat: Seat) -> float:
-        """What it takes until a decode engine has a request that another prefilled. Its streams
-        wait for the fetch, too."""
-        fetch_s = seat.engine.fetch_s(seat.queued.tokens)
-        return self.hand_over_s + fetch_s * (1 + seat.engine.streams)
+    def _hand_over_to_s(self, to: Candidate) -> float:
+        """The time of a hand-over to a decode engine, with the wait of its streams for the
+        fetch."""
+        fetch_s = to.engine.fetch_s(to.queued.tokens)
+        return self.hand_over_s + fetch_s * (1 + to.engine.streams)
 
     def _forget_old_costs(self) -> None:
-        """Who was slow once and has had nothing to do since, while others had, is tried again."""
+        """Drop the costs of engines that had no work lately, so that they are tried again."""
         newest_s = max((one.costs.learnt_s for one in self.engines), default=0.0)
         for one in self.engines:
             if 0.0 < one.costs.learnt_s < newest_s - OLD_S:
                 one.forget_costs()
 
     def _usual_prefill(self) -> PrefillCosts:
-        """Of an engine that has not shown them: as elsewhere, if possible where it is the phase."""
+        """Costs for an engine without its own: those of another, preferably with the phase."""
         costs = (one.costs.prefill for one in self._all_but_last(Role.DECODE))
         return next(filter(None, costs), FIRST_PREFILL)
 
@@ -360,7 +360,7 @@ class Router:
         return next(filter(None, costs), FIRST_DECODE)
 
     def _all_but_last(self, role: Role) -> Iterator[EngineState]:
-        """All engines, those of this role last."""
+        """All engines; those with this role come last."""
         yield from (one for one in self.engines if one.role is not role)
         yield from (one for one in self.engines if one.role is role)
 

@@ -1,11 +1,11 @@
 """`Scaling`: pools that grow and shrink while they serve.
 
     grow      launch ─▶ ready ─▶ a member like any other
-    shrink    sent nothing new ─▶ what is in it ends, or after `drain_timeout_s` goes on elsewhere
-              from its last token ─▶ its process ends
+    shrink    no new requests ─▶ its requests end, or after `drain_timeout_s` continue in other
+              engines from their last token ─▶ its process ends
 
-Engines that are to come are up before those that are to go leave. A growth that fails leaves the
-pools as they were.
+New engines are up before leaving engines stop. If new engines cannot start, the pools stay as they
+were.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from twostroke.route.member import Member
 from twostroke.route.pool_settings import MAX_ENGINES, Places, PooledEngine
 from twostroke.route.router import Role
 
-LOOK_S = 0.05  # how often a draining engine is looked at
+POLL_S = 0.05  # how often a draining engine is checked
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +39,18 @@ class StartedEngine(NamedTuple):
 
 
 class PoolOwner(Protocol):
-    """Whoever has the engines."""
+    """The client that has the engines."""
 
     members: list[Member]
 
     def join(self, started: Sequence[StartedEngine]) -> None:
-        """They are members from now on."""
+        """Make started engines members."""
 
     def num_in(self, member: Member) -> int:
-        """Requests that are in it, or need blocks of it."""
+        """Requests that a member has, and requests whose blocks it offers."""
 
     def move_all(self, member: Member) -> None:
-        """What is in it goes on elsewhere."""
+        """Continue the requests of a member in other engines."""
 
     def remove(self, member: Member) -> None: ...
 
@@ -62,8 +62,8 @@ async def start_engines(
     meanwhile: Callable[[], None] | None = None,
     members: Sequence[Member] = (),
 ) -> list[StartedEngine]:
-    """All of them, or none: what one of them raises is raised when all have ended. `members`: those
-    that there are already."""
+    """Start all engines or none: the error of one is raised when all have ended. `meanwhile`: a
+    function to run in a thread. `members`: the engines that run already."""
     launchers = [places.launcher(engine) for engine in engines]
     children: list[Child] = []
     starting: list[asyncio.Task[Ready]] = []
@@ -93,8 +93,8 @@ async def start_engines(
 
 
 def check_layouts(layouts: Mapping[str, str]) -> None:
-    """Raises `ConfigError` if blocks that are handed over cannot be used as they are. `layouts`:
-    what a block of each engine holds, by its name."""
+    """Raise `ConfigError` if engines keep their blocks in different layouts. `layouts`: the layout
+    of each engine, by its name."""
     (first, wanted), *others = layouts.items()
     for name, layout in others:
         if layout != wanted:
@@ -113,7 +113,7 @@ class Scaling:
         places: Places,
         hang_timeout_s: float,
     ) -> None:
-        """`engines`: those of the start; the first of each pool is what others will be like."""
+        """`engines`: the engines at the start. New engines copy the first of their pool."""
         self._owner, self._places, self._hang_timeout_s = owner, places, hang_timeout_s
         self._first = {engine.role: engine for engine in reversed(engines)}
         self._indices = {engine.name: engine.config.engine_index for engine in engines}
@@ -132,13 +132,13 @@ class Scaling:
         }
 
     async def scale(self, counts: Mapping[Role, int], drain_timeout_s: float) -> None:
-        """Returns when the pools have so many engines. Whoever asked may leave meanwhile."""
+        """Change the pools; return when it is done. It continues if the caller leaves."""
         if self.active:
             raise RequestError("the pools are being changed already; GET /pools tells when it ends")
         for role, wanted in counts.items():
             self._check(role, wanted)
         self._task = asyncio.create_task(self._scale(counts, drain_timeout_s))
-        self._task.add_done_callback(_tell_failure)  # whoever asked may have left
+        self._task.add_done_callback(_log_failure)  # the caller may have left
         await asyncio.shield(self._task)
 
     def _check(self, role: Role, count: int) -> None:
@@ -172,7 +172,7 @@ class Scaling:
         await asyncio.gather(*(self._remove(member, drain_timeout_s) for member in leaving))
 
     def _new(self, role: Role, others: Sequence[PooledEngine]) -> PooledEngine:
-        """One more, with a name and an index that none has."""
+        """Describe one more engine, with an unused name and index."""
         taken = {one.name for one in self._owner.members} | {one.name for one in others}
         name = next(name for n in count() if (name := f"{role}-{n}") not in taken)
         indices = {self._indices[one] for one in taken}
@@ -193,14 +193,14 @@ class Scaling:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_timeout_s):
                 while owner.num_in(member) and not member.given_up:
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
         owner.move_all(member)
         owner.remove(member)
         await member.stop()
         log.info("%s has left", member.name)
 
 
-def _tell_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("the pools stay as they were: %s", error)
 

@@ -1,4 +1,4 @@
-"""`OfferTable`: KV blocks of this engine that other engines may fetch.
+"""`OfferedBlocks`: KV blocks of this engine that other engines may fetch.
 
     prompt computed in part     offer_part ─▶ Offer ─▶ the decode engine fetches ─▶ release
     prompt computed             offer_all  ─▶ Offer ─▶ the decode engine fetches ─▶ release
@@ -18,7 +18,7 @@ from twostroke.sched.step import SchedulerConfig
 MIN_PART_TOKENS, PART_SHARE = 256, 8
 
 
-class OfferTable:
+class OfferedBlocks:
     def __init__(self, config: SchedulerConfig, kv: KVCache, transfer: KVTransfer | None) -> None:
         """`transfer`: None if this engine shares no blocks."""
         self._config, self._kv, self.transfer = config, kv, transfer

@@ -61,6 +61,10 @@ class PrefillQueue:
         self._rows = rows  # free rows, shared with the scheduler
         self._pacer = pacer
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests) or bool(self.waiting) or self.isolated.active
+
     def remove_inactive(self) -> None:
         """Remove the requests that have left the phase."""
         self.requests = [r for r in self.requests if r.phase is Phase.PREFILL]

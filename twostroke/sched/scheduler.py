@@ -21,7 +21,7 @@ from twostroke.observe.record import RequestRecord
 from twostroke.plan import BROKEN_LOGITS, BlockEvict, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
-from twostroke.sched.offers import OfferTable
+from twostroke.sched.offers import OfferedBlocks
 from twostroke.sched.prefill import PrefillQueue
 from twostroke.sched.received import ReceivedQueue
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
@@ -52,7 +52,7 @@ class Scheduler:
             max_chunk=config.max_num_batched_tokens,
             eviction=config.eviction,
         )
-        self.offers = OfferTable(config, self.kv, transfer)
+        self.offers = OfferedBlocks(config, self.kv, transfer)
         self._work = AttentionWork(config.groups)
         self.pacer = Pacer(config, self._work)
         self._clock = clock
@@ -219,8 +219,10 @@ class Scheduler:
         if self.received.has_work:
             self._plan_received(builder)
         self._decode.plan(builder, preempt_for, held)
-        builder.allowance = self.pacer.allowance(builder, self.in_flight)
-        self._prefill.plan(builder, self._decode.requests, preempt, self._decode.add)
+        prompts = self._prefill.has_work
+        builder.allowance = self.pacer.allowance(builder, self.in_flight, prompts)
+        if prompts:
+            self._prefill.plan(builder, self._decode.requests, preempt, self._decode.add)
         if builder.empty:
             return None
         plan = builder.build(tuple(self._retired))

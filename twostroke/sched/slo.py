@@ -61,20 +61,30 @@ class Pacer:
         self._blind_probes = 0
         self._work = work
         self._committed_s = 0.0
+        self._decode_s: float | None = None  # expected time of the slots of the newest plan
 
-    def allowance(self, step: StepBuilder, in_flight: Iterable[StepInFlight]) -> Allowance | None:
-        """Return the prefill time of a step whose slots are planned. None: unlimited."""
+    def allowance(
+        self, step: StepBuilder, in_flight: Iterable[StepInFlight], prompts: bool = True
+    ) -> Allowance | None:
+        """Return the prefill time of a step whose slots are planned. None: unlimited, or not needed
+        because there are no `prompts`."""
         streams, decode = step.sampled, step.decode_work
-        alone = self.times.decode_only(decode if streams else ONE_STREAM)
+        alone = self._decode_s = self.times.decode_only(decode if streams else ONE_STREAM)
         itl_s = self._itl_s
         if itl_s is None and self._stall is not None:
             if streams and self._probe_is_due(decode, alone):
-                return Allowance(self.times, decode, self._work, 0.0, spent=True)
+                spent = Allowance(self.times, decode, self._work, 0.0, spent=True)
+                return spent if prompts else None
             if alone is not None:
                 itl_s = max(MIN_GOAL_S, self._stall * (alone + self.host_s))
         if itl_s is None or not streams:
             self.stretch += SMOOTHING * (1.0 - self.stretch)
         if itl_s is None or not (streams or self._receives):
+            return None
+        if streams and alone is not None:
+            for_prefill = max(itl_s - alone, itl_s / MAX_STRETCH)
+            self.stretch += SMOOTHING * (itl_s / for_prefill - self.stretch)
+        if not prompts:
             return None
         begin = self._free_s(step.now, in_flight)
         # The newest token of a stream has been committed, or is in the last step in flight. The
@@ -88,9 +98,6 @@ class Pacer:
         errors = ERRORS_OF_STALL if self._itl_s is None else ERRORS
         margin = min(max(MIN_MARGIN, errors * self.times.mixed_error), MAX_MARGIN)
         limit_s = max(0.0, left / (1 + margin))
-        if streams and alone is not None:
-            for_prefill = max(itl_s - alone, itl_s / MAX_STRETCH)
-            self.stretch += SMOOTHING * (itl_s / for_prefill - self.stretch)
         halve = step.step % HALVE_EVERY == 0
         return Allowance(self.times, decode, self._work, limit_s, halve)
 
@@ -108,7 +115,9 @@ class Pacer:
         return self.stretch * (self.times.predict(work, NO_WORK) or 0.0)
 
     def expected_s(self, plan: StepPlan) -> float:
-        """The expected device time of a step; 0 if it is unknown yet."""
+        """The expected device time of the step that `allowance` was called for; 0: unknown."""
+        if not plan.prefill:
+            return self._decode_s or 0.0
         return self.times.predict(plan.prefill_work, plan.decode_work) or 0.0
 
     def commit(self, step: StepInFlight, device_s: float, now: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, MiniCPM3Config
 
 from twostroke import LLM, SamplingParams
-from twostroke.engine import build
+from twostroke.engine import kernel_choice
 from twostroke.errors import ModelError
 from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
@@ -174,7 +174,7 @@ def test_the_start_tells_what_a_token_takes(
 def test_without_torch_the_native_kernels_compute_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
-    monkeypatch.setattr(build, "has_torch", lambda: False)
+    monkeypatch.setattr(kernel_choice, "has_torch", lambda: False)
     llm = open_small(folder, quantization=quantization)
     executor = llm.engine.core._executor
     assert isinstance(executor, NativeExecutor)

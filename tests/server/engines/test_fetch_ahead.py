@@ -20,6 +20,7 @@ from twostroke.kv import nixl
 from twostroke.route.member import ActiveOffer, Member, RoutedRequest
 from twostroke.route.pool_settings import PoolSettings
 from twostroke.route.routed_engine import RoutedEngine
+from twostroke.route.routed_requests import RoutedRequests
 
 pytestmark = pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
@@ -59,19 +60,19 @@ def pools(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
 def test_a_long_prompts_blocks_are_sent_while_it_is_prefilled(
     pools: Running, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hand_over = RoutedEngine._hand_over
+    hand_over = RoutedRequests._hand_over
 
     def when_all_is_there(
-        self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any
+        self: RoutedRequests, member: Member, routed: RoutedRequest, update: Any
     ) -> None:
         """The tiny model's last chunk would take less than the blocks before it."""
-        if any(one is placed for one, _ in self._ahead.values()):
+        if any(one is routed for one, _ in self.hand_overs.ahead.values()):
             loop = asyncio.get_running_loop()
-            loop.call_later(0.001, when_all_is_there, self, member, placed, update)
+            loop.call_later(0.001, when_all_is_there, self, member, routed, update)
         else:
-            hand_over(self, member, placed, update)
+            hand_over(self, member, routed, update)
 
-    monkeypatch.setattr(RoutedEngine, "_hand_over", when_all_is_there)
+    monkeypatch.setattr(RoutedRequests, "_hand_over", when_all_is_there)
 
     async def test(engine: RoutedEngine) -> None:
         outputs = await asyncio.gather(*(last(engine, prompt, PARAMS) for prompt in PROMPTS))
@@ -86,14 +87,14 @@ def test_a_long_prompts_blocks_are_sent_while_it_is_prefilled(
 def test_one_that_leaves_while_its_blocks_are_sent_leaves_nothing(
     pools: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send_ahead, tasks = RoutedEngine._send_ahead, list[asyncio.Task[Any]]()
+    send_ahead, tasks = RoutedRequests._send_ahead, list[asyncio.Task[Any]]()
 
-    def send_and_leave(self: RoutedEngine, placed: RoutedRequest, standing: ActiveOffer) -> None:
-        send_ahead(self, placed, standing)
-        if self._ahead:
+    def send_and_leave(self: RoutedRequests, routed: RoutedRequest, offer: ActiveOffer) -> None:
+        send_ahead(self, routed, offer)
+        if self.hand_overs.ahead:
             tasks[0].cancel()
 
-    monkeypatch.setattr(RoutedEngine, "_send_ahead", send_and_leave)
+    monkeypatch.setattr(RoutedRequests, "_send_ahead", send_and_leave)
 
     async def test(engine: RoutedEngine) -> None:
         engine.reset_prefix_cache()
@@ -109,16 +110,16 @@ def test_an_engine_that_dies_while_blocks_are_sent_ahead(
     pools: Running, who: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[Member] = []
-    send_ahead = RoutedEngine._send_ahead
+    send_ahead = RoutedRequests._send_ahead
 
-    def send_and_kill(self: RoutedEngine, placed: RoutedRequest, standing: ActiveOffer) -> None:
-        send_ahead(self, placed, standing)
-        if self._ahead and not killed:
-            ((member, _), (_, offered)) = next(iter(self._ahead.items()))
+    def send_and_kill(self: RoutedRequests, routed: RoutedRequest, offer: ActiveOffer) -> None:
+        send_ahead(self, routed, offer)
+        if self.hand_overs.ahead and not killed:
+            ((member, _), (_, offered)) = next(iter(self.hand_overs.ahead.items()))
             killed.append(offered.member if who == "sends" else member)
             os.kill(killed[0].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(RoutedEngine, "_send_ahead", send_and_kill)
+    monkeypatch.setattr(RoutedRequests, "_send_ahead", send_and_kill)
 
     async def test(engine: RoutedEngine) -> None:
         engine.reset_prefix_cache()

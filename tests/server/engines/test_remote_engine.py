@@ -584,7 +584,7 @@ def test_a_long_step_and_an_engine_that_is_not_watched_are_left_alone(
 
 
 def test_a_step_that_does_not_end_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised, "HANGING_STEP", 1)
+    monkeypatch.setattr(supervised, "TIMEOUTS_OF_STEP", 1)
     monkeypatch.setattr(remote, "MAX_ATTEMPTS", 1)
     monkeypatch.setenv(STEP_DELAY, "1000")
 

@@ -23,10 +23,11 @@ from twostroke.errors import ConfigError, EngineError, ModelError, RequestError
 from twostroke.kernels import cpu
 from twostroke.kv.transfer import Offer
 from twostroke.outputs import RequestOutput
-from twostroke.route import routed_engine
+from twostroke.route import routed_requests
 from twostroke.route.member import Member, RoutedRequest
 from twostroke.route.pool_settings import PoolSettings
 from twostroke.route.routed_engine import RoutedEngine
+from twostroke.route.routed_requests import RoutedRequests
 from twostroke.route.router import Role
 
 pytestmark = pytest.mark.skipif(
@@ -65,7 +66,7 @@ class Running:
             RoutedEngine.start(settings.engines(config), builder, restart_limit=1000)
         )
         # The tiny model's prompts are short: none would be handed over for long.
-        self.engine._router._place_directly = lambda *_: None  # type: ignore[method-assign]
+        self.engine.requests.router._place_directly = lambda *_: None  # type: ignore[method-assign]
 
     def run(self, test: Callable[[RoutedEngine], Coroutine[Any, Any, None]]) -> None:
         """In the end nothing may be left of any request, on any side."""
@@ -84,10 +85,10 @@ class Running:
 async def assert_nothing_left(engine: RoutedEngine) -> None:
     assert await engine.drain(PATIENCE_S)
     await until(lambda: all(member.healthy for member in engine.members))
-    await until(lambda: not engine._ahead)
+    await until(lambda: not engine.requests.hand_overs.ahead)
     await engine.audit()
     await engine.audit()  # behind whatever releases were sent meanwhile
-    assert not engine._placed
+    assert not engine.requests.routed
     assert not engine._outputs._states
     assert not engine._outputs._running
     for member in engine.members:
@@ -233,7 +234,7 @@ def test_a_request_that_cannot_be_is_refused(pools: Running) -> None:
         with pytest.raises(RequestError, match="max_model_len"):
             await last(engine, [5] * 400)
         running = asyncio.create_task(last(engine, [60], LONG, request_id="same"))
-        await until(lambda: engine._placed)
+        await until(lambda: engine.requests.routed)
         with pytest.raises(RequestError, match="already running"):
             await last(engine, [60], LONG, request_id="same")
         await running
@@ -295,18 +296,18 @@ def test_an_engine_that_dies_at_any_stage_costs_no_request_and_no_token(
     )
 
     killed = []
-    hand_over = RoutedEngine._hand_over
+    hand_over = RoutedRequests._hand_over
 
     def kill_in_between(
-        self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any
+        self: RoutedRequests, member: Member, routed: RoutedRequest, update: Any
     ) -> None:
-        hand_over(self, member, placed, update)
+        hand_over(self, member, routed, update)
         if not killed and stage in ("after prefill", "in transfer"):
-            assert placed.member is not None
-            killed.append(member if stage == "after prefill" else placed.member)
+            assert routed.member is not None
+            killed.append(member if stage == "after prefill" else routed.member)
             os.kill(killed[0].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(RoutedEngine, "_hand_over", kill_in_between)
+    monkeypatch.setattr(RoutedRequests, "_hand_over", kill_in_between)
 
     async def test(engine: RoutedEngine) -> None:
         restarts = engine.num_restarts
@@ -371,18 +372,18 @@ def test_with_no_decode_engine_up_the_other_pool_does_it_all(pools: Running, alo
 def test_a_request_that_may_be_what_kills_engines_is_not_sent_for_ever(
     pools: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routed_engine, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(routed_requests, "MAX_ATTEMPTS", 1)
 
     async def test(engine: RoutedEngine) -> None:
         for member in engine.members:  # so that it has not left the one that is killed
             os.kill(member.pid, signal.SIGSTOP)
         task = asyncio.create_task(last(engine, [60], LONG))
-        await until(lambda: engine._placed)
-        (placed,) = engine._placed.values()
-        assert placed.member is not None
-        os.kill(placed.member.pid, signal.SIGKILL)
+        await until(lambda: engine.requests.routed)
+        (routed,) = engine.requests.routed.values()
+        assert routed.member is not None
+        os.kill(routed.member.pid, signal.SIGKILL)
         for member in engine.members:
-            if member is not placed.member:
+            if member is not routed.member:
                 os.kill(member.pid, signal.SIGCONT)
         with pytest.raises(EngineError, match="1 engines died while this request was in them"):
             await task
@@ -443,14 +444,14 @@ def test_a_growth_that_fails_leaves_the_pools_as_they_were(pools: Running) -> No
 def test_a_damaged_transfer_is_computed_again_and_told(
     pools: Running, alone: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hand_over = RoutedEngine._hand_over
+    hand_over = RoutedRequests._hand_over
 
-    def damaged(self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any) -> None:
+    def damaged(self: RoutedRequests, member: Member, routed: RoutedRequest, update: Any) -> None:
         offer: Offer = update.offer
         wrong = tuple(tuple(one ^ 1 for one in sums) for sums in offer.checksums)
-        hand_over(self, member, placed, update._replace(offer=offer._replace(checksums=wrong)))
+        hand_over(self, member, routed, update._replace(offer=offer._replace(checksums=wrong)))
 
-    monkeypatch.setattr(RoutedEngine, "_hand_over", damaged)
+    monkeypatch.setattr(RoutedRequests, "_hand_over", damaged)
 
     async def test(engine: RoutedEngine) -> None:
         engine.reset_prefix_cache()
@@ -477,7 +478,7 @@ def test_closing_ends_open_streams_with_an_error(folder: Path) -> None:
         await engine.close()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, EngineError)
-        with pytest.raises(EngineError, match="have stopped"):
+        with pytest.raises(EngineError, match="has stopped"):
             await last(engine, [60])
         assert not engine.healthy
 

@@ -132,7 +132,7 @@ def test_an_engine_that_dies_while_blocks_are_on_their_way_costs_no_token(
         engines.tell("delayed", DELAY_S)
         try:
             tasks = [asyncio.create_task(last(engine, prompt, params)) for prompt in asked]
-            await until(lambda: any(one.standing for one in engine._placed.values()))
+            await until(lambda: any(one.offer for one in engine.requests.routed.values()))
             os.kill(by_name(engine, victim).pid, signal.SIGKILL)
             await until(lambda: engine.num_restarts > restarts or all(t.done() for t in tasks))
         finally:

@@ -125,6 +125,7 @@ class Prompts:
             request.priority or 0,
             bool(request.return_progress and request.stream),
             gap_causes=bool(request.return_token_gaps) and params.n == 1,
+            check_params=False,  # `params` was made for this request
             check_grammar=False,
             max_prompt_tokens=self.max_tokens,
         )

@@ -1,0 +1,51 @@
+"""`ProcessClient`: the common part of clients whose engines run in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import abstractmethod
+from typing import Self
+
+from twostroke.engine.input_processor import InputProcessor
+from twostroke.engine.output_processor import OutputProcessor
+from twostroke.engine.request_client import RequestClient
+
+
+class ProcessClient(RequestClient):
+    """Used in the event loop that created it; `async with`, or call `close`."""
+
+    def __init__(self, input_processor: InputProcessor, seed: int) -> None:
+        self.input_processor = input_processor
+        self._outputs = OutputProcessor(input_processor.tokenizer, seed)
+        # The reason why no engine will run any more, once that is so:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._some_ended = asyncio.Event()  # a request may have ended
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, drain: bool = False) -> None:
+        """End the engines' processes. Open requests are waited for (`drain`), or end with an
+        `EngineError`."""
+        if drain:
+            await self.drain()
+        await self._end_processes()
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no request is open; return False if some are after the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._outputs:
+                    self._some_ended.clear()
+                    await self._some_ended.wait()
+        return not self._outputs
+
+    @abstractmethod
+    async def _end_processes(self) -> None: ...
+
+    def _why_stopped(self) -> str:
+        return self.lost.result() if self.lost.done() else ""
