@@ -14,7 +14,7 @@ from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
 from twostroke.errors import ConfigError, RequestError, shown
-from twostroke.kv.eviction import LEAST_BLOCKS, LEAST_STRETCHES, STRETCH_TOKENS
+from twostroke.kv.eviction import MIN_BLOCKS, MIN_SEGMENTS, SEGMENT_TOKENS
 from twostroke.request import SamplingParams
 from twostroke.strict import Strict
 
@@ -286,12 +286,12 @@ class EngineConfig(Strict):
         return self.kv_cache_dtype == "int8"
 
     def _check_eviction(self) -> None:
-        least, of = LEAST_BLOCKS * self.block_size, f"{LEAST_BLOCKS} KV blocks"
+        least, of = MIN_BLOCKS * self.block_size, f"{MIN_BLOCKS} KV blocks"
         if self.kv_eviction == "heavy-hitters":
-            least, of = LEAST_STRETCHES * STRETCH_TOKENS, "what is scored together"
-            if STRETCH_TOKENS % self.block_size:
+            least, of = MIN_SEGMENTS * SEGMENT_TOKENS, "what is scored together"
+            if SEGMENT_TOKENS % self.block_size:
                 raise ConfigError(
-                    f"kv_eviction heavy-hitters has a score for each {STRETCH_TOKENS} tokens, "
+                    f"kv_eviction heavy-hitters has a score for each {SEGMENT_TOKENS} tokens, "
                     f"which block_size {self.block_size} does not divide; use 16, 32 or 64"
                 )
         if self.kv_eviction_budget < least:

@@ -259,8 +259,8 @@ def _limit(limits: Limits) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
-        most_bytes = _address_space_bytes() + limits.stack_bytes + limits.memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+        max_bytes = _address_space_bytes() + limits.stack_bytes + limits.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
 
 
 def _serve(do: Work, n: int, asker: socket.socket, busy: mmap.mmap, limits: Limits) -> None:

@@ -20,7 +20,7 @@ from twostroke.engine.profiler import Profiler
 from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import ChunkLogits, Executor
 from twostroke.exec.grammar import End, Grammars
-from twostroke.exec.profile import Profile
+from twostroke.exec.stage_profile import Profile
 from twostroke.model.describe.cost import CostModel
 from twostroke.observe.blame import Ledger
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, Records, StepRecord

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from twostroke.observe.record import PhaseRecord, StepRecord
 from twostroke.plan import PhaseWork, StepResult
-from twostroke.planner.handover import SimulatedWay, transfer_of
+from twostroke.planner.handover import SimulatedTransport, transfer_of
 from twostroke.route.router import EngineState, Role
 from twostroke.sched.scheduler import Scheduler, Update
 from twostroke.sched.step import SchedulerConfig, StepInFlight
@@ -81,11 +81,11 @@ class SimulatedEngine:
         pool, to the others."""
         kv_tokens = min(group.num_blocks for group in config.groups) * config.block_size
         self.state = EngineState(name, role, capacity_tokens=kv_tokens)
-        self._way: SimulatedWay | None = None
+        self._way: SimulatedTransport | None = None
         transfer = None
         if link is not None:
             self.state.token_bytes, self.state.bytes_per_s = link
-            self._way = SimulatedWay(clock, link.bytes_per_s)
+            self._way = SimulatedTransport(clock, link.bytes_per_s)
             transfer = transfer_of(self._way, config.block_size, link.block_bytes(config))
         self.link = link
         self.scheduler = Scheduler(config, clock, transfer)

@@ -1,5 +1,5 @@
-"""The simulated network between pools: the product's `KVTransfer` over a way whose copies take
-bytes / bandwidth on the virtual clock.
+"""The simulated network between pools: the product's `KVTransfer` over a transport whose copies
+take bytes / bandwidth on the virtual clock.
 
 An engine's link carries one copy after the other. Copies cost the engine's thread nothing, as with
 RDMA; a copy through a CPU's memory, which holds up its streams, is not simulated.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Way
+from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Transport
 
 NAME = "simulated"
 
@@ -51,14 +51,14 @@ class SimulatedCopy(Copy):
     def own_bytes(self) -> int:
         return 0
 
-    def advance(self, most_bytes: int | None) -> bool:
+    def advance(self, max_bytes: int | None) -> bool:
         if self._clock() < self.end_s:
             return False
         self.num_bytes = self._size
         return True
 
 
-class SimulatedWay(Way):
+class SimulatedTransport(Transport):
     """The link of one engine."""
 
     name = NAME
@@ -89,5 +89,7 @@ class SimulatedWay(Way):
         return min(self._ends_s, default=None)
 
 
-def transfer_of(way: SimulatedWay, block_size: int, block_bytes: Sequence[int]) -> KVTransfer:
-    return KVTransfer(NoBlocks(block_size, block_bytes), [way], Offers())
+def transfer_of(
+    transport: SimulatedTransport, block_size: int, block_bytes: Sequence[int]
+) -> KVTransfer:
+    return KVTransfer(NoBlocks(block_size, block_bytes), [transport], Offers())

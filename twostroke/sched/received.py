@@ -233,7 +233,9 @@ class ReceivedQueue:
             told = Fetched(request.request_id, 0, 0.0, problem, waited_s, ahead=ahead)
         else:
             came = one.fetch.num_bytes, monotonic() - one.fetch.began_s, problem, one.waited_s
-            told = Fetched(request.request_id, *came, "" if error else one.fetch.way, one.ahead)
+            told = Fetched(
+                request.request_id, *came, "" if error else one.fetch.transport, one.ahead
+            )
         self.fetched.append(told)
 
     def _start(self, step: StepBuilder, request: Request, num_cached: int) -> None:
