@@ -14,13 +14,13 @@ import pytest
 
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
-from twostroke.engine.client import AsyncEngine
+from twostroke.engine.in_process import AsyncEngine
 from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import RequestOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PATIENCE_S = 60  # a stream that hangs fails its test
+PATIENCE_S = 240  # a stream that hangs fails its test
 
 
 @pytest.fixture(scope="module")
