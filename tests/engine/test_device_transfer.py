@@ -152,11 +152,11 @@ class Later:
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[Later]:
     marks: list[Later] = []
 
-    def mark(self: DeviceMemory) -> Later:
+    def event(self: DeviceMemory) -> Later:
         marks.append(Later())
         return marks[-1]
 
-    monkeypatch.setattr(DeviceMemory, "mark", mark)
+    monkeypatch.setattr(DeviceMemory, "event", event)
     return marks
 
 
