@@ -29,7 +29,7 @@ import numpy as np
 
 from bench.output import write_result
 from twostroke import LLM, SamplingParams
-from twostroke.exec.native import Computed
+from twostroke.exec.native_executor import Computed
 from twostroke.measure.quality.quality import log_softmax, read_window
 
 TEXT = Path(__file__).with_name("data") / "kjv.txt"

@@ -24,7 +24,7 @@ import triton
 
 from tests.kernels import no_gpu
 from twostroke.exec.device_rows import DeviceRows
-from twostroke.exec.graphs import PieceGraphs, Run
+from twostroke.exec.graphs import PiecewiseGraphs, Run
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.start import warm_plan
@@ -79,7 +79,7 @@ class Bench:
         self.rows = DeviceRows(256, MAX_LEN, 16, 1, NOWHERE)
         self.program = StepProgram(decoder, KVPool(spec, [4096], 16, BF16, NOWHERE), self.rows)
         self.num_layers = spec.num_layers
-        self.pieces = PieceGraphs(self.program, [640, 1024], self._record)
+        self.pieces = PiecewiseGraphs(self.program, [640, 1024], self._record)
 
     def _launched(self, *_: object) -> None:
         self.launches += 1

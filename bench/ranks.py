@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 from twostroke import LLM
-from twostroke.exec.ranks import encode_plan
+from twostroke.exec.ranks_executor import encode_plan
 from twostroke.measure.roofline.hardware import HARDWARE
 from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.model.describe.cost import ring_bytes

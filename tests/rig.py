@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twostroke.exec.device_rows import DeviceRows
-from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, ladder
+from twostroke.exec.graphs import DecodeGraphs, PiecewiseGraphs, Record, ladder
 from twostroke.exec.program import StepProgram
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
@@ -52,7 +52,7 @@ class Rig:
             self.logits = self.program.logits
             if record is not None:
                 graphs = DecodeGraphs(self.program, ladder(max_rows), record)
-                pieces = PieceGraphs(self.program, [64, 128], record)
+                pieces = PiecewiseGraphs(self.program, [64, 128], record)
         self.executor = TorchExecutor(self.program, graphs, pieces)
         new, appended = [], []
         for row, text in enumerate(texts):

@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
 from twostroke.errors import ConfigError, RequestError, shown
-from twostroke.kv.eviction import LEAST_BLOCKS, LEAST_STRETCHES, STRETCH_TOKENS
+from twostroke.kv.eviction import MIN_BLOCKS, MIN_SEGMENTS, SEGMENT_TOKENS
 from twostroke.request import SamplingParams
 from twostroke.strict import StrictSettings
 
@@ -289,12 +289,12 @@ class EngineConfig(StrictSettings):
         return self.kv_cache_dtype == "int8"
 
     def _check_eviction(self) -> None:
-        min_tokens = LEAST_BLOCKS * self.block_size
+        min_tokens = MIN_BLOCKS * self.block_size
         if self.kv_eviction == "heavy-hitters":
-            min_tokens = LEAST_STRETCHES * STRETCH_TOKENS
-            if STRETCH_TOKENS % self.block_size:
+            min_tokens = MIN_SEGMENTS * SEGMENT_TOKENS
+            if SEGMENT_TOKENS % self.block_size:
                 raise ConfigError(
-                    f"kv_eviction heavy-hitters scores {STRETCH_TOKENS} tokens together, and "
+                    f"kv_eviction heavy-hitters scores {SEGMENT_TOKENS} tokens together, and "
                     f"block_size {self.block_size} does not divide them; use 16, 32 or 64"
                 )
         if self.kv_eviction_budget < min_tokens:

@@ -252,7 +252,7 @@ def test_an_invalid_setting_is_refused(llm: LLM, settings: dict[str, Any], says:
         ),
         (
             {"max_model_len": MAX_LEN + 1},
-            "max_model_len 257 is above the 256 tokens that the model was made for; lower it to "
+            "max_model_len 257 is above the 256 tokens that the model supports; lower it to "
             "at most 256",
         ),
         (

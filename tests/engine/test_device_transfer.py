@@ -29,7 +29,7 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
-from twostroke.exec.graphs import RunAgain
+from twostroke.exec.graphs import EagerReplay
 from twostroke.kernels.reference import Kernels
 from twostroke.kv import nixl
 from twostroke.kv.device_memory import DeviceBlocks, DeviceMemory, staged_copy
@@ -44,7 +44,7 @@ from twostroke.kv.transfer import (
     TruncatedError,
     UnreachableError,
 )
-from twostroke.kv.ways import Sharing
+from twostroke.kv.transports import TransportConfig
 from twostroke.model.torch.decoder import Decoder
 from twostroke.sched.step import SchedulerConfig
 
@@ -152,11 +152,11 @@ class Later:
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[Later]:
     marks: list[Later] = []
 
-    def mark(self: DeviceMemory) -> Later:
+    def event(self: DeviceMemory) -> Later:
         marks.append(Later())
         return marks[-1]
 
-    monkeypatch.setattr(DeviceMemory, "mark", mark)
+    monkeypatch.setattr(DeviceMemory, "event", event)
     return marks
 
 
@@ -171,8 +171,10 @@ def graphed(sharing: str) -> EngineCore:
         block_size=8,
         groups=group_limits(spec, [64, 64]),
     )
-    graphs = {"graph_sizes": [1, 2, 4, 8], "record": RunAgain()}
-    return assemble(decoder, limits, torch.float32, 2, sharing=Sharing(sharing, "device"), **graphs)
+    graphs = {"graph_sizes": [1, 2, 4, 8], "record": EagerReplay()}
+    return assemble(
+        decoder, limits, torch.float32, 2, sharing=TransportConfig(sharing, "device"), **graphs
+    )
 
 
 def test_streams_go_on_while_blocks_arrive_and_tokens_are_the_same(slow: list[Later]) -> None:
@@ -234,8 +236,8 @@ class Pools:
             raw = data.view(torch.uint8)
             raw[1:] = torch.from_numpy(rng.integers(0, 256, raw[1:].shape, dtype=np.uint8))
         how = "checked" if checked else "shared"
-        self.sending = self.sender.transfer(Sharing(how, "device"))
-        self.fetching = self.receiver.transfer(Sharing(transport="device"))
+        self.sending = self.sender.transfer(TransportConfig(how, "device"))
+        self.fetching = self.receiver.transfer(TransportConfig(transport="device"))
 
     def offer(self) -> Offer:
         return self.sending.offer([[3, 5, 8], [4, 7, 2]], 12)
@@ -255,7 +257,7 @@ def fetch_all(transfer: KVTransfer, offer: Offer, most: int | None = None) -> in
 def test_blocks_arrive_bit_by_bit_and_no_other_is_written(dtype: torch.dtype) -> None:
     pools = Pools(dtype)
     offer = pools.offer()
-    assert [address.way for address in offer.addresses] == ["device"]
+    assert [address.transport for address in offer.addresses] == ["device"]
     assert fetch_all(pools.fetching, offer) == 1
     for group, places in enumerate(ALL):
         table, sent, got = offer.tables[group], pools.sender.groups, pools.receiver.groups
@@ -302,20 +304,20 @@ def test_memory_that_cannot_be_opened_is_fetched_over_sockets(
 
     monkeypatch.setattr("twostroke.kv.device_memory._open", forbidden)
     pools = Pools()
-    sending = pools.sender.transfer(Sharing("shared", host="127.0.0.1"))
-    fetching = pools.receiver.transfer(Sharing())
+    sending = pools.sender.transfer(TransportConfig("shared", host="127.0.0.1"))
+    fetching = pools.receiver.transfer(TransportConfig())
     offer = sending.offer([[3, 5, 8], [4, 7, 2]], 12)
-    assert [one.way for one in offer.addresses] == ["device", "memory", "sockets"]
+    assert [one.transport for one in offer.addresses] == ["device", "memory", "sockets"]
     offer = offer._replace(addresses=(offer.addresses[0], offer.addresses[2]))
     for _ in range(2):
         fetch = fetching.fetch(offer, ALL)
-        assert fetch.way == "sockets"
+        assert fetch.transport == "sockets"
         while not fetch.advance():
             pass
-    assert caplog.text.count("cannot be opened: CUDA error: operation not supported") == 1
+    assert caplog.text.count("cannot be mapped: CUDA error: operation not supported") == 1
     got, sent = pools.receiver.groups[1][3], pools.sender.groups[1][2]
     assert torch.equal(got.view(torch.int16), sent.view(torch.int16))
-    with pytest.raises(UnreachableError, match="memory cannot be opened"):
+    with pytest.raises(UnreachableError, match="memory cannot be mapped"):
         fetching.fetch(offer._replace(addresses=offer.addresses[:1]), ALL)
     fetching.close()
     sending.close()
@@ -324,15 +326,15 @@ def test_memory_that_cannot_be_opened_is_fetched_over_sockets(
 def test_a_release_while_blocks_are_copied_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = Pools()
     offer = pools.offer()
-    (way,) = pools.fetching._ways
-    assert isinstance(way, DeviceMemory)
-    launch = way.launch
+    (transport,) = pools.fetching._transports
+    assert isinstance(transport, DeviceMemory)
+    launch = transport.launch
 
     def late(*what: object) -> torch.Tensor:
         pools.sending.release(offer.number)
         return launch(*what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(way, "launch", late)
+    monkeypatch.setattr(transport, "launch", late)
     with pytest.raises(OfferWithdrawnError):
         fetch_all(pools.fetching, offer)
 
@@ -349,8 +351,8 @@ sys.stdin.read()
 
 def test_memory_of_an_ended_process_is_released() -> None:
     receiver = Pools()
-    (way,) = receiver.fetching._ways
-    assert isinstance(way, DeviceMemory)
+    (transport,) = receiver.fetching._transports
+    assert isinstance(transport, DeviceMemory)
     with subprocess.Popen(
         [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -362,11 +364,11 @@ def test_memory_of_an_ended_process_is_released() -> None:
         for group in (0, 1):
             mine, others = same.receiver.groups[group], receiver.receiver.groups[group]
             assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
-        assert len(way._opened) == 1
+        assert len(transport._opened) == 1
         process.kill()
     with pytest.raises(SenderGoneError):
         fetch_all(receiver.fetching, offer)
-    assert not way._opened
+    assert not transport._opened
     receiver.fetching.tidy()
 
 

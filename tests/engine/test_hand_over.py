@@ -24,7 +24,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.errors import RequestError
 from twostroke.kernels import cpu
 from twostroke.kv.transfer import KVTransfer, Offer
-from twostroke.kv.ways import Sharing
+from twostroke.kv.transports import TransportConfig
 from twostroke.model.describe.cost import dense_weight_bytes
 from twostroke.model.native_decoder import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
@@ -314,7 +314,7 @@ def core_of(decoder: NativeDecoder, num_blocks: int, sharing: str, **more: Any) 
     groups = group_limits(decoder.spec, each)
     limits = SchedulerConfig(block_size=8, groups=groups, **settings)
     weights = dense_weight_bytes(decoder.spec, 1)
-    return assemble_native(decoder, limits, None, weights, Sharing(sharing))
+    return assemble_native(decoder, limits, None, weights, TransportConfig(sharing))
 
 
 @pytest.fixture(scope="module")

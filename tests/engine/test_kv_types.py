@@ -22,7 +22,7 @@ from twostroke.errors import ConfigError
 from twostroke.kernels import cpu, kv_types
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.pool import KVPool
-from twostroke.kv.ways import Sharing, host_transfer
+from twostroke.kv.transports import TransportConfig, host_transfer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(5, 45))
@@ -118,8 +118,10 @@ def test_native_blocks_in_int8_are_sent_as_they_are() -> None:
     receiver = HostPool(spec, [4, 4], 16, int8=True)
     for data in sender.data:
         data[1:] = np.random.default_rng(1).integers(-127, 128, data[1:].shape)
-    sending = host_transfer(sender.blocks(), sender.shared, Sharing("checked", "memory"))
-    fetching = host_transfer(receiver.blocks(), None, Sharing(transport="memory", timeout_s=20))
+    sending = host_transfer(sender.blocks(), sender.shared, TransportConfig("checked", "memory"))
+    fetching = host_transfer(
+        receiver.blocks(), None, TransportConfig(transport="memory", timeout_s=20)
+    )
     fetch(fetching, sending.offer([[3, 1], [2, 4]], 32), [[(0, 2), (1, 4)], [(1, 1)]])
     assert np.array_equal(sender.data[0][[3, 1]], receiver.data[0][[2, 4]])
     assert np.array_equal(sender.data[1][4], receiver.data[1][1])

@@ -15,7 +15,7 @@ from tests.tiny import CONFIG, tiny_folder, tiny_llm, tiny_weights
 from twostroke import LLM, SamplingParams
 from twostroke.engine import kernel_choice
 from twostroke.errors import ConfigError
-from twostroke.exec.native import NativeExecutor
+from twostroke.exec.native_executor import NativeExecutor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels import cpu
 from twostroke.model.describe.gguf_config import NAMES

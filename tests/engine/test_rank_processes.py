@@ -112,7 +112,7 @@ def test_a_rank_that_ends_where_the_ranks_meet_is_named(
 ) -> None:
     lost = partial(RankProcesses, module="tests.engine.lost_rank")
     monkeypatch.setattr(rank_processes, "RankProcesses", lost)
-    monkeypatch.setattr(collectives, "JOIN_PATIENCE", timedelta(seconds=1))
+    monkeypatch.setattr(collectives, "JOIN_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(EngineError, match="rank 1 ended with exit code 7"):
         tiny_llm(folder, **RANKS)
 

@@ -244,8 +244,8 @@ def test_a_request_whose_masks_always_take_more_than_the_budget_is_ended(
     for changed in client.run([bad, good]):
         ends.update({output.request_id: output for output in changed if output.finished})
     assert "takes 20 ms of CPU time a token, and at most 10 ms a step" in ends[bad].error
-    assert len(ends[bad].outputs[0].token_ids) == grammar.PATIENCE_TOKENS + 1
-    assert clock.num_masks == grammar.PATIENCE_TOKENS + 1
+    assert len(ends[bad].outputs[0].token_ids) == grammar.AVERAGED_TOKENS + 1
+    assert clock.num_masks == grammar.AVERAGED_TOKENS + 1
     assert len(ends[good].outputs[0].token_ids) == 40
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from twostroke.exec.graphs import Run, Stretch
+from twostroke.exec.graphs import GraphSegment, Run
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.tensor_parallel import Ranks
 
@@ -84,6 +84,8 @@ class OpRecorder:
     def __call__(self, pieces: Callable[[], Iterator[object]]) -> list[Run]:
         count, running = sum(1 for _ in pieces()), pieces()
         begin = partial(OpGraph, self._kernels)
-        runs = [Stretch(begin, self._ranks).record(partial(next, running)) for _ in range(count)]
+        runs = [
+            GraphSegment(begin, self._ranks).record(partial(next, running)) for _ in range(count)
+        ]
         self.runs.append(runs)
         return runs

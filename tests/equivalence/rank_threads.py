@@ -16,7 +16,7 @@ from twostroke.engine.build_torch import ExecutorShape, make_executor
 from twostroke.engine.core import EngineCore
 from twostroke.exec.collectives import GlooRanks
 from twostroke.exec.graphs import ladder
-from twostroke.exec.ranks import RanksExecutor, follow
+from twostroke.exec.ranks_executor import RanksExecutor, follow
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.cost import cost_model, dense_weight_bytes

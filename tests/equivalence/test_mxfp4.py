@@ -23,7 +23,7 @@ from tests.equivalence.rows import (
     random_model,
 )
 from twostroke.errors import ModelError
-from twostroke.exec.native import NativeExecutor
+from twostroke.exec.native_executor import NativeExecutor
 from twostroke.kernels import cpu
 from twostroke.model.describe.hf_config import load_hf_config, names_in_hf
 from twostroke.model.gguf.block_types import BlockType

@@ -17,7 +17,7 @@ from tests.equivalence import test_families as families
 from tests.equivalence import test_gguf_families as gguf_families
 from tests.equivalence.rows import Written, random_model, random_prompts, write_with_ours
 from twostroke import LLM
-from twostroke.exec.native import NativeExecutor
+from twostroke.exec.native_executor import NativeExecutor
 from twostroke.kernels import cpu
 from twostroke.model.load import find_model
 from twostroke.model.native_decoder import Packing

@@ -29,7 +29,7 @@ from tests.equivalence.harness import (
 from tests.equivalence.test_matrix import TEXTS
 from tests.loud import Loud
 from tests.support import narrow_isa
-from twostroke.exec.native import NativeExecutor
+from twostroke.exec.native_executor import NativeExecutor
 from twostroke.exec.rows import HostRows
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool

@@ -27,7 +27,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError, EngineError
 from twostroke.exec.memory import plan_memory
-from twostroke.exec.ranks import agree_on_memory, decode_plan, encode_plan
+from twostroke.exec.ranks_executor import agree_on_memory, decode_plan, encode_plan
 from twostroke.exec.start import warm_plan
 from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.kernels.reference import Kernels

@@ -20,7 +20,7 @@ from twostroke.engine.build_torch import check_gpus, rank_device
 from twostroke.errors import ConfigError
 from twostroke.exec import collectives
 from twostroke.exec.collectives import GlooRanks, NcclRanks, interpolated
-from twostroke.exec.graphs import Stretch
+from twostroke.exec.graphs import GraphSegment
 from twostroke.exec.start import free_share
 from twostroke.model.describe.tensor_parallel import Comm, Ranks
 
@@ -69,7 +69,7 @@ def recorded(ranks: Talking) -> tuple[list[str], object]:
         ranks.all_reduce(torch.zeros(1))
         ranks.all_reduce(torch.zeros(1))
 
-    return notes, Stretch(lambda: Noted(notes), ranks).record(work)
+    return notes, GraphSegment(lambda: Noted(notes), ranks).record(work)
 
 
 def test_collectives_that_no_graph_can_hold_run_between_graphs_at_every_replay() -> None:
@@ -98,7 +98,7 @@ def test_collectives_inside_a_graph_are_counted_when_it_is_replayed() -> None:
 
 def test_one_rank_alone_replays_the_graph_itself() -> None:
     notes: list[str] = []
-    replay = Stretch(lambda: Noted(notes), Ranks()).record(lambda: None)
+    replay = GraphSegment(lambda: Noted(notes), Ranks()).record(lambda: None)
     assert replay.__func__ is Noted.replay  # type: ignore[attr-defined]
 
 
@@ -109,7 +109,7 @@ def test_a_failure_while_recording_ends_the_recording() -> None:
         raise ValueError("no such kernel")
 
     with pytest.raises(ValueError, match="no such kernel"):
-        Stretch(lambda: Noted(notes), ranks).record(work)
+        GraphSegment(lambda: Noted(notes), ranks).record(work)
     assert notes == ["begin", "end"]
     assert ranks.cut is None
 
@@ -167,7 +167,7 @@ def test_ranks_on_one_gpu_look_at_its_memory_together_and_share_it(
 def test_a_collective_that_the_others_do_not_come_to_ends_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives, "STEP_PATIENCE", timedelta(milliseconds=20))
+    monkeypatch.setattr(collectives, "STEP_TIMEOUT", timedelta(milliseconds=20))
     joined: list[GlooRanks] = []
 
     def join(rank: int) -> None:

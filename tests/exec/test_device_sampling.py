@@ -1,4 +1,4 @@
-"""`DeviceSampler` against the definition, `exec/sampling.py`, on plain kernels: equal tokens."""
+"""`DeviceSampler` on reference kernels gives the same tokens as `exec/torch_sampling.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.exec.test_logits import VOCAB, random_request
-from twostroke.exec import sampling
+from twostroke.exec import torch_sampling
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.rng import stream_keys
 from twostroke.exec.token_mask import Mask, mask_of, unpack_mask
@@ -56,7 +56,7 @@ class Pair:
     def step(self, rows: Sequence[int], lines: torch.Tensor, masks: dict[int, Mask]) -> None:
         """The samples of these rows, in this order."""
         which, at = np.array(rows), np.array([len(self.written[row]) for row in rows])
-        right = sampling.sample(
+        right = torch_sampling.sample(
             lines.float().clone(),
             rows,
             at.tolist(),
@@ -66,7 +66,7 @@ class Pair:
         out, special = right.int(), self.sampler.special(which, at)
         for n in sorted(set(range(len(rows))) - set(special.tolist()) - set(masks)):
             line = lines[n : n + 1].float().clone()
-            sampling.adjust(line, rows[n : n + 1], at[n : n + 1].tolist(), self.plain)
+            torch_sampling.adjust(line, rows[n : n + 1], at[n : n + 1].tolist(), self.plain)
             assert torch.equal(line[0], lines[n].float()), "a sample that is not plain was missed"
             self.sampler.tokens[rows[n], at[n]] = right[n].clamp(min=0)
         drawn = np.union1d(special, np.array(list(masks), np.int64)).astype(np.int64)

@@ -13,10 +13,10 @@ import torch
 
 from tests.rig import put
 from twostroke.exec.device_rows import DeviceRows
-from twostroke.exec.native import Forwarded, NativeExecutor
+from twostroke.exec.native_executor import NativeExecutor, NativeForwardHandle
 from twostroke.exec.rows import HostRows
-from twostroke.exec.sampling import as_tensors, sample, to_token_logprobs
 from twostroke.exec.token_mask import Mask, mask_of
+from twostroke.exec.torch_sampling import as_tensors, sample, to_token_logprobs
 from twostroke.kernels import cpu
 from twostroke.kernels.reference_sampling import token_logprobs
 from twostroke.plan import (
@@ -55,7 +55,9 @@ class Draws:
     def native(self, masks: dict[int, Mask]) -> StepResult:
         decoder: Any = SimpleNamespace(isa="auto", model=None)
         executor = NativeExecutor(decoder, SimpleNamespace(data=None), self.host)  # type: ignore[arg-type]
-        given = Forwarded(NOTHING, self.rows, self.positions, self.lines.copy(), monotonic())
+        given = NativeForwardHandle(
+            NOTHING, self.rows, self.positions, self.lines.copy(), monotonic()
+        )
         return executor.sample(given, masks).wait()
 
     def torch(self, masks: dict[int, Mask]) -> StepResult:
@@ -131,7 +133,7 @@ def test_the_comparison_notices_a_bias_that_is_left_out(monkeypatch: pytest.Monk
     """Negative control."""
     draws, masks = random_draws(0)
     expected = draws.torch(masks)
-    monkeypatch.setattr("twostroke.exec.native.is_plain", lambda *_: True)
+    monkeypatch.setattr("twostroke.exec.native_executor.is_plain", lambda *_: True)
     assert draws.native(masks).tokens != expected.tokens
 
 

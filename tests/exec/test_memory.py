@@ -66,9 +66,11 @@ def test_dynamic_rope_is_stretched_only_when_asked_for() -> None:
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded() -> None:
-    with pytest.raises(ModelError, match=r"the weights need 0\.50 GiB, but 0\.25 GiB are there"):
+    with pytest.raises(
+        ModelError, match=r"the weights need 0\.50 GiB, but 0\.25 GiB are available"
+    ):
         plan(GIB // 4)
-    with pytest.raises(ConfigError, match=r"need more than the 1\.00 GiB there are"):
+    with pytest.raises(ConfigError, match=r"need more than the 1\.00 GiB that are available"):
         plan(GIB, kv_cache_memory_bytes=GIB)
 
 

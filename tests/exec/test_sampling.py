@@ -10,7 +10,7 @@ import torch
 
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.rng import stream_key
-from twostroke.exec.sampling import sample
+from twostroke.exec.torch_sampling import sample
 from twostroke.kernels import reference_sampling
 from twostroke.kernels.reference_sampling import gumbel
 from twostroke.plan import NewRow

@@ -18,7 +18,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
 from twostroke.exec import start
 from twostroke.exec.device_rows import DeviceRows
-from twostroke.exec.graphs import Record, Run, RunAgain
+from twostroke.exec.graphs import EagerReplay, Record, Run
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.pool_sizing import PoolSizing
 from twostroke.exec.program import StepProgram
@@ -138,7 +138,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     recorded: list[Run] = []
 
     def recorder(device: torch.device, ranks: Ranks) -> Record:
-        again = RunAgain()
+        again = EagerReplay()
 
         def record(pieces: Callable[[], Iterator[object]]) -> list[Run]:
             runs = again(pieces)

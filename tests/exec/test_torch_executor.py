@@ -24,7 +24,7 @@ from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.grammar import Grammars
-from twostroke.exec.graphs import RunAgain, ladder
+from twostroke.exec.graphs import EagerReplay, ladder
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.step_buffer import Shape, fill_decode
@@ -312,7 +312,7 @@ def test_the_ladder_ends_at_the_most_requests_there_are() -> None:
 def test_graphs_are_recorded_from_the_largest_down_and_batches_padded_up() -> None:
     recorded: list[Shape] = []
     replayed: list[Shape] = []
-    again = RunAgain()
+    again = EagerReplay()
 
     def record(pieces: Callable[[], Iterator[object]]) -> list[Callable[[], object]]:
         shape = next(a.shape for a in pieces.args if hasattr(a, "shape"))  # type: ignore[attr-defined]

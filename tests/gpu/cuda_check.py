@@ -34,7 +34,7 @@ from tests.rig import Rig
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
-from twostroke.exec.graphs import CudaRecorder, Record, RunAgain, ladder
+from twostroke.exec.graphs import CudaRecorder, EagerReplay, Record, ladder
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.model.describe.spec import ModelSpec, RopeSpec
@@ -74,7 +74,7 @@ def kernels_of(device: torch.device) -> Kernels:
 
 
 def recorder_of(device: torch.device) -> Record:
-    return CudaRecorder(device) if device.type == "cuda" else RunAgain()
+    return CudaRecorder(device) if device.type == "cuda" else EagerReplay()
 
 
 def core_of(decoder: Decoder, graphs: bool, **settings: Any) -> EngineCore:

@@ -29,7 +29,7 @@ from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from twostroke.kernels import cuda, kv_types
 from twostroke.kernels.cuda import decode, prefill
-from twostroke.kv.layout import side_bytes
+from twostroke.kv.block_layout import side_bytes
 
 BF16 = torch.bfloat16
 KINDS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

@@ -47,7 +47,7 @@ from tests.kernels.cuda_cases import BOUNDS, largest, worst
 from tests.loud import Loud
 from tests.rig import Rig
 from twostroke import LLM, SamplingParams
-from twostroke.exec.graphs import CudaRecorder, Record, RunAgain
+from twostroke.exec.graphs import CudaRecorder, EagerReplay, Record
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import packed, packed_tiles, stream_k
 from twostroke.kernels.cuda.backend import CudaKernels
@@ -244,7 +244,7 @@ def check_model(
 
     # Padded as in graphs: the number of rows decides whether fp8 rounds activations.
     exact, plain = (
-        forced(rig_of(dtype, Kernels(), RunAgain()), 20) for dtype in (torch.float32, BF16)
+        forced(rig_of(dtype, Kernels(), EagerReplay()), 20) for dtype in (torch.float32, BF16)
     )
     ours = forced(rig_of(BF16, CudaKernels(DEVICE), CudaRecorder(DEVICE)), 20)
     errors = [float((found - exact).pow(2).mean().sqrt()) for found in (plain, ours)]

@@ -59,8 +59,8 @@ from twostroke.engine.core import EngineCore
 from twostroke.engine.rank_processes import HEADER_BYTES, read_frame
 from twostroke.exec import collectives
 from twostroke.exec.collectives import GlooRanks, NcclRanks, join_group
-from twostroke.exec.graphs import CudaRecorder, Record, RunAgain, ladder, piece_ladder
-from twostroke.exec.ranks import RanksExecutor, follow
+from twostroke.exec.graphs import CudaRecorder, EagerReplay, Record, ladder, piece_ladder
+from twostroke.exec.ranks_executor import RanksExecutor, follow
 from twostroke.exec.start import warm_plan
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels.reference import Kernels
@@ -269,7 +269,7 @@ def stall(x: torch.Tensor) -> None:
 
 
 def recorder_of(device: torch.device, ranks: Ranks) -> Record:
-    return CudaRecorder(device, ranks) if device.type == "cuda" else RunAgain()
+    return CudaRecorder(device, ranks) if device.type == "cuda" else EagerReplay()
 
 
 def executor_of(decoder: Decoder) -> TorchExecutor:
@@ -565,7 +565,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of processes that are aborted
     device = torch.device("cuda:0" if args.device == "cuda" else args.device)
     # Before the limits here: they name the collective, and the rank that waited in vain.
-    collectives.STEP_PATIENCE = timedelta(seconds=0.6 * args.part_limit_s)
+    collectives.STEP_TIMEOUT = timedelta(seconds=0.6 * args.part_limit_s)
     if args.part:
         be_other_rank(args.part, device, args.store, args.fault)
     checks = Checks()

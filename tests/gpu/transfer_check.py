@@ -38,7 +38,7 @@ from twostroke.config import EngineConfig
 from twostroke.kv.device_memory import DeviceMemory, staged_copy
 from twostroke.kv.pool import KVPool
 from twostroke.kv.transfer import Address, KVTransfer, Offer, SenderGoneError
-from twostroke.kv.ways import Sharing
+from twostroke.kv.transports import TransportConfig
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.outputs import RequestOutput
 from twostroke.route.pool_settings import PoolSettings
@@ -127,12 +127,13 @@ def sender_pool(device: str) -> KVPool:
 SENDER = """
 import sys, torch
 from tests.gpu.transfer_check import SENT, BLOCKS, sender_pool
-from twostroke.kv.ways import Sharing
+from twostroke.kv.transports import TransportConfig
 device, transport = sys.argv[1:]
 pool = sender_pool(device)
 if device == "cuda":
     torch.cuda.synchronize()
-transfer = pool.transfer(Sharing("checked" if transport == "sockets" else "shared", transport))
+offers = "checked" if transport == "sockets" else "shared"
+transfer = pool.transfer(TransportConfig(offers, transport))
 count = SENT if transport == "device" else 64
 tables = [[1 + (7 * n) % BLOCKS for n in range(count)] for _ in pool.groups]
 for _ in range(3):
@@ -179,7 +180,7 @@ def check_blocks(check: Check, transport: str, sender: Sender) -> None:
         groups = range(len(spec.kv_groups()))
         expected = sender_pool(device)
         own = KVPool(spec, [BLOCKS] * len(groups), 16, torch.bfloat16, torch.device(device))
-        transfer = own.transfer(Sharing(transport=transport, timeout_s=30))
+        transfer = own.transfer(TransportConfig(transport=transport, timeout_s=30))
         transfer.warm()
         count = SENT if transport == "device" else 64
         places = [[(n, BLOCKS - n) for n in range(count)] for _ in groups]
@@ -224,9 +225,9 @@ def killed(sender: Sender, transfer: KVTransfer, device: str) -> str:
     else:
         raise AssertionError("fetched from a process that has ended")
     transfer.tidy()
-    (way,) = transfer._ways
-    assert isinstance(way, DeviceMemory)
-    assert not way._opened
+    (transport,) = transfer._transports
+    assert isinstance(transport, DeviceMemory)
+    assert not transport._opened
     gc.collect()
     freed, until = 0, monotonic() + 20
     pool_bytes = sum((BLOCKS + 1) * size for size in offer.block_bytes)

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from tests.kernels import definitions
-from twostroke.exec import sampling
+from twostroke.exec import torch_sampling
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.token_mask import mask_of
 from twostroke.kernels import cuda, kv_types, reference_sampling
 from twostroke.kernels.activations import Activation
-from twostroke.kv.layout import side_bytes
+from twostroke.kv.block_layout import side_bytes
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
@@ -501,7 +501,7 @@ SETTINGS: list[dict[str, float | int]] = [
 def check_sample(
     rows: int, vocab: int, spread: float, device: torch.device, dtype: torch.dtype
 ) -> list[tuple[int, int, int]]:
-    """(row, token, expected) wherever the draw is another than `exec/sampling.py` has."""
+    """(row, token, expected) wherever the draw is another than `exec/torch_sampling.py` has."""
     logits = (torch.randn(rows, vocab) * spread).to(device, dtype)
     logits[:, 5 : vocab // 7] = float("-inf")
     params = [SETTINGS[row % len(SETTINGS)] for row in range(rows)]
@@ -510,7 +510,7 @@ def check_sample(
     for row, setting in enumerate(params):
         asked = SamplingParams(**setting)  # type: ignore[arg-type]
         state.rows[row] = NewRow(row, "r", (1, 2, 3), 3, asked, 7919 * row, frozenset(), ())
-    right = sampling.sample(logits.float().cpu(), range(rows), positions, state).tokens
+    right = torch_sampling.sample(logits.float().cpu(), range(rows), positions, state).tokens
 
     def column(name: str, none: float) -> torch.Tensor:
         return torch.tensor([setting.get(name, none) for setting in params], device=device)

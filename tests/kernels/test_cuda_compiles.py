@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.kernels.no_gpu import NoGPU  # noqa: E402
 from twostroke.kernels.activations import Activation, ClampedSwiglu  # noqa: E402
-from twostroke.kv.layout import side_bytes  # noqa: E402
+from twostroke.kv.block_layout import side_bytes  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16 = torch.bfloat16

@@ -436,7 +436,7 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
     from tests.specs import changed
     from twostroke.exec import start
     from twostroke.exec.device_rows import DeviceRows
-    from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, RunAgain, piece_ladder
+    from twostroke.exec.graphs import DecodeGraphs, EagerReplay, PiecewiseGraphs, piece_ladder
     from twostroke.exec.program import StepProgram
     from twostroke.exec.torch_executor import TorchExecutor
     from twostroke.kernels.cuda.backend import CudaKernels
@@ -465,7 +465,7 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
     ahead, compiled[0] = compiled[0], 0
     assert ahead >= 10
 
-    class Record(RunAgain):
+    class Record(EagerReplay):
         def __call__(self, pieces: Callable[[], Iterator[object]]) -> list[Callable[[], object]]:
             runs = super().__call__(pieces)
             rows.cells.zero_()  # what a kernel that does not run has left there is no token
@@ -478,5 +478,5 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
         rows.reset()
         rows.cells.zero_()
     DecodeGraphs(program, sizes, Record())
-    PieceGraphs(program, piece_ladder(64), Record())
+    PiecewiseGraphs(program, piece_ladder(64), Record())
     assert compiled[0] == 0

@@ -469,17 +469,17 @@ def test_a_matrix_refuses_what_does_not_fit_it(isa: str) -> None:
     blocks_of_q8 = np.zeros((4, 68), np.uint8)
     dense = np.zeros((4, 64), np.float32)
     refused = [
-        (lambda: native.Matrix("q5", 4, 64, isa), "no format is called 'q5'"),
+        (lambda: native.Matrix("q5", 4, 64, isa), "there is no format 'q5'"),
         (lambda: native.Matrix("q8", 0, 64, isa), "rows and columns"),
         (lambda: native.Matrix("q8", 4, 64, "mmx"), "no kernels for 'mmx'"),
         (lambda: q8.put_blocks("Q4_1", np.zeros((4, 40), np.uint8), places), "do not fit"),
         (lambda: q8.put_blocks("Q4_2", blocks_of_q8, places), "no block type is called 'Q4_2'"),
         (lambda: q8.put_blocks("Q8_0", blocks_of_q8[:, :34].copy(), places), "do not hold"),
-        (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places[:3]), "a place for every row"),
-        (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places + 1), "place is outside"),
-        (lambda: q8.put_floats(dense, places - 1), "place is outside"),
-        (lambda: q8.put_floats(dense[:, :32].copy(), places), "rows of another length"),
-        (lambda: q8.put_bias(np.zeros(4, np.float32), places * 2), "place is outside"),
+        (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places[:3]), "every row needs a place"),
+        (lambda: q8.put_blocks("Q8_0", blocks_of_q8, places + 1), "place of a row is outside"),
+        (lambda: q8.put_floats(dense, places - 1), "place of a row is outside"),
+        (lambda: q8.put_floats(dense[:, :32].copy(), places), "rows have another length"),
+        (lambda: q8.put_bias(np.zeros(4, np.float32), places * 2), "place of a row is outside"),
         (lambda: q8.multiply(dense[:, :32].copy(), dense, isa), "another shape"),
         (lambda: q8.multiply(dense, np.zeros((4, 5), np.float32), isa), "another shape"),
         (lambda: q8.rows(np.zeros((4, 63), np.float32), isa), "another shape"),

@@ -59,8 +59,8 @@ def test_a_head_of_zeros_and_a_large_one() -> None:
 def test_a_cache_of_another_type_or_size_is_refused() -> None:
     pair = Pair(small_spec(**SPECS["plain"]), int8=True)
     pair.caches = [pair.caches[0][..., :-1].copy()]
-    with pytest.raises(ValueError, match="the cache is not this model's"):
+    with pytest.raises(ValueError, match="the cache does not have the shape of this model"):
         pair.step(slots=[(0, 0)])
     pair.caches = [pair.caches[0].astype(np.float32)]
-    with pytest.raises(ValueError, match="the cache is not this model's"):
+    with pytest.raises(ValueError, match="the cache does not have the shape of this model"):
         pair.step(slots=[(0, 0)])

@@ -8,7 +8,7 @@ import pytest
 from tests.kernels.native_pair import ISAS, Floats, Pair
 from tests.kernels.test_native_model import spec_of
 from twostroke.kernels import cpu
-from twostroke.kv.eviction import STRETCH_TOKENS
+from twostroke.kv.eviction import SEGMENT_TOKENS
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="built without the native kernels")
 
@@ -19,7 +19,7 @@ def expected(pair: Pair, rows: list[int], parts: int) -> Floats:
     for n, row in enumerate(rows):
         weights = np.stack([pair.reference.attended[layer, row][:, -1] for layer in layers])
         for part in range(parts):
-            some = weights[..., part * STRETCH_TOKENS : (part + 1) * STRETCH_TOKENS]
+            some = weights[..., part * SEGMENT_TOKENS : (part + 1) * SEGMENT_TOKENS]
             found[n, part] = some.sum(-1).mean()
     return found
 

@@ -10,20 +10,20 @@ from twostroke.kv.eviction import Eviction
 
 def test_sinks_give_up_the_oldest_blocks_after_the_first() -> None:
     policy = Eviction(6)
-    assert policy.gone(6) == []
-    assert policy.gone(7) == [range(1, 2)]
-    assert policy.gone(20) == [range(1, 15)]
+    assert policy.evicted(6) == []
+    assert policy.evicted(7) == [range(1, 2)]
+    assert policy.evicted(20) == [range(1, 15)]
 
 
 def test_heavy_hitters_give_up_the_stretches_with_the_least_attention() -> None:
-    policy = Eviction(32, stretch_blocks=4)  # 8 stretches: the first, 3 that compete, the newest 4
+    policy = Eviction(32, segment_blocks=4)  # 8 stretches: the first, 3 that compete, the newest 4
     scores = [9.0, 0.3, 0.1, 0.2, 0.5, 0.0, 0.0, 0.0]
-    assert policy.gone(32, scores) == []
-    assert policy.gone(33, scores) == [range(8, 12)]
+    assert policy.evicted(32, scores) == []
+    assert policy.evicted(33, scores) == [range(8, 12)]
     # Two must go for five blocks more; the last is named first, so that it moves no other.
-    assert policy.gone(37, scores) == [range(12, 16), range(8, 12)]
-    assert policy.gone(33, [0.0, 5.0, 5.0, 5.0]) == [range(4, 8)]  # of equal ones the oldest
-    assert policy.gone(33) == [range(4, 8)]
+    assert policy.evicted(37, scores) == [range(12, 16), range(8, 12)]
+    assert policy.evicted(33, [0.0, 5.0, 5.0, 5.0]) == [range(4, 8)]  # of equal ones the oldest
+    assert policy.evicted(33) == [range(4, 8)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -31,7 +31,7 @@ def test_heavy_hitters_find_enough_for_any_prompt(size: int) -> None:
     for budget in range(4 * size, 12 * size):
         policy = Eviction(budget, size)
         for blocks in range(1, 5 * budget):
-            gone = policy.gone(blocks)
+            gone = policy.evicted(blocks)
             assert blocks - sum(map(len, gone)) <= budget
             assert all(one.start >= size for one in gone)
             assert all(one.stop <= blocks - budget // 2 // size * size for one in gone)

@@ -30,7 +30,7 @@ from twostroke.kv.transfer import (
     TruncatedError,
     UnreachableError,
 )
-from twostroke.kv.ways import Sharing, host_transfer
+from twostroke.kv.transports import TransportConfig, host_transfer
 
 needs_nixl = pytest.mark.skipif(
     nixl.installed() is None or not hasattr(os, "memfd_create"), reason="NIXL is not installed"
@@ -53,15 +53,15 @@ def offer(made: Made) -> Iterator[Offer]:
     offer = sending.offer([[3, 5, 1], [4, 7, 2]], 12)
     yield offer
     sending.release(offer.number)
-    (way,) = fetching._ways
-    assert isinstance(way, Nixl)
-    assert len(way._free) == nixl.COPIES, "a copy has not given back its place"
+    (transport,) = fetching._transports
+    assert isinstance(transport, Nixl)
+    assert len(transport._free) == nixl.COPIES, "a copy has not given back its place"
 
 
 @needs_nixl
 def test_blocks_of_every_group_arrive_as_they_were_sent(made: Made, offer: Offer) -> None:
     sender, receiver, _, fetching = made
-    assert [one.way for one in offer.addresses] == ["nixl"]
+    assert [one.transport for one in offer.addresses] == ["nixl"]
     assert fetch(fetching, offer, ALL) == offer.num_bytes
     for group, sources in enumerate(([3, 5, 1], [4, 7, 2])):
         targets = [target for _, target in ALL[group]]
@@ -125,7 +125,7 @@ def test_damaged_and_truncated_blocks_have_a_name(made: Made, offer: Offer) -> N
 def test_more_than_can_be_on_their_way_are_refused(made: Made, offer: Offer) -> None:
     *_, fetching = made
     copying = [fetching.fetch(offer, ALL) for _ in range(nixl.COPIES)]
-    with pytest.raises(TransferError, match="on their way already"):
+    with pytest.raises(TransferError, match="fetches are in progress already"):
         fetching.fetch(offer, ALL)
     for one in copying:
         one.abandon()
@@ -166,7 +166,7 @@ def test_another_process_s_blocks_are_fetched_until_it_dies() -> None:
         offer = Offer(*eval(process.stdout.readline(), names))
         own = memoryview(bytearray(64 * 9))
         fetching = host_transfer(
-            HostBlocks([own], [64], 4), None, Sharing(transport="nixl", timeout_s=20)
+            HostBlocks([own], [64], 4), None, TransportConfig(transport="nixl", timeout_s=20)
         )
         for _ in range(2):
             assert fetch(fetching, offer, [[(0, 1), (1, 2)]]) == 128
@@ -181,7 +181,7 @@ def test_without_the_package_it_is_refused_with_what_to_do(monkeypatch: pytest.M
     monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
     blocks = HostBlocks([memoryview(bytearray(64 * 9))], [64], 4)
     with pytest.raises(ConfigError, match=r"pip install 'twostroke\[nixl\]'"):
-        host_transfer(blocks, None, Sharing(transport="nixl"))
+        host_transfer(blocks, None, TransportConfig(transport="nixl"))
 
 
 @pytest.mark.parametrize("card", [True, False])
@@ -200,6 +200,6 @@ def test_by_itself_it_is_used_where_there_is_a_card_for_it(
 
     monkeypatch.setattr(nixl, "Nixl", Broken)
     blocks = HostBlocks([memoryview(bytearray(64 * 9))], [64], 4)
-    transfer = host_transfer(blocks, None, Sharing(host="127.0.0.1"))
-    assert [way.name for way in transfer._ways] == ["memory", "sockets"]
+    transfer = host_transfer(blocks, None, TransportConfig(host="127.0.0.1"))
+    assert [transport.name for transport in transfer._transports] == ["memory", "sockets"]
     assert bool(tried) == card

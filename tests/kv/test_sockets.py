@@ -47,10 +47,10 @@ class Engines:
 
     @property
     def server(self) -> BlockServer:
-        (way,) = self.sending._ways
-        assert isinstance(way, Sockets)
-        assert way._server is not None
-        return way._server
+        (transport,) = self.sending._transports
+        assert isinstance(transport, Sockets)
+        assert transport._server is not None
+        return transport._server
 
     def assert_all_arrived(self) -> None:
         for group, sources in enumerate(([3, 5, 1], [4, 7, 2])):
@@ -76,7 +76,7 @@ def engines(made: list[Engines]) -> Engines:
 
 def test_blocks_of_every_group_arrive_as_they_were_sent(engines: Engines) -> None:
     offer = engines.offer()
-    assert [one.way for one in offer.addresses] == ["sockets"]
+    assert [one.transport for one in offer.addresses] == ["sockets"]
     assert fetch(engines.fetching, offer, ALL) == offer.num_bytes
     engines.assert_all_arrived()
     assert not engines.receiver.data[0][[0, 4, 5, 6, 7, 8]].any(), "no other block was written"
@@ -113,16 +113,16 @@ def test_a_few_blocks_at_a_time_are_on_their_way(
 
 def test_several_fetches_share_a_connection(engines: Engines) -> None:
     offer = engines.offer()
-    (way,) = engines.fetching._ways
-    assert isinstance(way, Sockets)
+    (transport,) = engines.fetching._transports
+    assert isinstance(transport, Sockets)
     both = [engines.fetching.fetch(offer, ALL) for _ in range(2)]
-    assert len(way._peers) == 1
+    assert len(transport._peers) == 1
     until = monotonic() + 60
     while both:
         both = [one for one in both if not one.advance()]
         assert monotonic() < until
     engines.assert_all_arrived()
-    assert not any(peer.copies for peer in way._peers.values()), "nothing is left of them"
+    assert not any(peer.copies for peer in transport._peers.values()), "nothing is left of them"
 
 
 def test_a_released_offer_is_refused(engines: Engines) -> None:
@@ -177,9 +177,9 @@ def test_what_arrives_wrong_or_not_at_all_has_a_name(
 ) -> None:
     made.append(Engines(checked=True))
     (engines,) = made
-    (way,) = engines.fetching._ways
-    assert isinstance(way, Sockets)
-    way._timeout_s = 20 if harm is not withhold else 0.2
+    (transport,) = engines.fetching._transports
+    assert isinstance(transport, Sockets)
+    transport._timeout_s = 20 if harm is not withhold else 0.2
     send = engines.server.send
     monkeypatch.setattr(engines.server, "send", lambda *block: harm(send, *block))
     with pytest.raises(error):
@@ -211,9 +211,9 @@ def test_the_order_in_which_blocks_come_does_not_matter(
 def test_only_who_knows_the_key_is_sent_anything(engines: Engines) -> None:
     offer = engines.offer()
     (address,) = offer.addresses
-    (way,) = engines.fetching._ways
-    assert isinstance(way, Sockets)
-    way._timeout_s = 0.2
+    (transport,) = engines.fetching._transports
+    assert isinstance(transport, Sockets)
+    transport._timeout_s = 0.2
     stranger = offer._replace(addresses=(address._replace(more=b"?" * 16),))
     with pytest.raises(StalledError):
         fetch(engines.fetching, stranger, ALL)

@@ -30,7 +30,7 @@ from twostroke.kv.transfer import (
     TruncatedError,
     UnreachableError,
 )
-from twostroke.kv.ways import Sharing, host_transfer
+from twostroke.kv.transports import TransportConfig, host_transfer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 ROOT = seed_digest("salt", "")
@@ -45,9 +45,9 @@ def pools(
     receiver = HostPool(spec, [num_blocks, num_blocks], block_size)
     for data in sender.data:
         data[1:] = rng.integers(0, 1 << 16, data[1:].shape)
-    offering = Sharing("checked" if checked else "shared", transport, secret=secret)
+    offering = TransportConfig("checked" if checked else "shared", transport, secret=secret)
     sending = host_transfer(sender.blocks(), sender.shared, offering)
-    fetches = Sharing(transport=transport, timeout_s=20, secret=secret)
+    fetches = TransportConfig(transport=transport, timeout_s=20, secret=secret)
     fetching = host_transfer(receiver.blocks(), None, fetches)
     return sender, receiver, sending, fetching
 
@@ -57,10 +57,12 @@ def test_memory_is_made_ready_and_stays_as_it_was(monkeypatch) -> None:
     pool = bytearray(os.urandom(20000))
     before = bytes(pool)
     blocks = HostBlocks([memoryview(pool)], [64], 4)
-    told = [host_transfer(blocks, None, Sharing(receives=True)).make_ready() for _ in range(4)]
+    told = [
+        host_transfer(blocks, None, TransportConfig(receives=True)).make_ready() for _ in range(4)
+    ]
     assert told == [True, True, True, False]
     assert pool == before
-    assert not host_transfer(blocks, None, Sharing()).make_ready()  # nothing will come
+    assert not host_transfer(blocks, None, TransportConfig()).make_ready()  # nothing will come
 
 
 def fetch(transfer: KVTransfer, offer: Offer, places: Places) -> int:
@@ -118,7 +120,7 @@ def test_a_release_while_blocks_are_copied_is_noticed() -> None:
     blocks = receiver.blocks()
     blocks.__class__ = Slow
     with pytest.raises(OfferWithdrawnError):
-        fetch(host_transfer(blocks, None, Sharing()), offer, [[(0, 1)], [(0, 1)]])
+        fetch(host_transfer(blocks, None, TransportConfig()), offer, [[(0, 1)], [(0, 1)]])
 
 
 def test_a_damaged_block_is_noticed_where_checksums_are_sent() -> None:
@@ -171,10 +173,10 @@ SENDER = """
 import sys
 from twostroke.kv.shared_memory import SharedPools
 from twostroke.kv.transfer import HostBlocks
-from twostroke.kv.ways import Sharing, host_transfer
+from twostroke.kv.transports import TransportConfig, host_transfer
 shared = SharedPools([64 * 9])
 shared.pools[0][:] = bytes(range(1, 10)) * 64
-sharing = Sharing("shared", "TRANSPORT")
+sharing = TransportConfig("shared", "TRANSPORT")
 transfer = host_transfer(HostBlocks(shared.pools, [64], 4), shared, sharing)
 offer = transfer.offer([[2, 3]], 8)
 print(repr(tuple(offer)), flush=True)

@@ -14,8 +14,8 @@ from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.pool_sizing import capacity, concurrent_requests
 from twostroke.kv.cache import GroupLimits
-from twostroke.kv.eviction import STRETCH_TOKENS, Eviction
-from twostroke.kv.ways import Sharing
+from twostroke.kv.eviction import SEGMENT_TOKENS, Eviction
+from twostroke.kv.transports import TransportConfig
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.opened import OpenedModel
 from twostroke.sched.step import SchedulerConfig
@@ -86,10 +86,10 @@ def scheduler_config(
     )
 
 
-def config_sharing(config: EngineConfig) -> Sharing:
+def transport_config(config: EngineConfig) -> TransportConfig:
     """The settings of the transfer of KV blocks between this engine and others."""
     alone = config.engines_on_host == 1 and config.kv_sharing == "none" and config.kv_host is None
-    return Sharing(
+    return TransportConfig(
         config.kv_sharing,
         config.kv_transport,
         config.kv_host,
@@ -126,7 +126,7 @@ def eviction(
             "kv_eviction heavy-hitters needs attention to tell its shares, which the native "
             "kernels of a CPU do, for models without latents; use kv_eviction='sinks'"
         )
-    return Eviction(budget, STRETCH_TOKENS // config.block_size)
+    return Eviction(budget, SEGMENT_TOKENS // config.block_size)
 
 
 def group_limits(spec: ModelSpec, group_blocks: Sequence[int]) -> tuple[GroupLimits, ...]:

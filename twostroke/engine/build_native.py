@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from functools import partial
 
 from twostroke.config import EngineConfig
-from twostroke.engine.assembly import Started, config_sharing, scheduler_config
+from twostroke.engine.assembly import Started, scheduler_config, transport_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import has_torch
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
-from twostroke.exec.native import NativeExecutor
-from twostroke.exec.profile import StageProfile
+from twostroke.exec.native_executor import NativeExecutor
 from twostroke.exec.rows import HostRows
+from twostroke.exec.stage_profile import StageProfile
 from twostroke.kv.host_pool import HostPool
-from twostroke.kv.ways import NOT_SHARED, Sharing, host_transfer
+from twostroke.kv.transports import NOT_OFFERED, TransportConfig, host_transfer
 from twostroke.model.describe.cost import cost_model
 from twostroke.model.formats.calibration import calibration_windows
 from twostroke.model.native_decoder import Floats, NativeDecoder, Packing, default_threads
@@ -42,7 +42,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     if config.calibration is not None:
         packing.importance = _importance(config, model, length)
     decoder = NativeDecoder(packing, length, threads, batch, isa, exact, int8)
-    sharing = config_sharing(config)
+    sharing = transport_config(config)
     core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing, int8)
     return Started(core, memory, "float32")
 
@@ -69,7 +69,7 @@ def assemble_native(
     limits: SchedulerConfig,
     grammars: Grammars | None,
     weight_bytes: Mapping[str, float],
-    sharing: Sharing = NOT_SHARED,
+    sharing: TransportConfig = NOT_OFFERED,
     int8: bool = False,
 ) -> EngineCore:
     """Make a core around a decoder, with a KV pool in fp16 or int8."""
@@ -79,7 +79,7 @@ def assemble_native(
     transfer = None if sharing.alone else host_transfer(pool.blocks(), pool.shared, sharing)
     scheduler = Scheduler(limits, transfer=transfer)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
-    scores = limits.eviction is not None and limits.eviction.stretch_blocks > 0
+    scores = limits.eviction is not None and limits.eviction.segment_blocks > 0
     executor = NativeExecutor(decoder, pool, state, scores)
     token_bytes = sum(group.block_bytes(size, 1 if int8 else 2, int8) for group in spec.kv_groups())
     cost = cost_model(spec, weight_bytes, token_bytes / size / spec.kv_elements_per_token)

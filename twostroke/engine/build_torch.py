@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from twostroke.config import EngineConfig
-from twostroke.engine.assembly import Started, config_sharing, scheduler_config
+from twostroke.engine.assembly import Started, scheduler_config, transport_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import engines_on_gpu, find_device
 from twostroke.environment import visible_gpu
@@ -24,17 +24,17 @@ from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.executor import Executor
 from twostroke.exec.grammar import Grammars
-from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, RunAgain, piece_ladder
+from twostroke.exec.graphs import DecodeGraphs, EagerReplay, PiecewiseGraphs, Record, piece_ladder
 from twostroke.exec.memory import MemoryPlan, gib, host_memory_bytes, plan_memory
 from twostroke.exec.program import StepProgram
-from twostroke.exec.ranks import RanksExecutor, agree_on_memory, follow
+from twostroke.exec.ranks_executor import RanksExecutor, agree_on_memory, follow
 from twostroke.exec.start import free_share, start_executor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.exec.torch_profile import KernelProfile, name_ranges
 from twostroke.kernels.kv_types import FP8_LARGEST
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
-from twostroke.kv.ways import NOT_SHARED, Sharing
+from twostroke.kv.transports import NOT_OFFERED, TransportConfig
 from twostroke.model.describe.cost import CostModel, cost_model
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.describe.tensor_parallel import (
@@ -101,7 +101,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     # The cost of a step is that of all ranks.
     kv_itemsize = built.memory.sizing.token_bytes / held.kv_elements_per_token
     cost = decoder_cost(spec, built.executor.program.decoder, kv_itemsize)
-    transfer, sharing = None, config_sharing(config)
+    transfer, sharing = None, transport_config(config)
     if size == 1 and not sharing.alone:
         transfer = built.executor.program.pool.transfer(sharing)
         if config.engines_on_host > 1:
@@ -432,9 +432,9 @@ def make_executor(
     with torch.inference_mode():
         program = StepProgram(decoder, pool, rows)
         if graph_sizes:
-            record = record or RunAgain()
+            record = record or EagerReplay()
             graphs = DecodeGraphs(program, graph_sizes, record)
-            pieces = PieceGraphs(program, piece_ladder(shape.max_num_batched_tokens), record)
+            pieces = PiecewiseGraphs(program, piece_ladder(shape.max_num_batched_tokens), record)
     return TorchExecutor(program, graphs, pieces, max_in_flight)
 
 
@@ -446,7 +446,7 @@ def assemble(
     grammars: Grammars | None = None,
     graph_sizes: Sequence[int] = (),
     record: Record | None = None,
-    sharing: Sharing = NOT_SHARED,
+    sharing: TransportConfig = NOT_OFFERED,
 ) -> EngineCore:
     """Make a core around a decoder, without an `EngineConfig`."""
     executor = make_executor(

@@ -21,7 +21,7 @@ from twostroke.engine.step_recorder import StepRecorder
 from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import ChunkLogits, Executor
 from twostroke.exec.grammar import End, Grammars
-from twostroke.exec.profile import Profile
+from twostroke.exec.stage_profile import Profile
 from twostroke.model.describe.cost import CostModel
 from twostroke.observe.blame import GapLedger
 from twostroke.observe.record import Records

@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any
 
 from twostroke.errors import RequestError
-from twostroke.exec.profile import Profile
+from twostroke.exec.stage_profile import Profile
 from twostroke.observe.record import Records, RequestRecord, StepRecord
 
 MAX_SECONDS = 60.0

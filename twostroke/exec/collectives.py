@@ -1,11 +1,11 @@
-"""Ranks that talk to each other through torch.distributed. Imported only where there are several.
+"""Ranks that communicate through torch.distributed. Imported only with several ranks.
 
-    GlooRanks   through the hosts: ranks on CPUs, and several ranks on one GPU, which NCCL refuses.
-                No graph can hold such a collective: it is a cut of the graph that is recorded
-    NcclRanks   a GPU each; graphs hold the collectives
+    GlooRanks   through the host: ranks on CPUs, or several ranks on one GPU, which NCCL refuses.
+                A CUDA graph cannot contain such a collective, so the capture is cut there
+    NcclRanks   one GPU per rank; CUDA graphs contain the collectives
 
-The groups are this engine's own and not torch's default one, so that two engines can be in one
-process. All ranks are on this machine, and gloo listens on its loopback address only.
+Each engine has its own process group instead of torch's default group, so that one process can run
+two engines. All ranks are on this machine, and gloo listens on the loopback address only.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from twostroke.model.describe.tensor_parallel import Comm, Ranks
 
 log = logging.getLogger(__name__)
 
-c10d: Any = torch.distributed  # its stubs lack most of what is used here
-# A rank that is gone is noticed when its connection ends; these are for one that stands still.
-JOIN_PATIENCE = timedelta(minutes=2)  # to meet, and to connect: all have started
-START_PATIENCE = timedelta(hours=1)  # where all come together while one still reads its weights
-STEP_PATIENCE = timedelta(minutes=10)  # of a step's collective, which takes milliseconds
-TIMED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)  # all-reduces that are timed at start
+c10d: Any = torch.distributed  # the stubs lack most of the functions used here
+# Timeouts for a rank that hangs. The end of a rank is noticed by the end of its connection.
+JOIN_TIMEOUT = timedelta(minutes=2)  # to meet and connect, after all ranks have started
+START_TIMEOUT = timedelta(hours=1)  # for collectives while another rank may load weights
+STEP_TIMEOUT = timedelta(minutes=10)  # for a collective of a step, which takes milliseconds
+TIMED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)  # all-reduces timed at start
 TIMED_ROUNDS = 20
 
 
 def join_group(rank: int, size: int, meeting_place: str, device: torch.device, own: bool) -> Ranks:
-    """Returns when all ranks have come. `meeting_place`: a file in which they find each other, new
-    with every group. `own`: whether a GPU is this rank's alone, and not shared by all of them."""
+    """Join the group of ranks; return when all ranks have joined. `meeting_place`: a new file for
+    the rendezvous. `own`: this rank has a GPU of its own."""
     kind = NcclRanks if device.type == "cuda" and own else GlooRanks
     return kind(rank, size, meeting_place, device)
 
@@ -50,10 +50,10 @@ class GroupRanks(Ranks):
         self.alone = False
         self._device, self._store = device, c10d.FileStore(meeting_place, size)
         self._store.set(f"rank {rank}", "here")
-        self._store.wait([f"rank {one}" for one in range(size)], JOIN_PATIENCE)
+        self._store.wait([f"rank {one}" for one in range(size)], JOIN_TIMEOUT)
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = JOIN_PATIENCE
+        options._timeout = JOIN_TIMEOUT
         store = c10d.PrefixStore("gloo", self._store)
         self._gloo: Any = c10d.ProcessGroupGloo(store, rank, size, options)
 
@@ -61,12 +61,12 @@ class GroupRanks(Ranks):
         own = torch.tensor(numbers, dtype=torch.int64)
         of_all = [torch.empty_like(own) for _ in range(self.size)]
         options = c10d.distributed_c10d.AllgatherOptions()
-        options.timeout = START_PATIENCE
+        options.timeout = START_TIMEOUT
         self._finish("numbers of all", lambda: self._gloo.allgather([of_all], [own], options))
         return [one.tolist() for one in of_all]
 
     def _finish(self, what: str, start: Callable[[], Any]) -> None:
-        """Start a collective and wait for its end; raises which one it was, on which rank."""
+        """Run a collective to its end. An error names the collective and the rank."""
         try:
             start().wait()
         except RuntimeError as error:
@@ -75,8 +75,8 @@ class GroupRanks(Ranks):
 
 
 class GlooRanks(GroupRanks):
-    """What a GPU has goes through a buffer at a fixed address: that is what a cut of a graph reads
-    and writes, and the graphs on both sides of it."""
+    """Ranks that communicate with gloo. GPU tensors go through a host buffer at a fixed address,
+    which the graphs before and after a cut use, too."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class GlooRanks(GroupRanks):
         device: torch.device,
         staged: bool | None = None,
     ) -> None:
-        """`staged`: whether to use such a buffer; by default only on a GPU."""
+        """`staged`: use the host buffer; by default only on a GPU."""
         super().__init__(rank, size, meeting_place, device)
         on_gpu = device.type == "cuda"
         self.per_device = size if on_gpu else 1
@@ -105,7 +105,7 @@ class GlooRanks(GroupRanks):
 
     def _reduce(self, x: torch.Tensor) -> Any:
         options = c10d.AllreduceOptions()
-        options.timeout = STEP_PATIENCE
+        options.timeout = STEP_TIMEOUT
         return self._gloo.allreduce([x], options)
 
     def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -117,7 +117,7 @@ class GlooRanks(GroupRanks):
 
     def _gather(self, places: torch.Tensor) -> Any:
         options = c10d.GatherOptions()
-        options.rootRank, options.timeout = 0, STEP_PATIENCE
+        options.rootRank, options.timeout = 0, STEP_TIMEOUT
         return self._gloo.gather([] if self.rank else [list(places)], [places[0]], options)
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -131,13 +131,14 @@ class GlooRanks(GroupRanks):
 
     def _broadcast(self, x: torch.Tensor) -> Any:
         options = c10d.BroadcastOptions()
-        options.rootRank, options.timeout = 0, STEP_PATIENCE
+        options.rootRank, options.timeout = 0, STEP_TIMEOUT
         return self._gloo.broadcast([x], options)
 
     # ── through the host ────────────────────────────────────────────────────────────────────
 
     def _places(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[count, …] like `x` on its device and on the host, the same memory on a CPU."""
+        """Return tensors [count, …] like `x` on its device and on the host; on a CPU both are
+        one."""
         shape = (count, *x.shape)
         if not self._staged:
             places = x.unsqueeze(0)
@@ -146,7 +147,7 @@ class GlooRanks(GroupRanks):
                 places[0].copy_(x)
             return places, places
         size = count * x.numel() * x.element_size()
-        if size > len(self._stage):  # graphs that were recorded keep the one before
+        if size > len(self._stage):  # captured graphs keep the previous buffer
             pinned = self._device.type == "cuda"
             self._stage = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
@@ -161,7 +162,7 @@ class GlooRanks(GroupRanks):
         start: Callable[[], Any],
         weight: int,
     ) -> None:
-        """Now, or at every replay of what is being recorded."""
+        """Run now, or at every replay of the graph that is being captured."""
         num_bytes = host[0].numel() * host.element_size()
         told = f"{what} of {num_bytes:,} bytes"
         run = partial(self._run, told, stage, host, start, weight * num_bytes)
@@ -190,30 +191,31 @@ class GlooRanks(GroupRanks):
 
 
 class NcclRanks(GroupRanks):
-    """Collectives are launched as kernels are, and the host does not wait: how long they take is
-    measured once, at the start, and told by their size."""
+    """Ranks that communicate with NCCL. Collectives are launched like kernels, without waiting:
+    their time is measured once at start and estimated from their size."""
 
     def __init__(self, rank: int, size: int, meeting_place: str, device: torch.device) -> None:
         super().__init__(rank, size, meeting_place, device)
         torch.cuda.set_device(device)
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = STEP_PATIENCE
+        options._timeout = STEP_TIMEOUT
         store = c10d.PrefixStore("nccl", self._store)
-        self.num_recorded = 0  # collectives that graphs hold
+        self.num_recorded = 0  # collectives in captured graphs
         self._times_s = [0.0] * len(TIMED_BYTES)
         log_of = f"{meeting_place}.nccl.{{}}".format
         with logging_to(log_of(rank)):
             self._nccl: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
-            # It ends with the process, and never before: its destructor would wait for the graphs
-            # that hold its collectives, and whoever drops the last reference with it.
+            # The group is kept until the process ends. Its destructor would wait for the graphs
+            # that contain its collectives, and would block the thread that drops the last
+            # reference.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl))
             self._times_s = self._measure()
-        self.all_numbers([0])  # until all have written their logs
+        self.all_numbers([0])  # wait until all ranks have written their logs
         if rank == 0 and size > 1:
-            self._tell_paths([Path(log_of(one)) for one in range(size)])
+            self._log_paths([Path(log_of(one)) for one in range(size)])
 
-    def _tell_paths(self, logs: Sequence[Path]) -> None:
-        """How the ranks talk, with a warning where that is slow."""
+    def _log_paths(self, logs: Sequence[Path]) -> None:
+        """Log the paths between the ranks, with a warning for each slow path."""
         sent = Comm(0.0, 2 * TIMED_BYTES[-1]).sent_bytes(self.size)
         rate = sent / max(self._times_s[-1], 1e-9) / 1e9
         log.info(
@@ -237,7 +239,7 @@ class NcclRanks(GroupRanks):
         if x.is_meta:
             return x
         options = c10d.AllreduceOptions()
-        options.asyncOp = False  # on the stream that computes
+        options.asyncOp = False  # on the compute stream
         _wait(self._nccl.allreduce([x], options))
         self._count(x, 2)
         return x
@@ -258,18 +260,18 @@ class NcclRanks(GroupRanks):
             self._count(x, 1)
 
     def _count(self, x: torch.Tensor, weight: int) -> None:
-        """What a graph holds is counted while it is recorded, and by the recorder at replays."""
+        """Count a collective. During capture the recorder repeats the count at every replay."""
         self.num_recorded += self.cut is not None
         num_bytes = x.numel() * x.element_size()
         seconds = self.expected_s(num_bytes) * weight / 2
         self.comm = self.comm.plus(Comm(seconds, weight * num_bytes))
 
     def expected_s(self, num_bytes: int) -> float:
-        """Of an all-reduce, between the sizes that were timed."""
+        """Return the expected time of an all-reduce, interpolated between the timed sizes."""
         return interpolated(TIMED_BYTES, self._times_s, num_bytes)
 
     def _measure(self) -> list[float]:
-        """All ranks at one time: the first of them connects them, which takes a while."""
+        """Time all-reduces on all ranks. The first all-reduce connects the ranks, which is slow."""
         buffer = torch.zeros(TIMED_BYTES[-1], dtype=torch.uint8, device=self._device)
         times = []
         for size in (TIMED_BYTES[0], *TIMED_BYTES):
@@ -287,13 +289,12 @@ class NcclRanks(GroupRanks):
 
 
 def _wait(work: Any) -> None:
-    if work is not None:  # the stream waits, not the host
+    if work is not None:  # makes the stream wait, not the host
         work.wait()
 
 
 def interpolated(sizes: Sequence[int], times: Sequence[float], size: int) -> float:
-    """On straight lines between the points; beyond the last at its rate, before the first as long
-    as the first."""
+    """Interpolate linearly. Beyond the last point use its rate, before the first its time."""
     at = bisect_left(sizes, size)
     if at == 0:
         return times[0]

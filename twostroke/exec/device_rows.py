@@ -1,4 +1,4 @@
-"""`DeviceRows`: rows whose cells lie on a device, written by one scatter a step."""
+"""`DeviceRows`: rows with cells in device memory, written by one scatter per step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from twostroke.exec.rows import RowState
 
 
 class DeviceRows(RowState):
+    """Row state with tables and tokens in device memory."""
+
     def __init__(
         self, max_rows: int, max_len: int, block_size: int, num_groups: int, device: torch.device
     ) -> None:

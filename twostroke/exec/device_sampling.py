@@ -5,7 +5,7 @@
     advance   the tokens go to the step's results and to their rows, and are counted there
 
 Nothing here waits for the device, and no request is looked at one by one, but those whose lists are
-longer than a row has places for (`kernels/sampling.py`): `sampling.py` adjusts their logits.
+longer than a row has places for (`kernels/sampling.py`): `torch_sampling.py` adjusts their logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twostroke.exec import sampling
+from twostroke.exec import torch_sampling
 from twostroke.exec.executor import Masks
 from twostroke.exec.token_mask import mask_of, mask_words
 from twostroke.kernels import sampling as columns
@@ -225,10 +225,10 @@ class DeviceSampler:
             if row in self.rows:
                 index = int(which[n])
                 own = {0: masks[index]} if index in masks else None
-                allowed = sampling.as_tensors(own, self._vocab_size, self._device)
+                allowed = torch_sampling.as_tensors(own, self._vocab_size, self._device)
                 line = adjusted[n : n + 1]
                 line.copy_(logits[index])
-                sampling.adjust(line, [row], [int(positions[n])], self, allowed)
+                torch_sampling.adjust(line, [row], [int(positions[n])], self, allowed)
 
     def advance(self, drawn: Drawn, out: torch.Tensor) -> None:
         """The tokens are final: they go to `out` [S], by sample, and to their rows."""

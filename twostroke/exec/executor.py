@@ -1,12 +1,12 @@
-"""The seam between planning and computing: `forward(plan)`, then `sample(handle, masks)`.
+"""The interface between planning and computing: `forward(plan)`, then `sample(handle, masks)`.
 
-Two calls, so that grammar masks can be made while the forward runs: the forward of step n + 1 may
-be asked for before step n is waited for, and its samples after that. A synchronous executor has
-finished when `sample` returns; an asynchronous one when `Pending.wait` does, and may be given
+Grammar masks are computed while the forward runs: the forward of step n + 1 may be launched before
+step n is waited for, and step n + 1 is sampled afterwards. A synchronous executor has finished when
+`sample` returns. An asynchronous executor has finished when `Pending.wait` returns, and accepts
 `max_in_flight` plans before the first is waited for.
 
-Executors: `native.py` (no torch), `torch_executor.py` (any torch device), `ranks.py` (several of
-the latter, each with a part of the model).
+Executors: `native_executor.py` (no torch), `torch_executor.py` (any torch device) and
+`ranks_executor.py` (several torch executors, each with a shard of the model).
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from twostroke.exec.token_mask import Mask
 from twostroke.plan import Pending, StepPlan
 
 Handle = TypeVar("Handle")
-Masks = Mapping[int, Mask]  # what grammars allow, by index into the samples of a step
-# The position of the first line, and logits of successive positions of a chunk: [n, vocabulary].
+Masks = Mapping[int, Mask]  # the tokens that a grammar allows, by index of the sample in the step
+# Called with the position of the first line and the logits of consecutive positions of a chunk,
+# [n, vocabulary].
 ChunkLogits = Callable[[int, npt.NDArray[np.float32]], None]
 
 
 class Executor(Protocol[Handle]):
     max_in_flight: int
-    # Hears of the logits of all positions of every chunk, a slice at a time. Not of several ranks.
+    # Receives the logits of all positions of every chunk, in slices. Unsupported with several
+    # ranks.
     on_chunk_logits: ChunkLogits | None
 
     def forward(self, plan: StepPlan) -> Handle: ...
@@ -36,5 +38,5 @@ class Executor(Protocol[Handle]):
     def sample(self, handle: Handle, masks: Masks | None = None) -> Pending: ...
 
     def reset(self) -> None:
-        """A step has failed and every row has been given up: start from no rows."""
+        """Forget all rows, after a failed step whose requests have been aborted."""
         ...

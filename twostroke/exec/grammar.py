@@ -1,14 +1,14 @@
-"""`Grammars`: which tokens each request may write next that has a grammar or a budget for its
-reasoning. Owned by the engine's loop.
+"""`Grammars`: the tokens that requests with a grammar or a reasoning budget may write next. The
+engine loop owns this object.
 
     add ─▶ (a thread compiles it) ─▶ take_compiled
-        ─▶ held ─▶ (a step is planned without those) ─▶ samples(plan) ─▶ masks
+        ─▶ held ─▶ (a step is planned without held requests) ─▶ samples(plan) ─▶ masks
         ─▶ (the step is sampled) ─▶ advance with the committed token ─▶ …
         ─▶ drop
 
-A matcher knows the committed tokens of its request and nothing else, so that it neither knows nor
-minds rows, preemption or a step that failed. Nothing is imported or built before the first request
-that needs it. A grammar applies to what comes after the reasoning (`thinking.py`).
+A matcher knows only the committed tokens of its request. Rows, preemption and failed steps do not
+affect it. Nothing is imported or built before the first request that needs a grammar. A grammar
+applies to the text after the reasoning (`thinking.py`).
 """
 
 from __future__ import annotations
@@ -36,61 +36,67 @@ if TYPE_CHECKING:
 
     from twostroke.model.text.tokenizer import Tokenizer
 
-COMPILED: Final = 32  # grammars kept for the next request that has the same
-# A token of an ordinary grammar takes some 0.05 ms of CPU time, and everybody waits for it. An
-# ambiguous one takes longer with every token.
+COMPILED: Final = 32  # compiled grammars kept for later requests
+# A mask of an ordinary grammar takes some 0.05 ms of CPU time, and the whole step waits for it. An
+# ambiguous grammar takes longer with every token.
 SLOW_S: Final = 0.05
-# The CPU time of all masks of a step. A request whose mask does not fit waits for a later step; one
-# that takes more by itself, token after token, is ended.
+# The CPU time of all masks of a step. A request whose mask does not fit waits for a later step. A
+# request whose masks alone exceed the budget, token after token, is ended.
 STEP_BUDGET_S: Final = 0.01
-PATIENCE_TOKENS: Final = 16  # over so many tokens the time of a request's masks is averaged
+AVERAGED_TOKENS: Final = 16  # the mask time of a request is averaged over these tokens
 STACK_BYTES: Final = 8 * 1024**2
-TOKENS_AHEAD: Final = 32  # more than steps in flight can write for one request
+TOKENS_AHEAD: Final = 32  # above the tokens of one request in all steps in flight
 
 
 class _Compiled(NamedTuple):
+    """A compiled grammar."""
+
     matcher: LLMatcher
-    first_mask: bytes | None  # of every text's first token, if the grammar can be followed so far
+    first_mask: bytes | None  # mask of the first token, if the grammar is usable
 
 
 class End(NamedTuple):
-    """A request can write no more: its grammar is complete, or has failed."""
+    """The end of a request whose grammar is complete or has failed."""
 
     error: str = ""
 
 
 @dataclass(slots=True)
 class _Follower:
+    """The state of one request with a grammar or a reasoning budget."""
+
     asked: StructuredOutputs | None
     matcher: LLMatcher | None  # None: no grammar
     thinking: ThinkingState | None
-    ends: Mask  # what may end the text where the grammar allows it
-    never: Mask  # ends of text that the request ignores
-    first_mask: bytes | None  # until the first token is committed
+    ends: Mask  # tokens that may end the text where the grammar allows it
+    never: Mask  # end tokens that the request ignores
+    first_mask: bytes | None  # set until the first token is committed
     slow: bool = False
-    mask_s: float = 0.0  # a moving average of the CPU time of a mask
+    mask_s: float = 0.0  # moving average of the CPU time of a mask
     num_masks: int = 0
-    turn: int = 0  # the last step for which its mask was within the budget
+    turn: int = 0  # the last step whose budget included the mask
 
     @property
     def may_have_mask(self) -> bool:
-        """At the next few samples."""
+        """Return whether one of the next samples may have a mask."""
         left = self.thinking.left if self.thinking is not None else None
         return self.matcher is not None or (left is not None and left <= TOKENS_AHEAD)
 
 
 class Grammars:
+    """All requests with a grammar or a reasoning budget."""
+
     def __init__(self, tokenizer: Callable[[], Tokenizer | None], vocab_size: int) -> None:
-        """`tokenizer` is asked for when the first grammar comes."""
+        """`tokenizer`: returns the tokenizer; called for the first grammar."""
         self._source = tokenizer
-        self._vocab_size = vocab_size  # the model's, which may differ from the tokenizer's
-        self._text: Tokenizer | None = None  # once the thread has read it
-        self._tokenizer: LLTokenizer | None = None  # the thread's, as is the next
+        self._vocab_size = vocab_size  # of the model; the tokenizer's may differ
+        self._text: Tokenizer | None = None  # set when the thread has read it
+        self._tokenizer: LLTokenizer | None = None  # used by the thread only, like the next field
         self._end_ids: list[int] = []
         self._compiled: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
-        self._rows: dict[int, str] = {}  # rows taken by requests that have a grammar
-        # For a grammar to be compiled; None: for the tokenizer to be read.
+        self._rows: dict[int, str] = {}  # rows of requests with a grammar
+        # Requests that wait for a grammar to be compiled, or (None) for the tokenizer.
         self._waiting: dict[StructuredOutputs | None, list[EngineRequest]] = {}
         self._to_compile: queue.SimpleQueue[StructuredOutputs | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[StructuredOutputs | None, _Compiled | str | None]]
@@ -102,31 +108,31 @@ class Grammars:
     def active(self) -> bool:
         return bool(self._followers)
 
-    def add(self, given: EngineRequest) -> bool:
-        """A request with a grammar or a budget has come. Whether it is ready, or else to be had
-        from `take_compiled` when it is."""
-        asked, thinking = given.params.structured_outputs, given.thinking
+    def add(self, request: EngineRequest) -> bool:
+        """Add a request with a grammar or a reasoning budget. Return whether the request is ready;
+        if not, `take_compiled` returns it later."""
+        asked, thinking = request.params.structured_outputs, request.thinking
         if thinking is not None:
             ids = (*thinking.start_ids, *thinking.forced_ids)
             if max(ids, default=0) >= self._vocab_size:
                 raise RequestError("the model cannot write the tags of its reasoning")
         if asked is None and self._text is not None:
-            self._follow(given, None)
+            self._follow(request, None)
             return True
         if asked is not None and asked in self._compiled:
             self._compiled.move_to_end(asked)
-            self._follow(given, self._compiled[asked])
+            self._follow(request, self._compiled[asked])
             return True
         if asked in self._waiting:
-            self._waiting[asked].append(given)
+            self._waiting[asked].append(request)
             return False
-        self._waiting[asked] = [given]
+        self._waiting[asked] = [request]
         self._compile_later(asked)
         return False
 
     def warm(self) -> None:
-        """Have the tokenizer read now, in the thread: llguidance lets nobody else run meanwhile
-        (0.4 s), so that the first grammar would hold up whoever writes."""
+        """Read the tokenizer now, in the thread. llguidance holds the GIL for 0.4 s, so the first
+        grammar would delay all running requests."""
         self._compile_later(None)
 
     def _compile_later(self, asked: StructuredOutputs | None) -> None:
@@ -135,7 +141,7 @@ class Grammars:
         self._to_compile.put(asked)
 
     def take_compiled(self, timeout_s: float) -> list[tuple[str, str]]:
-        """The requests whose grammars are ready by now, with what was wrong with them."""
+        """Return the requests whose grammars are compiled, each with its error or ""."""
         ready = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -146,48 +152,48 @@ class Grammars:
                     self._compiled[asked] = compiled
                     if len(self._compiled) > COMPILED:
                         self._compiled.popitem(last=False)
-                for given in self._waiting.pop(asked, ()):
+                for request in self._waiting.pop(asked, ()):
                     if not isinstance(compiled, str):
-                        self._follow(given, compiled)
-                    ready.append((given.request_id, problem))
+                        self._follow(request, compiled)
+                    ready.append((request.request_id, problem))
         return ready
 
-    def _follow(self, given: EngineRequest, compiled: _Compiled | None) -> None:
-        asked = given.params.structured_outputs
+    def _follow(self, request: EngineRequest, compiled: _Compiled | None) -> None:
+        asked = request.params.structured_outputs
         if not self._followers:
-            self._rows.clear()  # they may have changed hands while nobody looked
-        never = set(self._end_ids) - given.stop_ids if given.params.ignore_eos else ()
+            self._rows.clear()  # rows may have changed owners while no request had a grammar
+        never = set(self._end_ids) - request.stop_ids if request.params.ignore_eos else ()
         thinking = None
-        if given.thinking is not None:
+        if request.thinking is not None:
             assert self._text is not None
             token_bytes = self._text.token_bytes
-            thinking = ThinkingState(given.thinking, token_bytes, compiled is not None)
-        self._followers[given.request_id] = _Follower(
+            thinking = ThinkingState(request.thinking, token_bytes, compiled is not None)
+        self._followers[request.request_id] = _Follower(
             asked,
             None if compiled is None else compiled.matcher.deep_copy(),
             thinking,
-            mask_of(sorted(given.stop_ids), self._vocab_size),
+            mask_of(sorted(request.stop_ids), self._vocab_size),
             mask_of(sorted(never), self._vocab_size),
             None if compiled is None else compiled.first_mask,
         )
-        if given.resumed is not None:  # another engine has written these by the same grammar
-            self.advance(given.request_id, given.resumed.tokens, ended=False)
+        if request.resumed is not None:  # tokens that another engine wrote with the same grammar
+            self.advance(request.request_id, request.resumed.tokens, ended=False)
 
     def _compile_all(self) -> None:
-        """In a thread: llguidance takes up to 0.25 s for a grammar, and lets others run."""
+        """Compile in a thread. llguidance takes up to 0.25 s for a grammar, without the GIL."""
         while True:
             asked = self._to_compile.get()
             try:
                 if asked is None:
                     self._load_text()
                     self._done.put((None, None))
-                    with contextlib.suppress(Exception):  # the first grammar will tell
+                    with contextlib.suppress(Exception):  # the first grammar reports the error
                         self._load_tokenizer()
                 else:
                     self._done.put((asked, self._compile(asked)))
             except RequestError as error:
                 self._done.put((asked, str(error)))
-            except Exception as error:  # no request that waits for it may wait for ever
+            except Exception as error:  # requests must not wait forever
                 self._done.put((asked, f"the grammar could not be compiled ({error})"))
 
     def _compile(self, asked: StructuredOutputs) -> _Compiled:
@@ -199,11 +205,11 @@ class Grammars:
         def compiled() -> _Compiled:
             matcher = make_matcher(tokenizer, grammar)
             first = matcher.deep_copy()
-            mask = first.compute_bitmask()  # the lexer learns what it needs for the first token
+            mask = first.compute_bitmask()  # the lexer caches its states for the first token
             return _Compiled(matcher, None if first.is_error() else mask)
 
-        # Only this much waits for an idle processor. What is Python holds the interpreter, and
-        # the loop would wait for it as long as others keep the processors busy.
+        # Only this part runs at idle priority. Python code holds the GIL: at idle priority the
+        # engine loop would wait for the GIL while other processes keep the CPUs busy.
         return _when_idle(compiled)
 
     def _load_tokenizer(self) -> LLTokenizer:
@@ -220,7 +226,7 @@ class Grammars:
             text = self._source()
             if text is None:
                 raise RequestError("structured outputs need a tokenizer, and none is loaded")
-            text.token_bytes(0)  # makes its table
+            text.token_bytes(0)  # builds the table
             self._text = text
         return self._text
 
@@ -228,8 +234,8 @@ class Grammars:
         self._followers.pop(request_id, None)
 
     def samples(self, plan: StepPlan) -> dict[int, str]:
-        """The samples of this step that may have a mask: index → request. To be called for every
-        plan, in order, while there is a request that has a grammar or a budget."""
+        """Return the samples of this step that may have a mask: index → request. Must be called for
+        every plan, in order, while any request has a grammar or a reasoning budget."""
         rows, followers = self._rows, self._followers
         for row in plan.retired:
             rows.pop(row, None)
@@ -263,8 +269,8 @@ class Grammars:
         return frozenset(held)
 
     def masks(self, samples: Mapping[int, str]) -> dict[int, Mask]:
-        """What may be written there, once all tokens before are committed. None for a request that
-        they have ended, or that may write anything."""
+        """Return the masks of `samples`, after all earlier tokens are committed. Requests that have
+        ended or may write any token have no mask."""
         masks = {}
         for index, name in samples.items():
             follower = self._followers.get(name)
@@ -291,18 +297,19 @@ class Grammars:
         if matcher.is_accepting():
             allowed |= follower.ends
             allowed &= ~follower.never
-            if not allowed.any():  # the empty text and no other
+            if not allowed.any():  # only the empty text matches
                 allowed |= follower.never
         took_s = thread_time() - started
         follower.slow |= took_s > SLOW_S
         if bits is None:
             follower.num_masks += 1
-            weight = 1 / min(follower.num_masks, PATIENCE_TOKENS)
+            weight = 1 / min(follower.num_masks, AVERAGED_TOKENS)
             follower.mask_s += weight * (took_s - follower.mask_s)
         return allowed
 
     def advance(self, request_id: str, tokens: Sequence[int], ended: bool) -> End | None:
-        """Tokens were committed. `ended`: the request ended with them. The end, if that is one."""
+        """Advance by committed tokens. `ended`: the request has ended. Return the end of the
+        grammar, if the tokens complete or violate the grammar."""
         follower = self._followers.get(request_id)
         if follower is None:
             return None
@@ -322,15 +329,15 @@ class Grammars:
         started = thread_time()
         taken = 0 if ended or matcher.is_error() else matcher.try_consume_tokens(list(tokens))
         if had_first_mask and not taken and not ended:
-            # A matcher finds out that it has failed only with a mask of its own.
+            # A matcher notices its failure only when a mask is computed.
             matcher.compute_bitmask()
             taken = matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
-            # Copies share what the lexer has learnt, and with it the limit on that.
+            # Copies share the lexer's cache and its size limit.
             assert follower.asked is not None
             self._compiled.pop(follower.asked, None)
             return End(f"the grammar became too complex to follow ({_reason(matcher)})")
-        if ended:  # by a token that need not be the grammar's
+        if ended:  # the last token may be outside the grammar
             return None
         if taken < len(tokens):
             return End(
@@ -341,7 +348,7 @@ class Grammars:
             return End()
         if follower.slow or thread_time() - started > SLOW_S:
             return End(f"the grammar takes longer than {SLOW_S} s of CPU time for one token")
-        if follower.num_masks >= PATIENCE_TOKENS and follower.mask_s > STEP_BUDGET_S:
+        if follower.num_masks >= AVERAGED_TOKENS and follower.mask_s > STEP_BUDGET_S:
             return End(
                 f"the grammar takes {1e3 * follower.mask_s:.0f} ms of CPU time a token, and at "
                 f"most {1e3 * STEP_BUDGET_S:.0f} ms a step may go to grammars; simplify it: fewer "
@@ -351,7 +358,7 @@ class Grammars:
 
 
 def _start_thread(work: Callable[[], None]) -> threading.Thread:
-    """With twice the stack that grammars are checked with."""
+    """Start a thread with twice the stack size that grammars are checked with."""
     before = threading.stack_size(STACK_BYTES)
     try:
         thread = threading.Thread(target=work, name="grammars", daemon=True)
@@ -362,7 +369,7 @@ def _start_thread(work: Callable[[], None]) -> threading.Thread:
 
 
 def _when_idle(work: Callable[[], _Compiled]) -> _Compiled:
-    """What `work` returns or raises, in a thread that gives way to all others."""
+    """Return the result of `work`, run in a thread of idle priority."""
     done: Future[_Compiled] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Steps as graphs: a ladder of sizes recorded at start, replayed with new inputs.
+"""CUDA graphs of steps: a ladder of sizes is captured at start and replayed with new inputs.
 
-A batch between two rungs is padded up to the next; one above the ladder runs without a graph.
-Recording goes from the largest down, in one pool of memory, so that the smaller ones fit into what
-the largest took. A decode step is one copy of the step buffer and one launch.
+A batch between two sizes is padded to the larger size. A batch above the ladder runs without a
+graph. The largest size is captured first, in one memory pool that the smaller sizes reuse. A decode
+step is one copy of the step buffer and one launch.
 """
 
 from __future__ import annotations
@@ -22,33 +22,37 @@ from twostroke.model.describe.tensor_parallel import ONE_RANK, Comm, Ranks
 from twostroke.model.torch.attention import Workspace
 from twostroke.plan import PhaseWork, StepPlan
 
-PIECE_BUFFER_BYTES = 1 << 20  # of step buffer: some 2,000 tokens, and what they change in rows
+PIECE_BUFFER_BYTES = 1 << 20  # a step buffer of some 2,000 tokens and their writes to rows
 EMPTY_PLAN = StepPlan(0, (), (), (), (), (), (), PhaseWork(), PhaseWork())
 
 Run = Callable[[], object]
-# Work that stops now and then → what replays each stretch of it.
+# Captures work that is split into segments. Returns a function that replays each segment.
 Record = Callable[[Callable[[], Iterator[object]]], list[Run]]
 
 
 def ladder(max_num_seqs: int, largest: int | None = None) -> list[int]:
-    """1, 2, 4, 8, then by eights, from 256 by sixteens: padding costs little, a rung some time."""
+    """Return the captured batch sizes: 1, 2, 4, 8, then steps of 8, from 256 steps of 16. Padding
+    costs little, and each size takes time to capture."""
     top = max_num_seqs if largest is None else min(largest, max_num_seqs)
-    rungs = {1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16)}
-    return sorted({rung for rung in rungs if rung < top} | ({top} if top else set()))
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16)}
+    return sorted({size for size in sizes if size < top} | ({top} if top else set()))
 
 
 def piece_ladder(budget: int) -> list[int]:
-    """Numbers of tokens. Where a step has more, its products take longer than its launches."""
-    rungs = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)]
-    return [rung for rung in rungs if rung < budget + 64]
+    """Return the captured numbers of tokens. In larger steps the matmuls take longer than the
+    launches."""
+    sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)]
+    return [size for size in sizes if size < budget + 64]
 
 
-def _rung(sizes: list[int], count: int) -> int | None:
+def _padded_size(sizes: list[int], count: int) -> int | None:
     at = bisect_left(sizes, count)
     return sizes[at] if at < len(sizes) else None
 
 
 class DecodeGraphs:
+    """One graph per batch size for steps that only decode, one token per row."""
+
     def __init__(self, program: StepProgram, sizes: Iterable[int], record: Record) -> None:
         self.sizes = sorted(sizes)
         rows = program.rows
@@ -62,8 +66,8 @@ class DecodeGraphs:
             (self._replays[size],) = record(partial(_in_one_piece, program, step))
 
     def size_for(self, batch: int) -> int | None:
-        """The rung for a batch; None if it is above the ladder."""
-        return _rung(self.sizes, batch)
+        """Return the captured size for a batch; None above the ladder."""
+        return _padded_size(self.sizes, batch)
 
     def replay(self, step: StepBuffer) -> None:
         size = step.layout.shape.decode_tokens
@@ -75,14 +79,14 @@ def _in_one_piece(program: StepProgram, step: DeviceStep) -> Iterator[object]:
     yield program.run(step)
 
 
-class PieceGraphs:
-    """Steps with prefill: a graph for all that lies between the attention of two layers.
+class PiecewiseGraphs:
+    """Graphs for steps with prefill: one for all operations between the attention of two layers.
 
         [ embed … q₀ ] attend [ o₀ … q₁ ] attend … [ … qₙ ] rest of layer n       [ ]: a graph
 
-    What attention launches depends on the chunks, the rest of the last layer on how many tokens are
-    sampled, everything else only on the number of tokens, which is padded up to a rung. So the
-    device is not kept waiting for a launch per operation.
+    The launches of attention depend on the chunks, and the rest of the last layer depends on the
+    number of sampled tokens. All other operations depend only on the number of tokens, which is
+    padded to a captured size. The device therefore does not wait for a launch per operation.
     """
 
     def __init__(self, program: StepProgram, sizes: Iterable[int], record: Record) -> None:
@@ -100,11 +104,13 @@ class PieceGraphs:
             self._replays[size] = record(partial(self._pieces, step, self._work.of(size)))
 
     def _pieces(self, step: DeviceStep, work: Workspace) -> Iterator[int]:
-        program = self._program  # a generator: what makes the inputs is recorded, too
+        program = (
+            self._program
+        )  # a generator, so that the preparation of the inputs is captured, too
         yield from program.decoder.pieces(program.inputs(step), program.pool, work)
 
     def size_for(self, tokens: int) -> int | None:
-        return _rung(self.sizes, tokens)
+        return _padded_size(self.sizes, tokens)
 
     def fits(self, step: StepBuffer) -> bool:
         return step.layout.num_bytes <= PIECE_BUFFER_BYTES
@@ -118,7 +124,7 @@ class PieceGraphs:
         )
 
     def forward(self, step: DeviceStep) -> torch.Tensor:
-        """What the decoder's `forward` does, on inputs that `send` has put in place."""
+        """Run the decoder's `forward` on the inputs that `send` has copied."""
         program, size = self._program, step.shape.tokens
         decoder, pool, work = program.decoder, program.pool, self._work.of(size)
         # The graphs read the token ids; attention does not.
@@ -132,8 +138,8 @@ class PieceGraphs:
         return decoder.last_layer(inputs, pool, work, attend)
 
 
-class RunAgain:
-    """Records nothing: a replay runs the same stretch once more. For devices without graphs."""
+class EagerReplay:
+    """A recorder for devices without graphs: a replay runs the segment again."""
 
     def __call__(self, pieces: Callable[[], Iterator[object]]) -> list[Run]:
         running: list[Iterator[object]] = []
@@ -150,16 +156,16 @@ class RunAgain:
 
 
 class Graph(Protocol):
-    """One that is being recorded (`torch.cuda.CUDAGraph`)."""
+    """A graph during capture (`torch.cuda.CUDAGraph`)."""
 
     def capture_end(self) -> None: ...
 
     def replay(self) -> None: ...
 
 
-class Stretch:
-    """A stretch of a step as it is recorded: a graph, or several with what the host does between
-    them. Where ranks talk through the host, they cut it there (`Ranks.cut`):
+class GraphSegment:
+    """A segment of a step during capture: one graph, or several graphs with host work between
+    them. Ranks that communicate through the host cut the segment there (`Ranks.cut`):
 
         [ … down ] sum over the ranks [ norm … ]       [ ]: a graph
     """
@@ -169,7 +175,7 @@ class Stretch:
         self._runs: list[Run] = []
 
     def record(self, work: Callable[[], object]) -> Run:
-        """What replays it."""
+        """Capture `work` and return a function that replays it."""
         ranks, self._graph, self._comm = self._ranks, self._begin(), self._ranks.comm
         ranks.cut = None if ranks.alone else self._cut
         try:
@@ -187,7 +193,7 @@ class Stretch:
         self._graph = self._begin()
 
     def _keep(self) -> None:
-        """The graph that was recorded. Collectives inside it are counted when it is replayed."""
+        """Keep the captured graph. Collectives inside the graph are counted at each replay."""
         ranks = self._ranks
         inside, ranks.comm = ranks.comm.since(self._comm), self._comm
         replay = self._graph.replay
@@ -205,7 +211,7 @@ def _counted(ranks: Ranks, comm: Comm, replay: Run) -> None:
 
 
 class CudaRecorder:
-    """Records on a stream of its own; all that is recorded shares one pool of memory."""
+    """Captures CUDA graphs on a separate stream. All graphs share one memory pool."""
 
     def __init__(self, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -214,12 +220,12 @@ class CudaRecorder:
 
     def __call__(self, pieces: Callable[[], Iterator[object]]) -> list[Run]:
         self._stream.wait_stream(torch.cuda.current_stream())
-        # A tensor that the collector frees while a graph is being recorded would break it.
+        # A tensor that the garbage collector frees during capture would break the graph.
         enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                count = sum(1 for _ in pieces())  # compiles, and lets libraries set themselves up
+                count = sum(1 for _ in pieces())  # compiles kernels and initialises libraries
                 running = pieces()
                 runs = [self._capture(running) for _ in range(count)]
         finally:
@@ -229,8 +235,8 @@ class CudaRecorder:
         return runs
 
     def _capture(self, running: Iterator[object]) -> Run:
-        """The next stretch."""
-        return Stretch(self._begin, self._ranks).record(partial(next, running))
+        """Capture the next segment."""
+        return GraphSegment(self._begin, self._ranks).record(partial(next, running))
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""What few requests forbid or favour, one line of logits at a time, in numpy: for `native.py`.
+"""Rare sampling options of the native executor, applied in numpy to one line of logits at a time.
 
-`sampling.py` defines the same in torch, and says in which order: bans and biases here, then the
-rest, which the native sampler does. A test holds the two equal.
+`torch_sampling.py` defines the same in torch, and the order: bans and biases here, then the rest,
+which the native sampler does. A test holds the two equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEVER = np.float32("-inf")
 
 
 def is_plain(request: NewRow, position: int) -> bool:
-    """Nothing is to be forbidden or favoured at this position."""
+    """Return whether the request bans and biases no token at this position."""
     params = request.params
     return not (
         params.logit_bias
@@ -31,17 +31,18 @@ def is_plain(request: NewRow, position: int) -> bool:
 def apply_bans(
     line: Line, request: NewRow, position: int, tokens: Ints, allowed: Mask | None
 ) -> None:
-    """Forbid and favour, in place. `tokens` are the request's, known up to `position`."""
+    """Apply bans and biases in place. `tokens` are the tokens of the request, known up to
+    `position`."""
     params = request.params
     if allowed is not None:
         line[~unpack_mask(allowed, len(line))] = NEVER
     if params.logit_bias:
         line[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     if params.allowed_token_ids is not None:
-        kept = list(params.allowed_token_ids)
-        values = line[kept]
+        allowed_ids = list(params.allowed_token_ids)
+        values = line[allowed_ids]
         line[:] = NEVER
-        line[kept] = values
+        line[allowed_ids] = values
     written = position - request.num_prompt
     if written < params.min_tokens and request.stop_ids:
         line[list(request.stop_ids)] = NEVER

@@ -1,7 +1,7 @@
-"""The plan of memory: how many blocks each KV group has and how long a sequence may become.
+"""The memory plan: the number of blocks of each KV group and the maximum length of a sequence.
 
-Made from the spec before anything large is allocated, so that a model that cannot fit is refused
-with the numbers instead of dying half-way.
+The plan is made from the spec before large allocations. A model that does not fit is refused with
+the numbers, before loading.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from twostroke.model.describe.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 4 * GIB
-CPU_KV_SHARE = 4  # the pools take at most this fraction of the memory: one in …
-POSITIONS_SHARE = 32  # … and what every position takes besides, at most one in …
-ACTIVATION_COPIES = 6  # tensors as wide as a layer that live at one time in a step
+CPU_KV_SHARE = 4  # the pools take at most 1 / 4 of the memory
+POSITIONS_SHARE = 32  # tables with an entry per position take at most 1 / 32
+ACTIVATION_COPIES = 6  # tensors of a layer's width alive at one time in a step
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    total_bytes: int  # what device or cgroup allow
+    """Bytes of each use of the memory, and the blocks of each KV group."""
+
+    total_bytes: int  # limit of the device or the cgroup
     weight_bytes: int
     sizing: PoolSizing
-    group_blocks: tuple[int, ...]  # of each KV group, without its null block
+    group_blocks: tuple[int, ...]  # per KV group, without the null block
     max_model_len: int
     shortened: bool  # memory, not the model, limits max_model_len
-    device_bytes: int = 0  # of a GPU, what others use of it included
-    others_bytes: int = 0  # of that, what engines have that it is shared with
-    state_bytes: int = 0  # rows, buffers, what the driver keeps for us; measured, as are these:
+    device_bytes: int = 0  # of a GPU, including the memory that others use
+    others_bytes: int = 0  # used by engines that share the GPU
+    state_bytes: int = 0  # rows, buffers, driver; measured, like the following
     activation_bytes: int = 0  # of the largest step
     graph_bytes: int = 0
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
-        """Of each KV group's pool, its null block included."""
+        """Bytes of the pool of each KV group, including the null block."""
         sizes = zip(self.group_blocks, self.sizing.block_bytes, strict=True)
         return tuple((blocks + 1) * size for blocks, size in sizes)
 
@@ -51,7 +53,7 @@ class MemoryPlan:
         return sum(self.group_bytes)
 
     def waterfall(self) -> str:
-        """Where the memory goes, from what was free down to what is left."""
+        """Return the uses of the memory as text, from the total to the rest."""
         parts = {
             "weights": self.weight_bytes,
             "state": self.state_bytes,
@@ -73,12 +75,12 @@ def plan_memory(
     total_bytes: int,
     on_gpu: bool,
 ) -> MemoryPlan:
-    """`weight_bytes`: of all weights as they are stored. `itemsize`, `kv_itemsize`: bytes per
-    element of a step's activations and of the KV cache."""
+    """Return a plan that fits `total_bytes`. `weight_bytes`: of all weights as stored. `itemsize`,
+    `kv_itemsize`: bytes per element of activations and of the KV cache."""
     if weight_bytes > total_bytes:
         wide = weight_bytes > 2 * spec.num_parameters()
         raise ModelError(
-            f"the weights need {gib(weight_bytes)}, but {gib(total_bytes)} are there; "
+            f"the weights need {gib(weight_bytes)}, but {gib(total_bytes)} are available; "
             "take a smaller model" + (", or dtype='bfloat16'" if wide else "")
         )
     wanted = max_len_wanted(config, spec)
@@ -89,13 +91,13 @@ def plan_memory(
         kv_bytes = _kv_bytes(
             config, spec, weight_bytes, itemsize, sizing, total_bytes, on_gpu, wanted
         )
-        if kv_bytes < sizing.least_bytes:
+        if kv_bytes < sizing.min_bytes:
             windowed = any(group.window is not None for group in spec.kv_groups())
             held = ", and what one request holds in layers with a window," if windowed else ""
             raise ConfigError(
                 f"the KV cache of {kv_bytes} bytes is too small for one block: a block of "
-                f"{config.block_size} tokens and a null block{held} need {sizing.least_bytes} "
-                f"bytes; set kv_cache_memory_bytes to at least {sizing.least_bytes}, or lower "
+                f"{config.block_size} tokens and a null block{held} need {sizing.min_bytes} "
+                f"bytes; set kv_cache_memory_bytes to at least {sizing.min_bytes}, or lower "
                 "block_size"
             )
         blocks = sizing.within(kv_bytes)
@@ -103,7 +105,7 @@ def plan_memory(
     if weight_bytes + plan.kv_bytes > total_bytes:
         raise ConfigError(
             f"weights ({gib(weight_bytes)}) and KV cache ({gib(plan.kv_bytes)}) need more than "
-            f"the {gib(total_bytes)} there are; set "
+            f"the {gib(total_bytes)} that are available; set "
             f"{cache_setting(config, sizing, total_bytes - weight_bytes, 'at most ')}"
         )
     return fit_length(plan, config, spec)
@@ -111,20 +113,20 @@ def plan_memory(
 
 def max_len_wanted(config: EngineConfig, spec: ModelSpec) -> int:
     if config.max_model_len is None:
-        # A longer context changes the angles of dynamic rope, so it must be asked for.
+        # A longer context changes the angles of dynamic rope, so the user must request it.
         dynamic = [rope.original_context for rope in spec.ropes() if rope.kind == "dynamic"]
         return min([spec.max_context, *dynamic])
     if config.max_model_len > spec.max_context and config.kv_eviction is not None:
         log.warning(
-            "max_model_len %s is above the %s tokens that the model was made for: what it writes "
-            "beyond them may be worth little",
+            "max_model_len %s is above the %s tokens that the model supports; text beyond "
+            "that length may be of poor quality",
             f"{config.max_model_len:,}",
             f"{spec.max_context:,}",
         )
     elif config.max_model_len > spec.max_context:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is above the {spec.max_context} tokens that "
-            f"the model was made for; lower it to at most {spec.max_context}"
+            f"the model supports; lower it to at most {spec.max_context}"
         )
     return config.max_model_len
 
@@ -139,11 +141,11 @@ def _kv_bytes(
     on_gpu: bool,
     max_len: int,
 ) -> int:
-    """Of the pools of all groups together."""
+    """Return the bytes of the pools of all groups."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if not on_gpu:
-        # A small model would get more than all its sequences, and their prefixes, can ever fill.
+        # Without a limit a small model would get more than all its sequences and prefixes can fill.
         fillable = 2 * config.max_num_seqs * (max_len + config.block_size)
         fillable = int(fillable * sizing.token_bytes)
         return min(CPU_KV_BYTES, total_bytes // CPU_KV_SHARE, fillable)
@@ -159,11 +161,12 @@ def _kv_bytes(
 
 
 def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
-    """A sequence must fit the cache alone; shorten the context unless the user insists."""
+    """Shorten the context so that one sequence fits the cache. Raise if the user has set the
+    context."""
     plan = _bound_positions(plan, config, spec)
     sizing = plan.sizing
     if sizing.all_slide or config.kv_eviction is not None:
-        return plan  # what a sequence holds has a bound; `Scheduler.add` checks the rest
+        return plan  # a sequence holds a bounded number of blocks
     tokens = plan.group_blocks[sizing.main] * config.block_size
     if plan.max_model_len <= tokens:
         return plan
@@ -185,10 +188,10 @@ def fit_length(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> Memor
 
 
 def _bound_positions(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) -> MemoryPlan:
-    """A config may promise any context: its tables must not take the memory before a request does.
+    """Limit the context so that tables with an entry per position fit the memory.
 
-    Each position has its angles (and a scale of queries), and in every row a token and its part of
-    a block table.
+    A config may declare any context. Each position has rope angles (and a query scale), and in
+    every row a token and a share of a block table.
     """
     if config.max_model_len is not None:
         return plan
@@ -202,14 +205,14 @@ def _bound_positions(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) ->
 
 
 def cache_setting(config: EngineConfig, sizing: PoolSizing, kv_bytes: int, bound: str = "") -> str:
-    """The setting that gives the cache this many bytes: the one that the user is using."""
+    """Return the setting for a cache of `kv_bytes`, with the flag that the user has set."""
     if config.num_gpu_blocks_override is None:
         return f"kv_cache_memory_bytes to {bound}{max(0, kv_bytes)}"
     return f"num_gpu_blocks_override to {bound}{sizing.main_within(kv_bytes)}"
 
 
 def host_memory_bytes() -> int:
-    """What this process may use: the machine's memory, or less if a cgroup says so."""
+    """Return the memory that this process may use: of the machine, or the limit of the cgroup."""
     if sys.platform == "win32":
         return _windows_memory_bytes()
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -217,7 +220,7 @@ def host_memory_bytes() -> int:
 
 
 def _windows_memory_bytes() -> int:
-    """GlobalMemoryStatusEx: a structure of two 32-bit and seven 64-bit numbers, size first."""
+    """Call GlobalMemoryStatusEx, whose structure has two 32-bit and seven 64-bit numbers."""
     import ctypes
 
     status = (ctypes.c_uint64 * 8)(64)
@@ -226,7 +229,7 @@ def _windows_memory_bytes() -> int:
 
 
 def _cgroup_limits(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Limits of this process's cgroup and of those around it, version 2 and 1."""
+    """Yield the limits of this process's cgroup and its parents, version 2 and 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

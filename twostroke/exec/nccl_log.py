@@ -1,11 +1,11 @@
-"""What NCCL's log says of the paths between GPUs, in a line, with a warning for each slow one.
+"""A summary of the paths between GPUs from NCCL's log, with a warning for each slow path.
 
-    … NCCL INFO Pattern 4, …, nChannels 12, bw 20.0/20.0, type NVL/PIX, …   which links rings have
-    … NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read              how two ranks talk
+    … NCCL INFO Pattern 4, …, nChannels 12, bw 20.0/20.0, type NVL/PIX, …   links of the rings
+    … NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read              path of two ranks
     … NCCL INFO 24 coll channels, 0 collnet channels, 16 nvls channels, …   rings, and NVLink SHARP
 
-The log is asked for where a communicator is made, unless the user has set NCCL_DEBUG: then it is
-the user's, and left alone. Patterns are of the subsystem GRAPH, the rest of INIT.
+The log is enabled while a communicator is created, unless the user has set NCCL_DEBUG. The patterns
+belong to NCCL's subsystem GRAPH, the other lines to INIT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VIA = re.compile(r"NCCL INFO (?:Channel|Ring) \S+ : (\d+)\[\S*?\] -> (\d+)\[\S*?
 PATTERN = re.compile(r"Pattern (\d), crossNic \d, nChannels (\d+), bw ([\d.]+)/[\d.]+, type (\w+)/")
 CHANNELS = re.compile(r"(\d+) coll channels,(?: \d+ collnet channels,)?(?: (\d+) nvls channels)?")
 VERSION = re.compile(r"NCCL version ([\d.]+)")
-# Of a path between GPUs, from near to far, as NCCL and `nvidia-smi topo` call them.
+# Types of paths between GPUs, from near to far, as NCCL and `nvidia-smi topo` name them.
 LINKS = {
     "NVL": "NVLink",
     "NVB": "NVLink over another GPU",
@@ -37,23 +37,25 @@ FAST = ("NVL", "NVB", "C2C")
 
 @dataclass
 class Paths:
+    """The paths between the GPUs of a communicator."""
+
     version: str = ""
-    link: str = ""  # of the rings, in NCCL's word for it
-    ring_gb_s: float = 0.0  # of all rings, as NCCL expects
+    link: str = ""  # NCCL's name for the link of the rings
+    ring_gb_s: float = 0.0  # of all rings, NCCL's estimate
     rings: int = 0
     trees: int = 0
-    nvls: int = 0  # channels that add up in the NVLink switch
+    nvls: int = 0  # channels that reduce in the NVLink switch
     via: dict[tuple[int, int], str] = field(default_factory=dict)  # sender, receiver: transport
 
     def __str__(self) -> str:
-        ways = [f"{self.rings} rings", f"{self.trees} trees" if self.trees else ""]
-        ways.append(f"{self.nvls} channels of NVLink SHARP" if self.nvls else "")
+        parts = [f"{self.rings} rings", f"{self.trees} trees" if self.trees else ""]
+        parts.append(f"{self.nvls} channels of NVLink SHARP" if self.nvls else "")
         over = sorted({_in_words(one, self.link) for one in self.via.values()})
         name = f"NCCL {self.version}" if self.version else "NCCL"
-        return f"{name}: {', '.join(filter(None, ways))}; over {' and '.join(over) or 'nothing'}"
+        return f"{name}: {', '.join(filter(None, parts))}; over {' and '.join(over) or 'nothing'}"
 
     def warnings(self) -> Iterator[str]:
-        """One for each kind of path that is slower than GPUs of one machine can have."""
+        """Yield a warning for each path slower than the best between GPUs of one machine."""
         pairs: dict[str, list[tuple[int, int]]] = {}
         for pair, transport in sorted(self.via.items()):
             pairs.setdefault(_kind(transport), []).append(pair)
@@ -80,7 +82,7 @@ SLOW = {
 
 
 def read_paths(text: str) -> Paths | None:
-    """None where the log tells nothing."""
+    """Return the paths, or None if the log has none."""
     paths, found = Paths(), False
     for line in text.splitlines():
         if "NCCL" not in line:
@@ -106,7 +108,7 @@ def read_paths(text: str) -> Paths | None:
 
 
 def _kind(transport: str) -> str:
-    """P2P, SHM, Socket, network, …"""
+    """Return the kind of a transport: P2P, SHM, Socket, network, …"""
     first, *rest = transport.split("/")
     if first != "NET":
         return first
@@ -126,7 +128,7 @@ def _in_words(transport: str, link: str) -> str:
 
 
 def _named(pairs: list[tuple[int, int]]) -> str:
-    """Each pair once, whoever sends."""
+    """Return the names of the pairs, each once in either direction."""
     each = sorted({(min(pair), max(pair)) for pair in pairs})
     named = ", ".join(f"{first} and {second}" for first, second in each[:4])
     return f"ranks {named}{' and others' if len(each) > 4 else ''}"
@@ -134,7 +136,7 @@ def _named(pairs: list[tuple[int, int]]) -> str:
 
 @contextmanager
 def logging_to(path: str, environ: Mapping[str, str] = os.environ) -> Iterator[bool]:
-    """NCCL's log of what is set up in here, in a file; False: the user has it already."""
+    """Write NCCL's log to a file inside the context. Yield False if the user has set NCCL_DEBUG."""
     if "NCCL_DEBUG" in environ:
         yield False
         return

@@ -1,8 +1,8 @@
-"""`PoolSizing`: how the memory of a KV cache is shared out to the pools of its groups.
+"""`PoolSizing`: the division of the memory of a KV cache among the pools of its groups.
 
-    a group that keeps all positions   what the others leave
-    a group with a window              as many sequences as the others: all pools run out together
-                                       for sequences of `reference_len` tokens
+    a group that keeps all positions   the memory that other groups leave
+    a group with a window              as many sequences as other groups: with sequences of
+                                       `reference_len` tokens all pools run out together
 
 The reference is min(max_model_len, 4 × the largest window): for shorter sequences the groups that
 keep all positions run out later than those with a window, for longer ones earlier. A pool with a
@@ -23,8 +23,10 @@ REFERENCE_WINDOWS = 4
 
 @dataclass(frozen=True, slots=True)
 class PoolSizing:
+    """Blocks and bytes of the groups. Every tuple has one entry per group."""
+
     block_size: int
-    windows: tuple[int | None, ...]  # per group, as is everything here that is a tuple
+    windows: tuple[int | None, ...]
     block_bytes: tuple[int, ...]
     held: tuple[int, ...]  # blocks of a sequence of the reference length
     least: tuple[int, ...]
@@ -36,31 +38,31 @@ class PoolSizing:
 
     @property
     def main(self) -> int:
-        """The group by which pools are counted (num_gpu_blocks_override): the first that keeps all
-        positions, or the first if all have windows."""
+        """The group whose blocks num_gpu_blocks_override counts: the first group that keeps all
+        positions, or the first group if all have windows."""
         return 0 if self.all_slide else self.windows.index(None)
 
     @property
-    def least_bytes(self) -> int:
+    def min_bytes(self) -> int:
         return self.num_bytes(self._blocks(1))
 
     @property
     def token_bytes(self) -> float:
-        """Of one token in the blocks of all groups, scales included."""
+        """Bytes of one token in all groups, including scales."""
         return sum(self.block_bytes) / self.block_size
 
     def num_bytes(self, blocks: tuple[int, ...]) -> int:
-        """Of pools of this many blocks and a null block each."""
+        """Return the bytes of pools with these blocks and a null block each."""
         return sum((n + 1) * size for n, size in zip(blocks, self.block_bytes, strict=True))
 
     def with_main(self, num_blocks: int) -> tuple[int, ...]:
-        """Blocks of each group where the main one has `num_blocks`."""
+        """Return the blocks of each group if the main group has `num_blocks`."""
         blocks = list(self._blocks(num_blocks))
         blocks[self.main] = num_blocks
         return tuple(blocks)
 
     def within(self, kv_bytes: int) -> tuple[int, ...]:
-        """Blocks of each group, as many as fit; the caller has checked `least_bytes`."""
+        """Return the largest pools that fit. The caller has checked `min_bytes`."""
         fits, too_many = 1, kv_bytes // self.block_bytes[self.main] + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
@@ -71,10 +73,10 @@ class PoolSizing:
         return self._blocks(fits)
 
     def main_within(self, kv_bytes: int) -> int:
-        return 0 if kv_bytes < self.least_bytes else self.within(kv_bytes)[self.main]
+        return 0 if kv_bytes < self.min_bytes else self.within(kv_bytes)[self.main]
 
     def _blocks(self, num_main: int) -> tuple[int, ...]:
-        """By the rule above, for as many sequences as fit `num_main` blocks of the main group."""
+        """Return the blocks for as many sequences as fit `num_main` blocks of the main group."""
         blocks = []
         for group, window in enumerate(self.windows):
             if window is None:
@@ -107,14 +109,14 @@ def pool_sizing(
 
 
 def concurrent_requests(groups: tuple[GroupLimits, ...], num_tokens: int, block_size: int) -> int:
-    """How many requests of this length fit the cache at one time."""
+    """Return how many requests of this length fit the cache at one time."""
     return min(
         group.num_blocks // blocks_held(num_tokens, group.window, 1, block_size) for group in groups
     )
 
 
 def capacity(groups: tuple[GroupLimits, ...], block_size: int) -> str:
-    """Tokens that each group's pool holds, in words."""
+    """Return the capacity of each pool in tokens, as text."""
     if len(groups) == 1:
         return f"{groups[0].num_blocks * block_size:,} tokens"
     parts = [

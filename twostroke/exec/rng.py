@@ -1,8 +1,8 @@
-"""Random numbers without state: a function of (seed, position, token id).
+"""Stateless random numbers: a function of (seed, position, token id).
 
-The same request draws the same numbers whatever else is in the batch, in whichever step, after
-any preemption. Everything is 32-bit integer arithmetic, so that every backend can do the same; the
-noise made of it is `gumbel` of `sampling.py`.
+A request gets the same numbers in every batch and step, also after preemption. The functions use
+32-bit integers only, so that every backend computes the same numbers. The noise made from them is
+`gumbel` of `kernels/reference_sampling.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MASK = 0xFFFFFFFF
 
 
 def mix(x: int) -> int:
-    """A bijection of 32-bit integers that scatters its argument's bits."""
+    """Mix the bits of a 32-bit integer by a bijection."""
     x &= MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
@@ -22,7 +22,7 @@ def mix(x: int) -> int:
 
 
 def stream_key(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys for all draws at one position of one request."""
+    """Return two 32-bit keys for all draws at one position of one request."""
     low, high = seed & MASK, (seed >> 32) & MASK
     first = mix(mix(mix(position ^ 0x9E3779B9) ^ low) + high)
     return first, mix(first ^ 0x85EBCA6B ^ high)
@@ -31,7 +31,7 @@ def stream_key(seed: int, position: int) -> tuple[int, int]:
 def stream_keys(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """`stream_key` of many at once."""
+    """Return the stream keys of many requests and positions."""
     low, high = seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32)
     first = _mix_each(positions.astype(np.uint32) ^ np.uint32(0x9E3779B9))
     first ^= low
@@ -42,7 +42,7 @@ def stream_keys(
 
 
 def _mix_each(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """In place; 32 bits overflow by themselves."""
+    """Apply `mix` in place; uint32 arithmetic wraps around."""
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x7FEB352D)
     x ^= x >> np.uint32(15)

@@ -1,14 +1,15 @@
-"""What persists from step to step, one row a request: tokens, block tables, sampling settings.
+"""Row state that persists between steps, one row per request: tokens, block tables, sampling
+settings.
 
-    cells   [ tables of group 0 | tables of group 1 | … | tokens, a row each | spare ]      int32
+    cells   [ tables of group 0 | tables of group 1 | … | tokens of each row | spare ]      int32
 
-Tables and tokens are views of the same cells, so that everything a plan changes in them (new
-prompts, blocks appended, blocks passed by a window) is one list of places and values. Sampled
-tokens are written there by the executor, so that the next step can read them before the scheduler
-has seen them. The spare cell is what padding reads and writes.
+Tables and tokens are views of the same cells. All changes of a plan (new prompts, appended blocks,
+blocks that leave a window) are one list of places and values. The executor writes sampled tokens to
+the cells, so that the next step can read them before the scheduler knows them. Padding reads and
+writes the spare cell.
 
-The cells lie in the host's memory (`HostRows`, without torch) or on a device (`device_rows.py`).
-The host always has the tables, and each row's sampling settings as arrays that a step gathers from.
+The cells are in host memory (`HostRows`, without torch) or in device memory (`device_rows.py`). The
+host always has the tables, and the sampling settings of each row in arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Writes(NamedTuple):
-    """Cells to change before a step runs. No cell is named twice."""
+    """Cells to write before a step runs. Each cell occurs once."""
 
     at: Ints
     values: npt.NDArray[np.int32]
@@ -34,53 +35,56 @@ NO_WRITES = Writes(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 class RowState:
+    """The rows of all running requests."""
+
     def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
         blocks, width = -(-max_len // block_size), max_len + 1
         self.block_size = block_size
         self.max_rows, self.max_len, self.num_groups = max_rows, max_len, num_groups
         self.num_table_cells = num_groups * max_rows * blocks
         self.spare = self.num_table_cells + max_rows * width
-        self.rows: dict[int, NewRow] = {}  # what each row was taken with
+        self.rows: dict[int, NewRow] = {}  # the request of each row
         self._host_cells = self._allocate()
         self._host_tables = self._host_cells[: self.num_table_cells].reshape(
             num_groups, max_rows, blocks
         )
         self._filled = [[0] * max_rows for _ in range(num_groups)]
         self._dropped = [[0] * max_rows for _ in range(num_groups)]
-        # Cache entries of a row that are gone from its tables: index = position − evicted.
+        # Number of evicted cache entries of each row: index = position − evicted.
         self._evicted = np.zeros((num_groups, max_rows), np.int64)
-        self._has_evicted = False  # ever
+        self._has_evicted = False  # true after the first eviction
         self.temperature = np.zeros(max_rows, np.float32)  # 0: greedy
         self.top_k = np.zeros(max_rows, np.int32)
         self.top_p = np.ones(max_rows, np.float32)
         self.min_p = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
-        self.logprobs = np.full(max_rows, -1, np.int64)  # how many are asked for; -1: none
+        self.logprobs = np.full(max_rows, -1, np.int64)  # requested number; -1: none
 
     def _allocate(self) -> npt.NDArray[np.int32]:
-        """The cells that the host has: the tables at least."""
+        """Allocate the cells in host memory: at least the tables."""
         return np.zeros(self.num_table_cells, np.int32)
 
     def reset(self) -> None:
-        """No row is taken. What the cells hold is written anew with each new row."""
+        """Free all rows. Each new row overwrites its cells."""
         self.rows.clear()
         self._host_tables[:] = 0
         self._evicted[:] = 0
         for lengths in (*self._filled, *self._dropped):
             lengths[:] = [0] * self.max_rows
 
-    # ── what a plan changes ─────────────────────────────────────────────────────────────────
+    # ── applying a plan ─────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> Writes:
-        """Take in a plan; which cells it changes."""
+        """Apply a plan. Return the cells to write."""
         if not (plan.new or plan.appended or plan.dropped or plan.retired or plan.evicted):
             return NO_WRITES
         at: list[int] = []
         values: list[int] = []
         retired = set(plan.retired)
-        # A row may be dropped from, retired and taken anew in one plan: in this order.
+        # In one plan, blocks of a row may be dropped, the row retired and taken again, in this
+        # order.
         for drop in plan.dropped:
-            if drop.row not in retired:  # else whoever takes the row writes the table anew
+            if drop.row not in retired:  # the next owner of a retired row writes the whole table
                 first, dropped = self._table_cell(drop.group, drop.row), self._dropped[drop.group]
                 at += range(first + dropped[drop.row], first + drop.upto)
                 values += [0] * (drop.upto - dropped[drop.row])
@@ -112,7 +116,8 @@ class RowState:
         return Writes(np.concatenate(parts), np.concatenate(tokens))
 
     def _close_up(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
-        """Take entries out of tables. Returns all cells that the plan has written so, and by it."""
+        """Remove evicted entries from tables. Return `written` and the cells of the changed
+        tables."""
         changed = [written]
         for row, start, stop in evicted:
             table, filled = self._host_tables[0, row], self._filled[0]
@@ -134,7 +139,7 @@ class RowState:
         self.seed[row] = new.seed % 2**64
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
-    # ── where things are ────────────────────────────────────────────────────────────────────
+    # ── addresses ───────────────────────────────────────────────────────────────────────────
 
     def _table_cell(self, group: int, row: int) -> int:
         _, rows, blocks = self._host_tables.shape
@@ -147,11 +152,11 @@ class RowState:
         return self.num_table_cells + rows * (self.max_len + 1) + positions
 
     def indices(self, group: int, rows: Ints, positions: Ints) -> Ints:
-        """Where in the cache of a row a position's keys and values are."""
+        """Return the cache index of each position."""
         return positions - self._evicted[group, rows] if self._has_evicted else positions
 
     def slots(self, group: int, rows: Ints, indices: Ints) -> Ints:
-        """Where in the pool: block · block_size + offset; -1 for the null block."""
+        """Return the slot in the pool, block · block_size + offset; -1 for the null block."""
         block, offset = np.divmod(indices, self.block_size)
         number = self._host_tables[group, rows, block].astype(np.int64)
         slots = number * self.block_size + offset
@@ -160,7 +165,7 @@ class RowState:
 
 
 class HostRows(RowState):
-    """All cells in the host's memory. Pages are taken when a row first reaches them."""
+    """Rows with all cells in host memory. The system allocates pages at first use."""
 
     def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
         super().__init__(max_rows, max_len, block_size, num_groups)

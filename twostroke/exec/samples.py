@@ -1,4 +1,4 @@
-"""Which tokens of a step are sampled from, in which order, and which prompt tokens are judged.
+"""The samples of a step, in order, and the prompt tokens with log-probabilities.
 
 The order of a step's samples is the order of `StepResult.tokens`: every token of the decode slots
 (a slot with drafts has several), then the last token of each chunk that ends its prompt.
@@ -15,24 +15,26 @@ import numpy.typing as npt
 
 from twostroke.plan import Chunk, NewRow, Slot, StepPlan
 
-LOGIT_SLICE = 64  # positions whose logits exist at one time while prompt log-probabilities are made
+LOGIT_SLICE = 64  # positions whose logits are in memory together for prompt log-probabilities
 
 Ints = npt.NDArray[np.int64]
 
 
 class DecodeTokens(NamedTuple):
-    """The tokens of the decode slots, one after another."""
+    """The tokens of the decode slots, in order."""
 
     rows: Ints
     positions: Ints
-    slot_rows: Ints  # one a slot
-    queries: int  # tokens of a slot; 0 where they differ
+    slot_rows: Ints  # one per slot
+    queries: int  # tokens per slot; 0 if slots differ
 
 
 class Samples(NamedTuple):
+    """The samples of a step."""
+
     rows: Ints
-    positions: Ints  # where each sampled token will stand
-    tokens: Ints  # which token of the step its logits are of
+    positions: Ints  # position of each sampled token
+    tokens: Ints  # the token of the step whose logits are sampled
 
 
 def decode_tokens(slots: Sequence[Slot]) -> DecodeTokens:
@@ -62,7 +64,7 @@ def samples_of(decode: DecodeTokens, chunks: Sequence[Chunk]) -> Samples:
 
 
 class ChunkSlice(NamedTuple):
-    """Some tokens of a chunk."""
+    """Consecutive tokens of a chunk."""
 
     start: int  # positions [start, stop)
     stop: int
@@ -70,7 +72,7 @@ class ChunkSlice(NamedTuple):
 
 
 def chunk_slices(plan: StepPlan) -> Iterator[ChunkSlice]:
-    """All tokens of all chunks, in slices of bounded size."""
+    """Yield all tokens of all chunks, in slices of bounded size."""
     first = sum(1 + slot.drafts for slot in plan.decode)
     for chunk in plan.prefill:
         end = chunk.start + chunk.size
@@ -80,18 +82,18 @@ def chunk_slices(plan: StepPlan) -> Iterator[ChunkSlice]:
 
 
 class PromptSlice(NamedTuple):
-    """Some tokens of a chunk whose log-probabilities a request asked for."""
+    """Tokens of a chunk whose request wants prompt log-probabilities."""
 
     row: int
-    num_best: int  # how many of the most likely tokens each is to be told with
-    start: int  # positions [start, stop): their logits judge the tokens one further
+    num_best: int  # number of best tokens
+    start: int  # positions [start, stop): their logits predict the next tokens
     stop: int
     first: int  # token of the step at position `start`
 
 
 def prompt_slices(plan: StepPlan, rows: Mapping[int, NewRow]) -> Iterator[PromptSlice]:
-    """For each prompt token after the first, slices of bounded size; a row whose chunk has none
-    gives an empty slice."""
+    """Yield slices of bounded size of the prompt tokens after the first. A chunk without such
+    tokens yields an empty slice."""
     if not wants_prompt_logprobs(plan, rows):
         return
     first = sum(1 + slot.drafts for slot in plan.decode)

@@ -1,14 +1,14 @@
-"""From a loaded decoder to a running CUDA executor: measure, size the KV pool, record the graphs.
+"""Start of a CUDA executor: measure memory, size the KV pool, capture the graphs.
 
     weights ─▶ rows ─▶ kernels ─▶ largest steps, for their memory ─▶ a graph or two, for theirs
                                              │
                            KV pool: the rest ▼ under gpu_memory_utilization ─▶ all graphs
                                                                    ─▶ the largest step once more
 
-The steps that measure are plans like any other, run by the executor itself on a pool of one block.
-Before, they and the graphs run on tensors without memory, which compiles their kernels, so that
-nothing compiles while streams run. The largest, run once more at the end, leaves the allocator with
-the memory that it will need: no stream waits for that.
+Memory is measured with ordinary plans, run by the executor on a pool of one block. Before that, the
+plans and the graphs run on tensors without memory, which compiles their kernels, so that nothing
+compiles while requests run. At the end the largest step runs again: the allocator then has all the
+memory that it needs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.graphs import (
     CudaRecorder,
     DecodeGraphs,
-    PieceGraphs,
+    PiecewiseGraphs,
     Run,
     ladder,
     piece_ladder,
 )
 from twostroke.exec.memory import MemoryPlan, cache_setting, fit_length, gib
 from twostroke.exec.program import StepProgram
-from twostroke.exec.ranks import agree_on_memory
+from twostroke.exec.ranks_executor import agree_on_memory
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.describe.tensor_parallel import Ranks
@@ -44,7 +44,7 @@ from twostroke.plan import Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams
 
 DRAWN = SamplingParams(temperature=0.6)
-# What takes the most memory: it looks at what was written, and sorts.
+# The sampling options with the largest memory: they read the history and sort.
 COSTLY = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
 
 
@@ -55,7 +55,8 @@ def start_executor(
     estimate: MemoryPlan,
     timer: StartupTimer | None = None,
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """`estimate`: the plan made before loading, on what the device had free then."""
+    """Return the executor and its memory plan. `estimate`: the plan made before loading, from the
+    memory that was free."""
     timer = timer or StartupTimer()
     spec, device, size = decoder.spec, decoder.device, config.block_size
     groups, max_len = len(spec.kv_groups()), estimate.max_model_len
@@ -64,13 +65,13 @@ def start_executor(
     with torch.inference_mode():
         rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
         compile_kernels(decoder, kv_dtype, rows, budget, graph_sizes(config))
-        decoder.ranks.all_numbers([0])  # from here on no rank keeps the others waiting for long
+        decoder.ranks.all_numbers([0])  # later waits for another rank are short
         timer.end("kernels")
         trial = StepProgram(decoder, KVPool(spec, [0] * groups, size, kv_dtype, device), rows)
         activations = _measure_steps(TorchExecutor(trial, None), budget, rows)
         sizes = graph_sizes(config)
         graphs_bytes = _measure_graphs(trial, sizes, piece_ladder(budget)) if sizes else 0
-        sampler = trial.sampler  # keeps its memory, which is part of what is not free any more
+        sampler = trial.sampler  # the sampler keeps its memory, which counts as used
         del trial
         free = _free_bytes(device, decoder.ranks)
         timer.end("measuring")
@@ -84,7 +85,7 @@ def start_executor(
             if sizes:
                 record = CudaRecorder(device, decoder.ranks)
                 graphs = DecodeGraphs(program, sizes, record)
-                pieces = PieceGraphs(program, piece_ladder(budget), record)
+                pieces = PiecewiseGraphs(program, piece_ladder(budget), record)
             _release_memory(device)
             timer.end("graphs")
             executor = TorchExecutor(program, graphs, pieces)
@@ -93,7 +94,7 @@ def start_executor(
             timer.end("largest step")
         except torch.OutOfMemoryError:
             raise ConfigError(_no_room(config, plan, device)) from None
-    gc.freeze()  # what is here stays; the collector need not look at it while streams run
+    gc.freeze()  # existing objects stay; the garbage collector skips them
     return executor, plan
 
 
@@ -112,7 +113,7 @@ def graph_sizes(config: EngineConfig) -> list[int]:
 def compile_kernels(
     decoder: Decoder, kv_dtype: torch.dtype, rows: DeviceRows, budget: int, sizes: list[int]
 ) -> None:
-    """What the steps and graphs below launch, all at once, by the same steps without memory."""
+    """Compile all kernels of the steps and graphs below, by running them without memory."""
     without, size = decoder.to_meta(), rows.block_size
     device, groups = without.device, rows.num_groups
     spare = DeviceRows(rows.max_rows, rows.max_len, size, groups, device)
@@ -128,10 +129,10 @@ def compile_kernels(
         program.sampler.warm(program.logits, program.tokens)
         if sizes:
             DecodeGraphs(program, sizes, _run_once)
-            PieceGraphs(program, piece_ladder(budget), _run_once)
+            PiecewiseGraphs(program, piece_ladder(budget), _run_once)
 
     of = (decoder.spec, decoder.dtype, decoder.formats, kv_dtype, decoder.pdl, size, groups)
-    rank = decoder.ranks.rank  # only the first samples
+    rank = decoder.ranks.rank  # only rank 0 samples
     decoder.kernels.compile_ahead(run, (*of, rank, rows.max_rows, rows.max_len, budget, sizes))
 
 
@@ -143,7 +144,7 @@ def _run_once(pieces: Callable[[], Iterator[object]]) -> list[Run]:
 
 
 def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
-    """The largest steps of each kind, then small ones of the shapes that compile differently."""
+    """Yield the largest step of each kind, then small steps of shapes with their own kernels."""
     chunks = min(max_rows, -(-budget // (max_len - 1)))
     slots = min(max_rows - chunks, budget - chunks)
     size = min((budget - slots) // chunks, max_len - 1)
@@ -151,7 +152,7 @@ def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
     yield warm_plan(0, [min(budget // chunks, max_len - 1)] * chunks, max_len)
     yield warm_plan(min(max_rows, budget), [], max_len, COSTLY)
     small = [(0, [1], max_len), (1, [17], max_len), (2, [1, 16], max_len)]
-    small += [(1, [], max_len), (1, [], 17), (1, [1], 17)]  # contexts split, and too short for it
+    small += [(1, [], max_len), (1, [], 17), (1, [1], 17)]  # long, too short to split
     for few_slots, few, longest in small:
         if few_slots + len(few) <= max_rows and few_slots + sum(few) <= budget and max_len > 17:
             yield warm_plan(few_slots, few, longest)
@@ -162,8 +163,8 @@ def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
 def warm_plan(
     slots: int, chunks: list[int], longest: int, params: SamplingParams = DRAWN, start: int = 0
 ) -> StepPlan:
-    """Rows without blocks: they read the null block and store nowhere. One slot is of the longest
-    context, since that decides how attention is split. `start`: of every chunk."""
+    """Return a plan whose rows have no blocks: they read the null block and store nothing. One slot
+    has the longest context, which determines the split of attention. `start`: of every chunk."""
     rows = slots + len(chunks)
     new = [NewRow(row, "", (0,), 1, params, row, frozenset(), ()) for row in range(rows)]
     decode = [Slot(row, 1 if row else longest - 2) for row in range(slots)]
@@ -182,7 +183,7 @@ def warm_plan(
 
 
 def _measure_steps(executor: TorchExecutor, budget: int, rows: DeviceRows) -> int:
-    """Bytes that the largest steps take beside what is there already."""
+    """Return the additional bytes of the largest steps."""
     _release_memory(rows.device)
     before = torch.cuda.memory_reserved(rows.device)
     torch.cuda.reset_peak_memory_stats(rows.device)
@@ -199,7 +200,7 @@ def _measure_steps(executor: TorchExecutor, budget: int, rows: DeviceRows) -> in
 
 
 def _measure_graphs(program: StepProgram, sizes: list[int], tokens: list[int]) -> int:
-    """Bytes that all graphs will take: the largest, and one more for what each costs anyway."""
+    """Return the bytes of all graphs, estimated from the largest graph and a second graph."""
     device, ranks = program.rows.cells.device, program.decoder.ranks
     free = [_free_bytes(device, ranks)]
     record = CudaRecorder(device, ranks)
@@ -207,8 +208,8 @@ def _measure_graphs(program: StepProgram, sizes: list[int], tokens: list[int]) -
     for make in (
         partial(DecodeGraphs, program, sizes[-1:]),
         partial(DecodeGraphs, program, sizes[:1]),
-        partial(PieceGraphs, program, tokens[-1:]),
-        partial(PieceGraphs, program, tokens[:1]),
+        partial(PiecewiseGraphs, program, tokens[-1:]),
+        partial(PiecewiseGraphs, program, tokens[:1]),
     ):
         kept.append(make(record))
         torch.cuda.synchronize(device)
@@ -219,7 +220,7 @@ def _measure_graphs(program: StepProgram, sizes: list[int], tokens: list[int]) -
 
 
 def _free_bytes(device: torch.device, ranks: Ranks) -> int:
-    """Free once everything that is not in use has been given back."""
+    """Return the free bytes after unused memory has been released."""
     _release_memory(device)
     return free_share(device, ranks)
 
@@ -231,18 +232,18 @@ def _release_memory(device: torch.device) -> None:
 
 
 def free_share(device: torch.device, ranks: Ranks) -> int:
-    """This rank's share of what its GPU has free. Ranks that share one look at the same moment:
-    when all have come here, and before any goes on."""
+    """Return this rank's share of the free memory of its GPU. Ranks that share a GPU measure at the
+    same moment, between two barriers."""
     if ranks.per_device == 1:
         return torch.cuda.mem_get_info(device)[0]
-    torch.cuda.synchronize(device)  # what a process takes by being there, too
+    torch.cuda.synchronize(device)  # includes the memory of the CUDA context
     ranks.all_numbers([0])
     free = torch.cuda.mem_get_info(device)[0] // ranks.per_device
     return min(numbers[0] for numbers in ranks.all_numbers([free]))
 
 
 def _no_room(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:
-    """What was measured did not hold: somebody else has taken memory since, or steps differ."""
+    """Return the message for memory that ran out although the plan was measured."""
     share = config.gpu_memory_utilization
     lower = max(0.01, share - 0.05)
     setting = f"gpu_memory_utilization from {share} to {lower:.2f}"
@@ -253,7 +254,7 @@ def _no_room(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> st
     return (
         f"the GPU ran out of memory while the KV cache and the graphs were made as planned "
         f"({plan.waterfall()}); {gib(torch.cuda.mem_get_info(device)[0])} are free now. If another "
-        f"process has taken it, end that one; else lower {setting}"
+        f"process uses the GPU, end that process; otherwise lower {setting}"
     )
 
 
@@ -263,7 +264,8 @@ def _no_room(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> st
 def fit_pool(
     config: EngineConfig, estimate: MemoryPlan, free: int, activations: int, graphs: int
 ) -> MemoryPlan:
-    """`free`: bytes free now, with weights and rows there and steps and graphs still to come."""
+    """Return the plan with the measured sizes. `free`: bytes free with weights and rows loaded,
+    before steps and graphs."""
     share, total, sizing = config.gpu_memory_utilization, estimate.device_bytes, estimate.sizing
     plan = replace(
         estimate,
@@ -271,24 +273,25 @@ def fit_pool(
         graph_bytes=graphs,
         state_bytes=max(0, estimate.total_bytes - free - estimate.weight_bytes),
     )
-    most = free - activations - graphs
-    wanted = most - int(total * (1 - share)) + estimate.others_bytes
+    max_bytes = free - activations - graphs
+    wanted = max_bytes - int(total * (1 - share)) + estimate.others_bytes
     if config.num_gpu_blocks_override is not None:
         wanted = sizing.num_bytes(sizing.with_main(config.num_gpu_blocks_override))
     elif config.kv_cache_memory_bytes is not None:
         wanted = config.kv_cache_memory_bytes
-    if wanted > most:
+    if wanted > max_bytes:
+        setting = cache_setting(config, sizing, max_bytes, "at most ")
         raise ConfigError(
-            f"a KV cache of {gib(wanted)} does not fit the {gib(max(0, most))} that the rest "
-            f"leaves ({plan.waterfall()}); set {cache_setting(config, sizing, most, 'at most ')}"
+            f"a KV cache of {gib(wanted)} does not fit the {gib(max(0, max_bytes))} that the rest "
+            f"leaves ({plan.waterfall()}); set {setting}"
         )
     if config.num_gpu_blocks_override is not None:
         return replace(plan, group_blocks=sizing.with_main(config.num_gpu_blocks_override))
-    if wanted < sizing.least_bytes:
-        least = min(1.0, 1 - (most - sizing.least_bytes) / total)
+    if wanted < sizing.min_bytes:
+        min_share = min(1.0, 1 - (max_bytes - sizing.min_bytes) / total)
         raise ConfigError(
             f"nothing is left for the KV cache ({plan.waterfall()}); raise "
-            f"gpu_memory_utilization from {share} to at least {least:.2f}, or lower "
+            f"gpu_memory_utilization from {share} to at least {min_share:.2f}, or lower "
             "max_num_batched_tokens or max_num_seqs"
         )
     return replace(plan, group_blocks=sizing.within(wanted))

@@ -1,8 +1,8 @@
-"""`ThinkingState`: where a request stands with its reasoning, by the tokens it has written.
+"""`ThinkingState`: the progress of a request through its reasoning, from its written tokens.
 
     before ─▶ the opening tag ─▶ inside ─▶ the closing tag, or a forced one ─▶ over
 
-Tags are looked for in the bytes of the tokens, since a vocabulary may write one in several ways.
+Tags are searched in the bytes of the tokens, because several token sequences may spell a tag.
 """
 
 from __future__ import annotations
@@ -13,38 +13,41 @@ from twostroke.request import Thinking
 
 
 class ThinkingState:
+    """The reasoning state of one request."""
+
     def __init__(
         self, asked: Thinking, token_bytes: Callable[[int], bytes], before_grammar: bool
     ) -> None:
-        """`before_grammar`: what begins with no token that opens reasoning is a grammar's."""
+        """`before_grammar`: text that does not begin with an opening tag belongs to a grammar."""
         self._asked = asked
         self._token_bytes = token_bytes
         self._before_grammar = before_grammar
         self._longest = max(map(len, asked.ends))
-        self._written = b""  # the end of it, as far as a tag may reach
+        self._written = b""  # the last bytes, as many as a tag has
         self._num_forced = 0
         self._count = 0  # tokens of reasoning
         self.inside = asked.is_open
         self.over = before_grammar and not (asked.is_open or asked.start_ids)
-        self.refused = False  # another token was written than the forced one
+        self.refused = False  # a token other than the forced token was written
 
     @property
     def start_ids(self) -> Sequence[int]:
-        """Tokens that open it."""
+        """Tokens that open the reasoning."""
         return self._asked.start_ids
 
     @property
     def left(self) -> int | None:
-        """Tokens that may come before the end is forced; None: any number."""
+        """Number of tokens before the end is forced; None: no limit."""
         return None if self._asked.budget is None else max(0, self._asked.budget - self._count)
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next, if one must."""
+        """The token that must come next, or None."""
         return self._asked.forced_ids[self._num_forced] if self.inside and self.left == 0 else None
 
     def advance(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Tokens were written. Those that came after the reasoning, or instead of it."""
+        """Advance by written tokens. Return the tokens after the reasoning, or without
+        reasoning."""
         for n, token in enumerate(tokens):
             if not (self.inside or self.over):
                 self._look_for_start(token)

@@ -1,5 +1,5 @@
-"""Sets of tokens as bits, as llguidance makes them and kernels read them: token t is bit t % 32 of
-word t // 32. Bits past the vocabulary are 0."""
+"""Token masks as bits, the format of llguidance and of the kernels: token t is bit t % 32 of word
+t // 32. Bits past the vocabulary are 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mask_of(token_ids: Sequence[int], vocab_size: int) -> Mask:
 
 
 def mask_from_bytes(bits: bytes, vocab_size: int) -> Mask:
-    """Of a vocabulary that may be shorter or longer."""
+    """Return a mask from bytes of a vocabulary that may be shorter or longer."""
     mask = np.zeros(mask_words(vocab_size), np.uint32)
     found = np.frombuffer(bits, np.uint32)[: len(mask)]
     mask[: len(found)] = found
@@ -32,6 +32,6 @@ def mask_from_bytes(bits: bytes, vocab_size: int) -> Mask:
 
 
 def unpack_mask(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """[vocabulary]: whether each token is in it."""
+    """Return for each token of the vocabulary whether the mask contains it."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size)
     return bits.view(np.bool_)

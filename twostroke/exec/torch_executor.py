@@ -1,9 +1,9 @@
-"""`TorchExecutor`: steps on any torch device; on a GPU it takes the next plan while the last runs.
+"""`TorchExecutor`: runs steps on any torch device. A GPU runs one step while the next is launched.
 
 forward(n+1): step buffer ─▶ one copy ─▶ a graph (decode only) or launches ─▶ tokens stay there
-sample(n+1):  rows that ask for more than temperature, top-k, top-p and min-p are drawn anew;
-              tokens set off for the host
-wait(n):      the one place where the host waits
+sample(n+1):  rows with options other than temperature, top-k, top-p and min-p are sampled again;
+              the copy of the tokens to the host starts
+wait(n):      the only place where the host waits
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from twostroke.exec.executor import ChunkLogits, Masks
-from twostroke.exec.graphs import DecodeGraphs, PieceGraphs
+from twostroke.exec.graphs import DecodeGraphs, PiecewiseGraphs
 from twostroke.exec.program import StepProgram
 from twostroke.exec.rng import stream_keys
 from twostroke.exec.rows import NO_WRITES, Ints, Writes
@@ -35,8 +35,8 @@ from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Mark(Protocol):
-    """A moment in the device's work: `torch.cuda.Event`, or the clock where there is none."""
+class DeviceEvent(Protocol):
+    """A point in the work of a device: `torch.cuda.Event`, or the host's clock."""
 
     def record(self) -> None: ...
 
@@ -45,35 +45,41 @@ class Mark(Protocol):
     def elapsed_time(self, end: Any) -> float: ...
 
 
-class ClockMark:
+class ClockEvent:
+    """A `DeviceEvent` of a device without events: the host's clock."""
+
     def record(self) -> None:
         self.at_s = monotonic()
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, end: ClockMark) -> float:
+    def elapsed_time(self, end: ClockEvent) -> float:
         return 1e3 * (end.at_s - self.at_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
+class ForwardHandle:
+    """A step whose forward has been launched."""
+
     plan: StepPlan
     samples: Samples
-    hidden: torch.Tensor | None  # of a step with chunks
-    start: Mark
-    before: Mark | None  # end of the step before
-    comm: Comm  # of all steps before
+    hidden: torch.Tensor | None  # hidden states of a step with chunks
+    start: DeviceEvent
+    before: DeviceEvent | None  # end of the previous step
+    comm: Comm  # communication of all previous steps
 
 
-class Ranked(NamedTuple):
+class TopLogprobs(NamedTuple):
+    """Log-probabilities of sampled tokens and of the best tokens."""
+
     which: Ints  # samples of the step
-    counts: Ints  # how many each has asked for
-    found: Triple
-    pinned: list[Pinned]
+    counts: Ints  # requested number of best tokens of each sample
+    best: Triple
+    requested: list[RequestedLogprobs]
 
 
-class Pinned(NamedTuple):
-    """Log-probabilities of the tokens that a request names (`logprob_token_ids`)."""
+class RequestedLogprobs(NamedTuple):
+    """Log-probabilities of the tokens in a request's `logprob_token_ids`."""
 
     sample: int
     token_ids: tuple[int, ...]
@@ -86,14 +92,14 @@ class Pinned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step whose results are on their way."""
+    """A step whose results are being copied to the host."""
 
     tokens: torch.Tensor
-    ranked: Ranked | None  # log-probabilities that are asked for
+    top_logprobs: TopLogprobs | None
     prompt_logprobs: Mapping[int, list[Triple]]
-    before: Mark | None
-    start: Mark
-    end: Mark
+    before: DeviceEvent | None
+    start: DeviceEvent
+    end: DeviceEvent
     comm_s: float
     comm_bytes: float
 
@@ -103,10 +109,10 @@ class InFlight:
         if self.before is not None:
             idle_s = max(0.0, 1e-3 * self.before.elapsed_time(self.start))
         logprobs: dict[int, TokenLogprobs] = {}
-        if self.ranked is not None:
-            which, counts, found, pinned = self.ranked
-            logprobs |= zip(which.tolist(), _split(found, counts.tolist()), strict=True)
-            for one in pinned:
+        if self.top_logprobs is not None:
+            which, counts, best, requested = self.top_logprobs
+            logprobs |= zip(which.tolist(), _split(best, counts.tolist()), strict=True)
+            for one in requested:
                 logprobs[one.sample] = one.in_place_of_best(logprobs[one.sample])
         return StepResult(
             self.tokens.tolist(),
@@ -123,25 +129,30 @@ class InFlight:
 
 
 class TorchExecutor:
+    """An executor of one rank; asynchronous on a GPU."""
+
     def __init__(
         self,
         program: StepProgram,
         graphs: DecodeGraphs | None = None,
-        pieces: PieceGraphs | None = None,
+        pieces: PiecewiseGraphs | None = None,
         max_in_flight: int = 2,
     ) -> None:
         self.max_in_flight = max_in_flight
         self.program, self._graphs, self._pieces = program, graphs, pieces
-        self._rows, self._device = program.rows, program.rows.cells.device  # with its number
+        self._rows, self._device = (
+            program.rows,
+            program.rows.cells.device,
+        )  # including the device index
         self._ranks, self._phases_differ = program.decoder.ranks, program.decoder.phases_differ
         self.on_gpu = self._device.type == "cuda"
         self.on_chunk_logits: ChunkLogits | None = None
-        self._end: Mark | None = None  # of the newest step
+        self._end: DeviceEvent | None = None  # end of the newest step
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Forwarded:
+    def forward(self, plan: StepPlan) -> ForwardHandle:
         if self.on_gpu:
-            torch.cuda.set_device(self._device)  # the engine may turn in a thread of its own
+            torch.cuda.set_device(self._device)  # the engine loop may run in another thread
         writes = self._rows.apply(plan)
         for new in plan.new:
             self.program.sampler.take(new)
@@ -159,23 +170,24 @@ class TorchExecutor:
             keeps_all = self.on_chunk_logits is not None
             keeps_all |= wants_prompt_logprobs(plan, self._rows.rows)
             hidden = self._launch(step, size is not None, keeps_all)
-        return Forwarded(plan, step.samples, hidden, start, before, comm)
+        return ForwardHandle(plan, step.samples, hidden, start, before, comm)
 
     def _graph_size(self, plan: StepPlan) -> int | None:
-        """Of the graph for a step that only decodes, a token a row."""
+        """Return the graph size of a step that only decodes, one token per row."""
         rows = len(plan.decode)
         if self._graphs is None or plan.prefill or plan.decode_work.tokens > rows:
             return None
         return self._graphs.size_for(rows)
 
     def _piece_size(self, plan: StepPlan) -> int | None:
-        """Of the graphs for a step with prefill; they do for others that read the same weights."""
+        """Return the graph size of a step with prefill, or of a decode step with the same
+        weights."""
         if self._pieces is None or (self._phases_differ and not plan.prefill):
             return None
         return self._pieces.size_for(plan.num_tokens)
 
     def _fit(self, writes: Writes, size: int) -> Writes:
-        """More writes than a graph has places for are done before it."""
+        """Apply writes that exceed the capacity of the graph before the graph runs."""
         if len(writes.at) <= size * self._rows.num_groups:
             return writes
         at, values = torch.from_numpy(writes.at), torch.from_numpy(writes.values)
@@ -192,14 +204,14 @@ class TorchExecutor:
         return program.run(program.prepare(step.layout, buffer, *known, keeps_all))
 
     @torch.inference_mode()
-    def sample(self, handle: Forwarded, masks: Masks | None = None) -> InFlight:
+    def sample(self, handle: ForwardHandle, masks: Masks | None = None) -> InFlight:
         samples, program = handle.samples, self.program
         special = program.sampler.special(samples.rows, samples.positions)
         if masks:
             special = np.union1d(special, np.array(list(masks)))
         if len(special):
             self._draw(samples, special, masks or {})
-        ranked = self._rank(samples)
+        top_logprobs = self._top_logprobs(samples)
         prompts = self._prompt_logprobs(handle)
         if self.on_chunk_logits is not None and handle.hidden is not None:
             for at, stop, first in chunk_slices(handle.plan):
@@ -209,16 +221,16 @@ class TorchExecutor:
         self._ranks.broadcast(drawn)
         tokens = drawn.to("cpu", non_blocking=True)
         if not self.on_gpu:
-            tokens = tokens.clone()  # the next step will write here
+            tokens = tokens.clone()  # the next step overwrites `drawn`
         end = self._end = self._mark()
         end.record()
         comm = self._ranks.comm.since(handle.comm)
         spent = comm.seconds, comm.sent_bytes(self._ranks.size)
-        return InFlight(tokens, ranked, prompts, handle.before, handle.start, end, *spent)
+        return InFlight(tokens, top_logprobs, prompts, handle.before, handle.start, end, *spent)
 
     @torch.inference_mode()
-    def follow(self, handle: Forwarded) -> None:
-        """`sample` on another rank than the first, which draws for all: takes its tokens."""
+    def follow(self, handle: ForwardHandle) -> None:
+        """Receive the tokens that rank 0 has sampled, on any other rank."""
         for _ in self._prompt_logits(handle):
             pass
         rows, positions, _ = handle.samples
@@ -228,7 +240,7 @@ class TorchExecutor:
         self._rows.cells.scatter_(0, self._send(at), drawn.clamp(min=0))
 
     def run(self, plan: StepPlan) -> None:
-        """A step of which nobody wants the tokens, on every rank."""
+        """Run a step on every rank and discard its tokens."""
         handle = self.forward(plan)
         if self._ranks.rank:
             self.follow(handle)
@@ -242,10 +254,10 @@ class TorchExecutor:
         self._rows.reset()
         self._end = None
 
-    # ── what is rare ────────────────────────────────────────────────────────────────────────
+    # ── rare options ────────────────────────────────────────────────────────────────────────
 
     def _draw(self, samples: Samples, which: Ints, masks: Masks) -> None:
-        """Draw these samples once more, with all that their requests ask for."""
+        """Sample again with all options of the requests."""
         program, state = self.program, self._rows
         rows, positions = samples.rows[which], samples.positions[which]
         drawn = program.sampler.draw(
@@ -262,28 +274,28 @@ class TorchExecutor:
         )
         program.sampler.advance(drawn, program.tokens)
 
-    def _rank(self, samples: Samples) -> Ranked | None:
-        """Log-probabilities of the tokens and of the best ones, where asked for."""
+    def _top_logprobs(self, samples: Samples) -> TopLogprobs | None:
+        """Compute the requested log-probabilities."""
         counts = self._rows.logprobs[samples.rows]
         which = np.flatnonzero(counts >= 0)
         if not len(which):
             return None
         program, counts = self.program, counts[which]
-        most = int(counts.max())
-        found = program.sampler.logprobs(program.logits, which, program.tokens, most)
-        pinned = []
+        max_count = int(counts.max())
+        best = program.sampler.logprobs(program.logits, which, program.tokens, max_count)
+        requested = []
         for n, sample in enumerate(which.tolist()):
             token_ids = self._rows.rows[int(samples.rows[sample])].params.logprob_token_ids
             if token_ids:
                 line, own = program.logits[sample].float(), program.tokens[sample].clamp(min=0)
                 named = self._send(torch.tensor(token_ids))
-                values = line[named] - line[own.long()] + found[1][n, 0]
+                values = line[named] - line[own.long()] + best[1][n, 0]
                 at_host = values.to("cpu", non_blocking=True)
-                pinned.append(Pinned(sample, tuple(token_ids), at_host))
-        return Ranked(which, counts, self._fetch(found), pinned)
+                requested.append(RequestedLogprobs(sample, tuple(token_ids), at_host))
+        return TopLogprobs(which, counts, self._fetch(best), requested)
 
-    def _prompt_logprobs(self, handle: Forwarded) -> dict[int, list[Triple]]:
-        """For each prompt token after the first: how likely the model found it."""
+    def _prompt_logprobs(self, handle: ForwardHandle) -> dict[int, list[Triple]]:
+        """Compute the log-probability of each prompt token after the first."""
         found: dict[int, list[Triple]] = {}
         for part, logits in self._prompt_logits(handle):
             entries = found.setdefault(part.row, [])
@@ -297,9 +309,9 @@ class TorchExecutor:
         return found
 
     def _prompt_logits(
-        self, handle: Forwarded
+        self, handle: ForwardHandle
     ) -> Iterator[tuple[PromptSlice, torch.Tensor | None]]:
-        """Of the prompt tokens that are judged, a slice at a time; None where a slice is empty."""
+        """Yield the logits for prompt log-probabilities in slices; None for an empty slice."""
         for part in prompt_slices(handle.plan, self._rows.rows):
             size, logits = part.stop - part.start, None
             if size and handle.hidden is not None:
@@ -315,18 +327,18 @@ class TorchExecutor:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _fetch(self, found: Triple) -> Triple:
-        """Set off for the host; there when the step's end has been waited for."""
+        """Start copies to the host. They are complete when the step has been waited for."""
         ids, values, rank = (part.to("cpu", non_blocking=True) for part in found)
         return ids, values, rank
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> DeviceEvent:
         if not self.on_gpu:
-            return ClockMark()
+            return ClockEvent()
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _split(found: Triple, counts: Sequence[int] | None = None) -> list[TokenLogprobs]:
-    """One entry a line; of the best no more than its count, if counts are given."""
+    """Return one entry per line, with at most `counts` best tokens."""
     ids, values, ranks = (part.tolist() for part in found)
     ends = [None] * len(ranks) if counts is None else [1 + count for count in counts]
     return [

@@ -1,8 +1,8 @@
-"""Steps on torch: names for their parts, and the kernels that each part ran.
+"""Profiles of torch steps: named ranges, and the kernels inside each range.
 
-The names are ranges, of NVTX for Nsight (`--nvtx`) or of torch's profiler for `twostroke profile`.
-They are put around methods when they are wanted (`Wraps`): without them nothing is in the way.
-A decode step that is a CUDA graph is one launch, so its kernels are known by the step alone.
+The ranges are NVTX ranges for Nsight (`--nvtx`) or ranges of torch's profiler for `twostroke
+profile`. Wrappers around methods open the ranges (`Wraps`), so that an engine without a profile has
+no overhead. A decode step that is a CUDA graph is one launch, so its kernels have no further range.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from twostroke.exec.profile import PHASES, UNACCOUNTED, PhaseSums, Wraps, phase_of
+from twostroke.exec.stage_profile import PHASES, UNACCOUNTED, PhaseSums, Wraps, phase_of
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.plan import StepPlan
 
-PARTS = {  # methods of the decoder → the part of a layer that they are
+PARTS = {  # method of the decoder → part of a layer
     "_project": "attention",
     "_attend": "attention",
     "_attend_kept": "attention",
@@ -38,14 +38,14 @@ STAGES = {*PARTS.values(), SAMPLING}
 STEP = re.compile(r"(?:prefill|decode|mixed) step (\d+)")
 DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
-MAX_KERNELS = 40  # that are told of a phase, the longest first
-MAX_EVENTS = 100_000  # of the timeline
+MAX_KERNELS = 40  # reported per phase, longest first
+MAX_EVENTS = 100_000  # in the timeline
 
 OpenRange = Callable[[str], AbstractContextManager[Any]]
 
 
 def name_ranges(executor: TorchExecutor, scheduler: Any, open_range: OpenRange) -> Wraps:
-    """Ranges around plan, step, sampling, and the attention and MLP of every layer."""
+    """Open ranges around plan, step, sampling, and the attention and MLP of every layer."""
     wraps = Wraps()
 
     def put(owner: Any, method: str, name_of: Callable[..., str]) -> None:
@@ -73,9 +73,9 @@ def step_name(plan: StepPlan) -> str:
 
 
 class KernelProfile:
-    """torch's profiler over the steps. A phase's stages add up to the device's time for it."""
+    """A profile with torch's profiler. The stages of a phase add up to its device time."""
 
-    max_steps = 128  # each has hundreds of kernels, which are in memory until the end
+    max_steps = 128  # each has hundreds of kernels, kept in memory until the end
 
     def __init__(self, executor: TorchExecutor, scheduler: Any) -> None:
         self._wraps = name_ranges(executor, scheduler, record_function)
@@ -114,7 +114,7 @@ class KernelProfile:
             events = json.loads(path.read_bytes())["traceEvents"]
         events = [event for event in events if event.get("ph") == "X"]
         works = [one for one in kernels(events) if one.step in self._records]
-        seen = {one.step for one in works}  # steps that were launched while it ran
+        seen = {one.step for one in works}  # steps launched during the profile
         sums: dict[str, PhaseSums] = {}
         found: dict[str, dict[tuple[str, str], list[float]]] = {}
         for number, record in self._records.items():
@@ -161,8 +161,8 @@ class KernelRun(NamedTuple):
 
 
 def between_kernels(works: list[KernelRun]) -> dict[int, float]:
-    """Of each step, the time from its first kernel's start to its last one's end in which none ran;
-    below zero where kernels overlap."""
+    """Return for each step the time without a kernel, between its first kernel and its last;
+    negative where kernels overlap."""
     by_step: dict[int, list[KernelRun]] = {}
     for one in works:
         by_step.setdefault(one.step, []).append(one)
@@ -175,8 +175,8 @@ def between_kernels(works: list[KernelRun]) -> dict[int, float]:
 
 
 def kernels(events: list[dict[str, Any]]) -> Iterator[KernelRun]:
-    """What ran in each step's ranges: a GPU's kernels, by where they were launched; without a GPU
-    torch's own operations, less those that they call."""
+    """Yield the kernels of each step and range, by the place of their launch. Without a GPU, yield
+    torch operations without the operations that they call."""
     on_gpu = any(event["cat"] in DEVICE_WORK for event in events)
     launched: dict[Any, tuple[int, str]] = {}
     host = [e for e in events if e["cat"] in LAUNCHES | {"user_annotation", "cpu_op"}]
@@ -194,7 +194,7 @@ def kernels(events: list[dict[str, Any]]) -> Iterator[KernelRun]:
 def _walk(
     events: list[dict[str, Any]], launched: dict[Any, tuple[int, str]], on_gpu: bool
 ) -> Iterator[KernelRun]:
-    """One thread's events in order. `launched`: gets step and stage of each launch."""
+    """Walk the events of one thread in order. Write step and stage of each launch to `launched`."""
     open_events: list[dict[str, Any]] = []
     own_us: list[float] = []
     for event in [*events, {"ts": float("inf"), "dur": 0.0, "cat": "", "name": ""}]:
@@ -215,7 +215,7 @@ def _walk(
 
 
 def _place(open_events: list[dict[str, Any]]) -> tuple[int, str]:
-    """The step that is open here, and the innermost part of it."""
+    """Return the step that is open here, and its innermost range."""
     step, stage = -1, OTHER
     for event in open_events:
         if event["cat"] == "user_annotation":

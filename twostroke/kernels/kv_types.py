@@ -2,7 +2,7 @@
 
     fp8     e4m3 (to 448) or e5m2 (to 57344), cut where the type ends; no scale
     int8    x · 127 / largest, rounded; `largest` is that of a head of a token, and largest / 127 in
-            fp32 is its scale: see `kv/layout.py` for where it lies
+            fp32 is its scale: see `kv/block_layout.py` for where it lies
 
 Attention sees what is stored, always: the keys and values of a chunk are rounded in place when they
 are stored, so that it makes no difference in which chunks a prompt came, or whether from a cached
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twostroke.kv.layout import SCALE_BYTES, scales_offset
+from twostroke.kv.block_layout import SCALE_BYTES, scales_offset
 
 INT8_LARGEST = 127.0
 TINY = 1e-30  # the least that is divided by, of a head of zeros

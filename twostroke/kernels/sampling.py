@@ -37,7 +37,7 @@ ALLOWED_IDS = 2  # the row has a list of allowed tokens
 IN_PROMPT = -(2**15)  # bit 15 of a count; the others: how often the token was written, at most …
 MOST_WRITTEN = 2**15 - 1
 
-# Capacities of a row's lists. A request that needs more is adjusted by `exec/sampling.py`.
+# Capacities of a row's lists. A request that needs more is adjusted by `exec/torch_sampling.py`.
 MAX_BIASES = 512
 MAX_BANS = 256
 MAX_BAN_PREFIX = 12  # tokens of a bad word before its last one

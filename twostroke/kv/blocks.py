@@ -1,12 +1,12 @@
-"""`BlockPool`: who owns each block of one KV group's pool. Numbers only, no tensors.
+"""`BlockPool`: the owners of each block in the pool of one KV group. Numbers only, no tensors.
 
 A block is in exactly one of three places:
 
-    free       holds nothing of use                       refs = 0
-    cached     holds a registered prefix, nobody's now    refs = 0, least recently used first
-    owned      named by tables, steps in flight, or both  refs > 0
+    free       holds no useful data                       refs = 0
+    cached     holds a registered prefix, without owner   refs = 0, least recently used first
+    owned      used by tables, steps in flight, or both   refs > 0
 
-Block 0 is the null block: it stands in tables where a window has passed, and is never owned.
+Block 0 is the null block. It replaces blocks that have left a window, and has no owner.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
+    """The blocks of one KV group, with reference counts and the prefix index."""
+
     def __init__(self, num_blocks: int, keep_cached: bool = True) -> None:
-        """Blocks 1..num_blocks. Without `keep_cached` a prefix is forgotten with its last owner."""
+        """Blocks 1 … num_blocks. Without `keep_cached` a prefix is dropped with its last owner."""
         self.num_blocks = num_blocks
         self.prefix = PrefixIndex()
         self.refs = [0] * (num_blocks + 1)
@@ -39,17 +41,17 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be taken now, the cached ones by evicting what they hold."""
+        """Number of blocks that can be allocated now: free blocks, and cached blocks to evict."""
         return len(self._free) + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one owner each; the caller has checked `num_available`."""
+        """Return `count` blocks with one owner each. The caller has checked `num_available`."""
         free, refs = self._free, self.refs
-        if count == 1 and free:  # what decode takes, sequence by sequence
+        if count == 1 and free:  # the common case of decode
             block = free.pop()
             refs[block] = 1
             return [block]
-        blocks = free[: -count - 1 : -1]  # from the end, as by `pop`
+        blocks = free[: -count - 1 : -1]  # from the end, in the order of `pop`
         del free[max(0, len(free) - count) :]
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
@@ -60,13 +62,13 @@ class BlockPool:
         return blocks
 
     def share(self, block: int) -> None:
-        """One more owner for a registered block."""
+        """Add an owner to a registered block."""
         if self.refs[block] == 0:
             del self._cached[block]
         self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner less for each. What is released first is evicted first."""
+        """Remove an owner from each block. Blocks released first are evicted first."""
         refs, free, prefix = self.refs, self._free, self.prefix
         for block in blocks:
             left = refs[block] = refs[block] - 1
@@ -80,14 +82,14 @@ class BlockPool:
             free.append(block)
 
     def reset_prefixes(self) -> None:
-        """Drop every registered prefix: nothing computed so far is found again."""
+        """Drop every registered prefix, so that no block is found again."""
         for block in range(1, self.num_blocks + 1):
             self.prefix.forget(block)
         self._free.extend(self._cached)
         self._cached.clear()
 
     def check(self, owners: dict[int, int]) -> None:
-        """Every block is in one place and has exactly the `owners` it claims."""
+        """Check that every block is in one place and has the owners in `owners`."""
         self.prefix.check()
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"

@@ -1,6 +1,6 @@
 """`KVCache`: block tables of running sequences over one `BlockPool` per KV group. No tensors.
 
-For one sequence, with blocks of 4 tokens, in a group without a window and in one of window 8:
+A sequence with blocks of 4 tokens, in a group without a window and in a group with window 8:
 
     tokens    aaaabbbbccccddddeeeef...        capacity = 24
                                    ^ num_computed = 21: planned, launched or done
@@ -10,10 +10,11 @@ For one sequence, with blocks of 4 tokens, in a group without a window and in on
     12 and 6  fragmented by 3 slots each
 
 Block numbers belong to their group: block 2 of group 0 and block 2 of group 1 are different memory.
-Tables are equally long in all groups and only grow; a block outside the window becomes null so that
-positions stay put. Blocks that are evicted (`eviction.py`) leave their tables, which close up: the
-capacity counts them. A block that a step in flight may still touch is freed when that step commits:
-the step is an owner. So at any moment reserved = used + fragmented + cached + free, in each group.
+Tables have equal lengths in all groups and only grow. A block outside the window becomes null, so
+that later entries keep their places. Evicted blocks (`eviction.py`) are removed from their tables;
+the capacity still counts them. A step in flight owns the blocks that it may touch, so that they are
+freed when the step commits. At any moment reserved = used + fragmented + cached + free, in each
+group.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from twostroke.kv.transfer import ReceiverFullError
 
 
 class GroupLimits(NamedTuple):
-    """One KV group as the scheduler knows it: its pool, and what its layers weigh in a step."""
+    """The properties of a KV group that the scheduler needs: its pool, and its cost in a step."""
 
     num_blocks: int
     window: int | None = None  # None: all positions stay visible
-    query_channels: int = 1  # in all its layers: its share of attention's FLOPs
-    kv_elements: int = 1  # that a token leaves in all its layers: its share of the bytes read
+    query_channels: int = 1  # in all layers; determines the FLOPs of attention
+    kv_elements: int = 1  # of a token in all layers; determines the bytes read
 
 
 class KVUsage(NamedTuple):
@@ -45,48 +46,51 @@ class KVUsage(NamedTuple):
     reserved: int
     used: int
     fragmented: int  # allocated, not filled
-    cached: int  # filled, nobody's: reusable prefixes
+    cached: int  # filled, without owner: reusable prefixes
     free: int
 
     @property
     def taken(self) -> float:
-        """The share that running requests have, 0 to 1."""
+        """The share owned by running requests, 0 to 1."""
         return (self.used + self.fragmented) / self.reserved if self.reserved else 0.0
 
 
 def table_length(tables: Sequence[Sequence[int]]) -> int:
-    """Blocks of a sequence: its tables are equally long in every group, null blocks included."""
+    """Return the number of table entries of a sequence, including null blocks, equal in all
+    groups."""
     (length,) = {len(table) for table in tables}
     return length
 
 
 @dataclass(slots=True, eq=False)
 class KVSequence:
-    """The KV state of one request, changed by `KVCache` alone."""
+    """The KV state of one request. Only `KVCache` changes the state."""
 
-    seed: bytes | None  # where its digest chain starts; None: shares nothing
+    seed: bytes | None  # start of the digest chain; None: no prefix sharing
     tables: list[list[int]] = field(default_factory=list)  # per group
     num_dropped: list[int] = field(default_factory=list)  # leading null entries, per group
     keys: list[BlockKey] = field(default_factory=list)
     num_computed: int = 0
-    num_registered: int = 0  # leading blocks that have been offered to the prefix index
-    register_at: int = 0  # tokens computed at which there is another one to offer
-    capacity: int = 0  # tokens that the tables hold, or held before they were evicted
+    num_registered: int = 0  # leading blocks registered in the prefix index
+    register_at: int = 0  # computed tokens at which the next block can be registered
+    capacity: int = 0  # tokens in the tables, including evicted tokens
     num_evicted: int = 0  # tokens
-    last_step: int = -1  # the newest step that names it
+    last_step: int = -1  # the newest step that uses the sequence
 
 
 def blocks_held(num_tokens: int, window: int | None, chunk: int, block_size: int) -> int:
-    """Blocks of one group that a sequence of this length holds at most at one time, if no step
-    computes more than `chunk` of its tokens."""
+    """Return the maximum number of blocks of one group that a sequence of this length holds at one
+    time, if a step computes at most `chunk` of its tokens."""
     blocks = -(-num_tokens // block_size)
     if window is None:
         return blocks
-    # The window of the chunk's first token and the chunk itself, wherever in a block they begin.
+    # The window of the chunk's first token and the chunk, at any offset in a block.
     return min(blocks, -(-(window + chunk - 2) // block_size) + 1)
 
 
 class KVCache:
+    """The block tables of all sequences, and the pools of all KV groups."""
+
     def __init__(
         self,
         groups: Sequence[GroupLimits],
@@ -100,24 +104,24 @@ class KVCache:
         self.eviction = eviction
         self.windows = tuple(group.window for group in groups)
         self.pools = tuple(BlockPool(group.num_blocks, keep_cached) for group in groups)
-        # The most blocks a sequence holds in each group, while it is prefilled and while it decodes
+        # Maximum blocks of a sequence in each group, during prefill and during decode
         self._most_prefill, self._most_decode = (
             [blocks_held(sys.maxsize, window, chunk, block_size) for window in self.windows]
             for chunk in (max_chunk, 1)
         )
         self._live: dict[KVSequence, None] = {}
-        self._held: dict[int, list[list[int]]] = {}  # blocks that others may fetch, by offer
-        self._receiving: set[KVSequence] = set()  # whose blocks are on their way here
-        # (step, group, blocks that the step still owns)
+        self._held: dict[int, list[list[int]]] = {}  # offer → blocks that other engines may fetch
+        self._receiving: set[KVSequence] = set()  # sequences whose blocks are being fetched
+        # (step, group, blocks that only the step owns)
         self._in_flight: deque[tuple[int, int, list[int]]] = deque()
         self._committed_step = -1
-        self._fragmented = 0  # slots, the same number in every group
+        self._fragmented = 0  # slots, equal in every group
 
-    # ── asking ──────────────────────────────────────────────────────────────────────────────
+    # ── queries ─────────────────────────────────────────────────────────────────────────────
 
     def blocks_for(self, group: int, num_tokens: int, num_prompt: int | None = None) -> int:
-        """Blocks that a sequence of this length holds at most at one time; `num_prompt`: so much of
-        it is a prompt, of which nothing is evicted before all of it has been computed."""
+        """Return the maximum number of blocks that a sequence of this length holds at one time.
+        `num_prompt`: the prompt tokens, which are not evicted before all are computed."""
         most = min(-(-num_tokens // self.block_size), self._most_prefill[group])
         if self.eviction is None or num_prompt is None:
             return most
@@ -126,7 +130,7 @@ class KVCache:
     def blocks_missing(
         self, group: int, seq: KVSequence, num_tokens: int, num_prompt: int, decodes: bool = False
     ) -> int:
-        """Blocks that a running sequence still has to take to reach this length."""
+        """Return the blocks that a running sequence still needs to reach this length."""
         if self.eviction is not None:
             most = self.blocks_for(group, num_tokens, num_prompt)
         else:
@@ -136,18 +140,18 @@ class KVCache:
         return max(0, most - held)
 
     def next_eviction(self, seq: KVSequence, num_prompt: int) -> int:
-        """The next position for which blocks must be given up first."""
+        """Return the next position that requires an eviction first."""
         assert self.eviction is not None
         return max(num_prompt, seq.num_evicted + self.eviction.budget_blocks * self.block_size)
 
     @property
     def tokens_available(self) -> int:
-        """Tokens by whose blocks a sequence at the end of its last block could grow now."""
+        """Return the tokens by which a sequence at the end of its last block could grow now."""
         return min(pool.num_available for pool in self.pools) * self.block_size
 
     @property
     def awaits_blocks(self) -> bool:
-        """Whether blocks will be freed when the steps in flight commit."""
+        """True if steps in flight will free blocks when they commit."""
         return bool(self._in_flight)
 
     def group_usage(self) -> list[KVUsage]:
@@ -159,14 +163,15 @@ class KVCache:
         return usage
 
     def usage(self) -> KVUsage:
-        """Of all groups together: a token takes a slot in each."""
+        """Return the usage of all groups together. A token takes a slot in each group."""
         usage = self.group_usage()
         return usage[0] if len(usage) == 1 else KVUsage(*map(sum, zip(*usage, strict=True)))
 
     def match(self, seq: KVSequence, tokens: Sequence[int]) -> list[list[int]]:
-        """The longest cached prefix, as one table per group. At least one token is left over.
+        """Return the longest cached prefix, as one table per group. The prefix leaves at least one
+        token to compute.
 
-        A group with a window needs only the blocks that the next token can see; the rest are null.
+        A group with a window needs only the blocks that the next token sees; the rest are null.
         """
         if seq.seed is None:
             return [[] for _ in self.windows]
@@ -191,7 +196,7 @@ class KVCache:
         if self.windows[group] is not None:
             return [find(keys[n]) for n in range(count)]
         found: list[int | None] = []
-        for n in range(count):  # without a window nothing after the first gap is of use
+        for n in range(count):  # without a window, blocks after the first gap are useless
             block = find(keys[n])
             if block is None:
                 break
@@ -199,7 +204,7 @@ class KVCache:
         return found + [None] * (count - len(found))
 
     def _usable(self, found: list[int | None], window: int | None, count: int) -> int:
-        """The largest n ≤ count such that a hit of n blocks has all that its next token sees."""
+        """Return the largest n ≤ count for which the next token finds all blocks that it sees."""
         while count:
             first = self._first_visible(count * self.block_size, window)
             gaps = [n for n in range(first, count) if found[n] is None]
@@ -209,15 +214,16 @@ class KVCache:
         return count
 
     def _first_visible(self, position: int, window: int | None) -> int:
-        """The first block that the token at `position` can see."""
+        """Return the first block that the token at `position` sees."""
         if window is None:
             return 0
         return max(0, position - window + 1) // self.block_size
 
-    # ── changing ────────────────────────────────────────────────────────────────────────────
+    # ── changes ─────────────────────────────────────────────────────────────────────────────
 
     def open(self, seq: KVSequence, tables: list[list[int]]) -> int:
-        """Start a sequence on a cached prefix from `match`; returns the tokens it saves."""
+        """Start a sequence with a cached prefix from `match`. Return the number of cached
+        tokens."""
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table:
                 if block != NULL_BLOCK:
@@ -232,49 +238,49 @@ class KVCache:
         return seq.num_computed
 
     def reserve(self, seq: KVSequence, num_tokens: int) -> int | None:
-        """Make room for `num_tokens` in all. Returns the blocks added to each table, or None if
-        a group has too few, and then nothing has changed in any."""
+        """Allocate blocks for a total of `num_tokens`. Return the number of blocks added to each
+        table, or None, without any change, if a group has too few blocks."""
         grow = -(-(num_tokens - seq.capacity) // self.block_size)
         if grow <= 0:
             return 0
         for pool in self.pools:
             if grow > pool.num_available:
                 return None
-        for pool, table in zip(self.pools, seq.tables):  # noqa: B905 - one for each, and often
+        for pool, table in zip(self.pools, seq.tables):  # noqa: B905 - hot path; lengths are equal
             table.extend(pool.allocate(grow))
         seq.capacity += grow * self.block_size
         self._fragmented += grow * self.block_size
         return grow
 
     def advance(self, seq: KVSequence, count: int, step: int) -> None:
-        """`step` computes the next `count` tokens."""
+        """Record that `step` computes the next `count` tokens."""
         seq.num_computed += count
         seq.last_step = step
         self._fragmented -= count
 
     def advance_each(self, sequences: Sequence[KVSequence], step: int) -> None:
-        """`step` computes the next token of every one of them."""
+        """Record that `step` computes the next token of each sequence."""
         for seq in sequences:
             seq.num_computed += 1
             seq.last_step = step
         self._fragmented -= len(sequences)
 
     def rewind(self, seq: KVSequence, count: int) -> None:
-        """The last `count` tokens were rejected drafts: their slots are written again.
+        """Remove the last `count` tokens, which were rejected drafts. Their slots are reused.
 
-        What a window dropped meanwhile does not come back: a step planned on drafts that are not
-        known yet must drop by the tokens that are certain.
+        Blocks that a window has dropped do not come back: a step planned on unverified drafts must
+        drop blocks by the verified tokens only.
         """
         seq.num_computed -= count
         self._fragmented += count
 
     def register(self, seq: KVSequence, tokens: Sequence[int]) -> None:
-        """Offer the blocks that are full, computed by a launched step, and whose tokens are known.
+        """Register full blocks that a launched step computes and whose tokens are known.
 
-        A step stores all its keys and values before it attends, layer by layer, so even a request
-        planned in the same step may share them.
+        In each layer a step stores all keys and values before attention, so even a request planned
+        in the same step may share the blocks.
         """
-        if seq.num_evicted:  # what is computed now has not seen all that its digest stands for
+        if seq.num_evicted:  # the tokens attend to less than the digest covers
             seq.register_at = sys.maxsize
             return
         full = min(seq.num_computed, len(tokens)) // self.block_size
@@ -290,7 +296,8 @@ class KVCache:
         seq.num_registered = full
 
     def drop_outside_windows(self, seq: KVSequence) -> list[tuple[int, int]]:
-        """Give up the blocks that no later token can see: (group, leading null entries) changed."""
+        """Release the blocks that no later token sees. Return (group, leading null entries) of each
+        changed table."""
         changed = []
         for group, window in enumerate(self.windows):
             if window is None:
@@ -307,12 +314,12 @@ class KVCache:
         return changed
 
     def excess(self, seq: KVSequence, scores: Sequence[float] = ()) -> list[range]:
-        """Table entries to give up before the next token can be stored within the budget. The
-        caller has seen that a policy is set and the prompt is computed."""
+        """Return the table entries to evict before the next token fits the budget. The caller has
+        checked that eviction is enabled and the prompt is computed."""
         assert self.eviction is not None
         (table,) = seq.tables
         grows = seq.num_computed >= seq.capacity
-        return self.eviction.gone(len(table) + grows, scores)
+        return self.eviction.evicted(len(table) + grows, scores)
 
     def evict(self, seq: KVSequence, gone: list[range]) -> None:
         (table,) = seq.tables
@@ -322,7 +329,8 @@ class KVCache:
             seq.num_evicted += len(entries) * self.block_size
 
     def close(self, seq: KVSequence) -> None:
-        """Give everything up; the tail is evicted before the head it hangs on."""
+        """Release all blocks, the last blocks first, so that a prefix is evicted after its
+        suffix."""
         if seq not in self._live:
             return
         del self._live[seq]
@@ -334,7 +342,7 @@ class KVCache:
         seq.num_computed = seq.num_registered = seq.capacity = seq.num_evicted = 0
 
     def hold(self, seq: KVSequence, offer: int) -> None:
-        """As `close`, but the blocks stay owned, by an offer, until `release_held`."""
+        """Close the sequence. An offer owns the blocks until `release_held`."""
         del self._live[seq]
         self._fragmented -= seq.capacity - seq.num_computed
         held = zip(seq.tables, seq.num_dropped, strict=True)
@@ -343,8 +351,8 @@ class KVCache:
         seq.num_computed = seq.num_registered = seq.capacity = seq.num_evicted = 0
 
     def part(self, seq: KVSequence, num_tokens: int) -> list[list[int]] | None:
-        """Its tables as they are to whoever goes on after the first `num_tokens`, which fill whole
-        blocks; None: a window has passed some that would be needed."""
+        """Return the tables needed to continue after the first `num_tokens`, a whole number of
+        blocks; None if a window has dropped a needed block."""
         end, tables = num_tokens // self.block_size, []
         for group, window in enumerate(self.windows):
             first = self._first_visible(num_tokens, window)
@@ -354,7 +362,7 @@ class KVCache:
         return tables
 
     def hold_part(self, tables: Sequence[Sequence[int]], offer: int) -> None:
-        """An offer owns these blocks, too, until `release_held`."""
+        """Add an offer as an owner of these blocks, until `release_held`."""
         held = [[block for block in table if block != NULL_BLOCK] for table in tables]
         for pool, blocks in zip(self.pools, held, strict=True):
             for block in blocks:
@@ -367,16 +375,16 @@ class KVCache:
 
     @property
     def num_held(self) -> int:
-        """Offers that own blocks."""
+        """Number of offers that own blocks."""
         return len(self._held)
 
     def receive(self, seq: KVSequence, num_tokens: int) -> list[list[int]]:
-        """Make room for the first `num_tokens` of a sequence just opened on its cached prefix, as
-        if they were computed: the table entries of each group that are to be fetched.
+        """Allocate blocks for the first `num_tokens` of a sequence, just opened on its cached
+        prefix, and count the tokens as computed. Return the table entries of each group to fetch.
 
-        Raises `ReceiverFullError` if a group has too few blocks, and then nothing has changed."""
+        Raise `ReceiverFullError`, without any change, if a group has too few blocks."""
         start, end = table_length(seq.tables), -(-num_tokens // self.block_size)
-        # Where a window has passed, nothing is wanted.
+        # Blocks that have left a window are not fetched.
         visible = [min(end, self._first_visible(num_tokens, window)) for window in self.windows]
         for pool, first in zip(self.pools, visible, strict=True):
             if end - max(start, first) > pool.num_available:
@@ -385,7 +393,7 @@ class KVCache:
                 )
         for group, first in enumerate(visible):
             table, dropped = seq.tables[group], seq.num_dropped[group]
-            if first > dropped:  # hits that no later token sees
+            if first > dropped:  # cached blocks that no later token sees
                 passed = table[dropped:first]
                 table[dropped:first] = [NULL_BLOCK] * len(passed)
                 self._release(group, passed, seq.last_step)
@@ -399,29 +407,29 @@ class KVCache:
         return [list(range(max(start, first), end)) for first in visible]
 
     def received(self, seq: KVSequence) -> None:
-        """What `receive` made room for has come."""
+        """Record that all blocks of `receive` have arrived."""
         self._receiving.discard(seq)
 
     @property
     def num_receiving(self) -> int:
-        """Sequences whose blocks are on their way here."""
+        """Number of sequences whose blocks are being fetched."""
         return len(self._receiving)
 
     def commit(self, step: int) -> None:
-        """`step` has run: what only it still owned is freed."""
+        """Free the blocks that only `step` owned, after the step has run."""
         self._committed_step = step
         while self._in_flight and self._in_flight[0][0] <= step:
             _, group, blocks = self._in_flight.popleft()
             self.pools[group].release(blocks)
 
     def reset_prefixes(self) -> None:
-        """Drop every cached prefix, of running sequences too."""
+        """Drop every cached prefix, including those of running sequences."""
         for pool in self.pools:
             pool.reset_prefixes()
 
     def _release(self, group: int, blocks: list[int], last_step: int) -> None:
         if last_step > self._committed_step:
-            # Kept in step order: a sequence is never closed with an older step than the last.
+            # In the order of steps: no sequence closes with an older step than the previous one.
             newest = self._in_flight[-1][0] if self._in_flight else -1
             self._in_flight.append((max(last_step, newest), group, blocks))
         else:
@@ -434,10 +442,11 @@ class KVCache:
             parent = keys[-1].digest if keys else seq.seed
             keys.append(block_key(parent, tokens[n * size : (n + 1) * size]))
 
-    # ── proving ─────────────────────────────────────────────────────────────────────────────
+    # ── audit ───────────────────────────────────────────────────────────────────────────────
 
     def audit(self) -> None:
-        """In every group each block has exactly the owners it claims, and nothing leaked."""
+        """Check in every group that each block has exactly its recorded owners and no block
+        leaked."""
         owners: list[Counter[int]] = [Counter() for _ in self.pools]
         fragmented = 0
         for seq in self._live:
@@ -458,7 +467,9 @@ class KVCache:
             owners[group].update(blocks)
         for pool, owned in zip(self.pools, owners, strict=True):
             pool.check(dict(owned))
-        assert self._receiving <= self._live.keys(), "blocks are on their way to nobody"
+        assert self._receiving <= self._live.keys(), (
+            "blocks are being fetched for a closed sequence"
+        )
         assert fragmented == self._fragmented, (
             f"fragmented is {fragmented}, counted {self._fragmented}"
         )
@@ -468,5 +479,5 @@ class KVCache:
             assert sum(parts) == usage.reserved, f"usage does not add up: {usage}"
 
     def is_idle(self) -> bool:
-        """No sequence and no step owns a block."""
+        """True if no sequence and no step owns a block."""
         return not self._live and not self._in_flight

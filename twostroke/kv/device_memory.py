@@ -1,14 +1,14 @@
-"""KV blocks in a torch device's memory, which other processes on the machine open: CUDA IPC.
+"""KV blocks in device memory that other processes of the machine map with CUDA IPC.
 
-    sender    pool ── handle of its memory ─▶ Address      receiver   opens it once, keeps it
+    sender    pool ── handle of its memory ─▶ Address      receiver   maps it once, keeps it
                                               Offer ─────▶            one launch copies the blocks,
-                                                                      on a stream of its own, while
+                                                                      on a separate stream, while
                                                                       steps run
 
-Copies are device to device, and only of the blocks that are asked for. On a CPU the same code runs
-over memory that both map: what the tests run. The offers that stand are in shared memory
-(`shared_memory.py`), which also tells whether the sender is alive: memory of one that is not is let
-go (`tidy`), or the GPU would not have it back for the next.
+Copies go from device to device and contain only the requested blocks. On a CPU the same code copies
+between shared host memory, for tests. The table of offers is in shared memory (`shared_memory.py`),
+which also shows whether the sender is alive: memory of ended senders is unmapped (`tidy`), so that
+the GPU can reuse it.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from twostroke.kv.transfer import (
     Places,
     Region,
     SenderGoneError,
+    Transport,
     TruncatedError,
     UnreachableError,
-    Way,
     this_host,
 )
-from twostroke.kv.ways import Sharing, nixl, sockets
+from twostroke.kv.transports import TransportConfig, nixl, sockets
 
-LAUNCHED_BYTES = 1 << 30  # between two steps, while others write: half a millisecond on an H200
-STAGED_BYTES = 64 << 20  # at one time, where there is no kernel that copies directly
+LAUNCHED_BYTES = 1 << 30  # per launch while requests run: half a millisecond on an H200
+STAGED_BYTES = 64 << 20  # buffer of copies without a kernel
 
 
 log = logging.getLogger(__name__)
 
 
 class Handle(msgspec.Struct, array_like=True, frozen=True):
-    """The memory of one KV group's pool."""
+    """The IPC handle of one KV group's pool."""
 
     num_blocks: int
-    start: int  # on a CPU: in the memory that the address names
-    # As torch shares a storage of a GPU's memory.
+    start: int  # on a CPU: offset in the memory of the address
+    # The values that torch uses to share a storage on a GPU.
     cuda: tuple[int, bytes, int, int, bytes | None, int, bytes | None, bool] | None
 
 
@@ -63,7 +63,7 @@ CopyBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class DeviceBlocks:
-    """Blocks of a pool's tensors: [blocks, …] of each KV group, contiguous."""
+    """Blocks of pool tensors: for each KV group [blocks, …], contiguous."""
 
     def __init__(self, groups: Sequence[torch.Tensor], block_size: int) -> None:
         first = groups[0]
@@ -72,11 +72,11 @@ class DeviceBlocks:
         self.device = first.device
         self.block_bytes = tuple(data[0].numel() * data.element_size() for data in groups)
         with torch.inference_mode():
-            # As the widest words that blocks of all groups are whole numbers of.
+            # As the widest words that divide the blocks of all groups.
             size = math.gcd(8, *self.block_bytes)
             word = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]
             self.words = [data.view(len(data), -1).view(word) for data in groups]
-        # Not the steps' stream: a block is not to wait for what is queued there.
+        # A separate stream: copies do not wait for queued steps.
         self._stream = stream_of(self.device)
 
     def regions(self) -> list[Region]:
@@ -102,7 +102,7 @@ class DeviceBlocks:
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """A new one, which begins after what is queued by now: a pool's zeros."""
+    """Return a new stream that starts after the queued work, such as the zeroing of a pool."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -119,15 +119,17 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-class DeviceMemory(Way):
+class DeviceMemory(Transport):
+    """The transport by CUDA IPC."""
+
     name = "device"
 
     def __init__(self, blocks: DeviceBlocks, shared: SharedPools | None = None) -> None:
-        """`shared`: has the offers that stand, if others can fetch; on a CPU also the pools."""
+        """`shared`: the table of offers, if other engines can fetch; on a CPU also the pools."""
         self._blocks, self._shared = blocks, shared
         self._others = OthersMemory()
-        self._opened: dict[str, list[torch.Tensor]] = {}  # pools of others, by path, as words
-        self._closed: set[str] = set()  # paths of those that cannot be opened
+        self._opened: dict[str, list[torch.Tensor]] = {}  # pools of other engines by path, as words
+        self._closed: set[str] = set()  # paths that cannot be mapped
         self._stream = stream_of(blocks.device)
         self._copy_blocks = direct_copy(blocks.device)
 
@@ -138,7 +140,7 @@ class DeviceMemory(Way):
         for group, words in enumerate(self._blocks.words):
             cuda = start = None
             if words.is_cuda:
-                # What the sender has computed is there when it offers it: no event is needed.
+                # The sender offers blocks after they are computed, so no event is needed.
                 try:
                     cuda = words.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
                 except RuntimeError as error:
@@ -153,7 +155,8 @@ class DeviceMemory(Way):
         return address.reach == self._reach()
 
     def _reach(self) -> str:
-        """Devices are named by number, so that both must see the same ones."""
+        """Return the visible devices: devices are named by number, so both engines must see the
+        same."""
         if self._blocks.device.type == "cpu":
             return f"{this_host()} cpu"
         return f"{this_host()} cuda {visible_gpus()}"
@@ -166,7 +169,7 @@ class DeviceMemory(Way):
     def check_stands(self, path: str, number: int) -> None:
         if not os.path.exists(path):
             self.tidy()
-            raise SenderGoneError(f"{path} is there no more")
+            raise SenderGoneError(f"{path} does not exist any more")
         self._others.check_stands(path, number)
 
     def launch(
@@ -187,14 +190,14 @@ class DeviceMemory(Way):
         return where
 
     def warm(self) -> None:
-        """Compile what copies, before a stream waits for it."""
+        """Compile the copy kernel before the first fetch."""
         for group, words in enumerate(self._blocks.words):
             self.launch(group, words, [(0, 0)])
         if self._stream is not None:
             self._stream.synchronize()
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Reached when all copies so far have happened; None: they have."""
+    def event(self) -> torch.cuda.Event | None:
+        """Return an event at the end of all copies so far; None if they have finished."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -204,7 +207,7 @@ class DeviceMemory(Way):
     def tidy(self) -> None:
         for path in [path for path in self._opened if not os.path.exists(path)]:
             if self._stream is not None:
-                self._stream.synchronize()  # nothing reads it any more
+                self._stream.synchronize()  # no copy reads the memory any more
             del self._opened[path]
         self._closed = {path for path in self._closed if os.path.exists(path)}
 
@@ -222,7 +225,7 @@ class DeviceMemory(Way):
                     _open(address.at, handle, handle.num_blocks * size) for handle, size in each
                 ]
             except (OSError, RuntimeError) as error:
-                log.warning("another engine's memory cannot be opened: %s", error)
+                log.warning("the memory of another engine cannot be mapped: %s", error)
                 self._closed.add(address.at)
             else:
                 self._opened[address.at] = [
@@ -230,28 +233,28 @@ class DeviceMemory(Way):
                     for data, word, handle in zip(storages, words, handles, strict=True)
                 ]
         if address.at in self._closed:
-            raise UnreachableError("the sender's memory cannot be opened")
+            raise UnreachableError("the sender's memory cannot be mapped")
         return self._opened[address.at]
 
 
 def _open(path: str, handle: Handle, num_bytes: int) -> torch.Tensor:
-    """Another process's pool, as bytes."""
+    """Map the pool of another process, as bytes."""
     if handle.cuda is not None:
         storage: Any = torch.UntypedStorage._new_shared_cuda(*handle.cuda)
         device = torch.device("cuda", handle.cuda[0])
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:num_bytes]
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # torch has no memory that is only read
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # torch has no read-only memory
     try:
         memory = mmap.mmap(file, 0)
     finally:
         os.close(file)
     if len(memory) < handle.start + num_bytes:
-        raise TruncatedError(f"{path} has {len(memory)} bytes, and a pool ends beyond them")
+        raise TruncatedError(f"{path} has {len(memory)} bytes, but a pool ends beyond them")
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=handle.start)
 
 
 def direct_copy(device: torch.device) -> CopyBlocks:
-    """A kernel of ours, where there is Triton and a GPU."""
+    """Return the copy kernel, or `staged_copy` without Triton or GPU."""
     if device.type == "cuda":
         with contextlib.suppress(ImportError):
             from twostroke.kernels.cuda.copy_blocks import copy_blocks
@@ -261,7 +264,7 @@ def direct_copy(device: torch.device) -> CopyBlocks:
 
 
 def staged_copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """As `copy_blocks` of the kernels, some blocks at a time by way of memory between."""
+    """Copy blocks like the kernel `copy_blocks`, in parts through a temporary buffer."""
     count = max(1, STAGED_BYTES // (source.shape[1] * source.element_size()))
     for some in torch.split(pairs, count):
         target.index_copy_(0, some[:, 1], source.index_select(0, some[:, 0]))
@@ -274,14 +277,14 @@ class _DeviceCopy(Copy):
 
     def __init__(
         self,
-        way: DeviceMemory,
+        transport: DeviceMemory,
         path: str,
         pools: list[torch.Tensor],
         offer: Offer,
         places: Places,
     ) -> None:
-        self._way, self._path, self._pools, self._offer = way, path, pools, offer
-        self._left = [  # of each group: block there, block here
+        self._transport, self._path, self._pools, self._offer = transport, path, pools, offer
+        self._left = [  # per group: sender's block, receiver's block
             [(offer.tables[group][entry], target) for entry, target in wanted]
             for group, wanted in enumerate(places)
         ]
@@ -294,52 +297,52 @@ class _DeviceCopy(Copy):
                     )
         self._launched_bytes = 0
         self._kept: list[torch.Tensor] = []
-        self._mark: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | None = None
 
-    def advance(self, most_bytes: int | None) -> bool:
-        self._way.check_stands(self._path, self._offer.number)
+    def advance(self, max_bytes: int | None) -> bool:
+        self._transport.check_stands(self._path, self._offer.number)
         if any(self._left):
-            self._launch(None if most_bytes is None else LAUNCHED_BYTES)
-        if self._mark is not None and not self._mark.query():  # type: ignore[no-untyped-call]
+            self._launch(None if max_bytes is None else LAUNCHED_BYTES)
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             return False
-        self._mark = None
+        self._event = None
         self._kept.clear()
         self.num_bytes = self._launched_bytes
-        # What was released meanwhile may have been written anew before it was copied.
-        self._way.check_stands(self._path, self._offer.number)
+        # Blocks that were released during the copy may have been overwritten before.
+        self._transport.check_stands(self._path, self._offer.number)
         return not any(self._left)
 
-    def _launch(self, most_bytes: int | None) -> None:
+    def _launch(self, max_bytes: int | None) -> None:
         for group, pairs in enumerate(self._left):
             size = self._offer.block_bytes[group]
             count = len(pairs)
-            if most_bytes is not None:
-                count = min(count, max(1, most_bytes // size)) if most_bytes > 0 else 0
-                most_bytes -= count * size
+            if max_bytes is not None:
+                count = min(count, max(1, max_bytes // size)) if max_bytes > 0 else 0
+                max_bytes -= count * size
             if count:
-                self._kept.append(self._way.launch(group, self._pools[group], pairs[:count]))
+                self._kept.append(self._transport.launch(group, self._pools[group], pairs[:count]))
                 self._left[group] = pairs[count:]
                 self._launched_bytes += count * size
-        self._mark = self._way.mark()
+        self._event = self._transport.event()
 
     def abandon(self) -> None:
-        if self._mark is not None:
-            self._mark.synchronize()  # its places may be given to others now
-            self._mark = None
+        if self._event is not None:
+            self._event.synchronize()  # the blocks may be reused now
+            self._event = None
         self._left = []
 
 
 def device_transfer(
-    blocks: DeviceBlocks, shared: SharedPools | None, sharing: Sharing
+    blocks: DeviceBlocks, shared: SharedPools | None, config: TransportConfig
 ) -> KVTransfer:
-    """`shared`: of blocks that are offered."""
-    ways: list[Way] = []
-    if sharing.allows("device"):
-        ways.append(DeviceMemory(blocks, shared))
-    if sharing.allows("memory") and blocks.device.type == "cpu":
-        ways.append(SharedMemory(blocks, shared))
-    ways += nixl(blocks, blocks.regions(), shared, sharing)
-    if sharing.allows("sockets"):
-        # Not every system lets processes open each other's GPU memory.
-        ways.append(sockets(blocks, sharing, always=blocks.device.type == "cuda"))
-    return KVTransfer(blocks, ways, shared, sharing.offers == "checked")
+    """Return the transfer endpoint of blocks on a device. `shared`: the table of offers."""
+    transports: list[Transport] = []
+    if config.allows("device"):
+        transports.append(DeviceMemory(blocks, shared))
+    if config.allows("memory") and blocks.device.type == "cpu":
+        transports.append(SharedMemory(blocks, shared))
+    transports += nixl(blocks, blocks.regions(), shared, config)
+    if config.allows("sockets"):
+        # Some systems do not let processes map each other's GPU memory.
+        transports.append(sockets(blocks, config, always=blocks.device.type == "cuda"))
+    return KVTransfer(blocks, transports, shared, config.offers == "checked")

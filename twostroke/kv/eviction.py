@@ -1,13 +1,13 @@
-"""`Eviction`: which cache blocks a sequence gives up while it writes. No tensors.
+"""`Eviction`: the choice of the cache blocks that a sequence evicts while it decodes. No tensors.
 
-With a budget of 6 blocks, of which the first holds the attention sinks:
+A budget of 6 blocks; the first block holds the attention sinks:
 
     table of a prompt of 5 blocks         [ 5 | 8 | 7 | 3 | 9 ]
-    a sixth is taken                      [ 5 | 8 | 7 | 3 | 9 | 2 ]
-    the next needs room: entry 1 goes     [ 5 | 7 | 3 | 9 | 2 | 8 ]      8 was freed, and may return
+    a sixth block is allocated            [ 5 | 8 | 7 | 3 | 9 | 2 ]
+    entry 1 is evicted for the next one   [ 5 | 7 | 3 | 9 | 2 | 8 ]      8 was freed and reused
 
-Tables close up: a later position's cache index is its position less the entries that are gone. Keys
-keep the rope angles of their positions.
+Evicted entries are removed from the table: the cache index of a later position is the position
+minus the evicted entries. Keys keep the rope angles of their positions.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SINK_BLOCKS = 1  # at the start of a sequence, never evicted
-LEAST_BLOCKS = 4  # of a budget: the sinks, the block that is written, and some window between
-STRETCH_TOKENS = 64  # cache entries that have a score together, as the native kernels have it
-LEAST_STRETCHES = 4  # of a budget: the first, two of the newest, and one that can go
+MIN_BLOCKS = 4  # minimum budget: sinks, the block being written, and a window
+SEGMENT_TOKENS = 64  # cache entries that share a score; `kSplit` of the native kernels
+MIN_SEGMENTS = 4  # minimum budget: the first, two of the newest, and one to evict
 
 
 class Eviction(NamedTuple):
-    """sinks (StreamingLLM): the oldest blocks after the first go. heavy-hitters (H2O): of the
-    stretches between the first and the newest half of the budget, those that got the least
-    attention go."""
+    """An eviction policy. sinks (StreamingLLM): evict the oldest blocks after the first.
+    heavy-hitters (H2O): evict the segments with the least attention, between the first segment and
+    the newest half of the budget."""
 
-    budget_blocks: int  # that a sequence holds at most, once its prompt has been computed
-    stretch_blocks: int = 0  # that have a score together; 0: sinks
+    budget_blocks: int  # maximum of a sequence after its prompt is computed
+    segment_blocks: int = 0  # blocks that share a score; 0: sinks
 
-    def gone(self, num_blocks: int, scores: Sequence[float] = ()) -> list[range]:
-        """Table entries to give up, so that a table of so many blocks is within the budget: the
-        last first, so that taking out one range moves no other. `scores`: of each stretch, what is
-        missing is 0; of equal ones the oldest goes."""
-        excess, size = num_blocks - self.budget_blocks, self.stretch_blocks
+    def evicted(self, num_blocks: int, scores: Sequence[float] = ()) -> list[range]:
+        """Return the table entries to evict so that a table of `num_blocks` is within the budget,
+        last first, so that removing a range moves no other range. `scores`: one per segment, 0
+        where missing. Among equal scores the oldest segment is evicted."""
+        excess, size = num_blocks - self.budget_blocks, self.segment_blocks
         if excess <= 0:
             return []
         if not size:

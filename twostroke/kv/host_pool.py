@@ -1,4 +1,4 @@
-"""`HostPool`: the memory behind the block numbers for the native kernels, without torch."""
+"""`HostPool`: the KV memory of the native kernels, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.kv.layout import SCALE_BYTES
+from twostroke.kv.block_layout import SCALE_BYTES
 from twostroke.kv.transfer import HostBlocks
 from twostroke.model.describe.spec import ModelSpec
 
@@ -22,14 +22,14 @@ Cache = npt.NDArray[Any]  # uint16, the bits of fp16, or int8
 
 
 class HostPool:
-    """Keys and values in fp16, as bits: for each KV group [blocks, layers, 2, K, block_size, D], or
-    [blocks, layers, 1, 1, block_size, D] of latents with their rope keys.
+    """Keys and values in fp16, as uint16: for each KV group [blocks, layers, 2, K, block_size, D],
+    or [blocks, layers, 1, 1, block_size, D] for latents with rope keys.
 
-    In int8 a head of a block is [block_size, D] elements and then [block_size] scales in fp32: the
-    array says [blocks, layers, 2, K, block_size, D + 4]. An element stands for itself times the
-    scale of its head and token, as in `layout.py`.
+    In int8 a head of a block has [block_size, D] elements and then [block_size] scales in fp32; the
+    array has the shape [blocks, layers, 2, K, block_size, D + 4]. A value is the element times the
+    scale of its head and token, see `block_layout.py`.
 
-    A block of a group is one contiguous piece. Block 0 of each is null: zeros.
+    A block of a group is contiguous. Block 0 of each group is the null block, all zeros.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class HostPool:
         shared: bool = False,
         int8: bool = False,
     ) -> None:
-        """`num_blocks`: of each group, the null block not counted. `shared`: in memory that other
-        processes can map, which the system does not back by large pages."""
+        """`num_blocks`: of each group, without the null block. `shared`: use memory that other
+        processes can map, which the system does not back with huge pages."""
         shapes = []
         for group, count in zip(spec.kv_groups(), num_blocks, strict=True):
             each, heads, channels = group.block_shape
@@ -51,7 +51,9 @@ class HostPool:
         self.block_size = block_size
         self.shared: SharedPools | None = None
         if shared:
-            from twostroke.kv.shared_memory import SharedPools as Memory  # has a server's packages
+            from twostroke.kv.shared_memory import (
+                SharedPools as Memory,
+            )  # needs packages of the server
 
             self.shared = Memory(sizes)
         memory = self.shared.pools if self.shared else [memoryview(zero_pages(n)) for n in sizes]
@@ -63,23 +65,24 @@ class HostPool:
         self._memory = memory
 
     def blocks(self) -> HostBlocks:
-        """As they travel between engines."""
+        """Return the blocks as bytes, for transfers between engines."""
         block_bytes = [data[0].nbytes for data in self.data]
         kind = "int8" if self.data[0].dtype == np.int8 else "float16"
         return HostBlocks(self._memory, block_bytes, self.block_size, f"{kind}, heads first")
 
 
 def zero_pages(num_bytes: int) -> mmap.mmap:
-    """Zeros, not garbage: attention multiplies masked values by zero, and 0 · NaN is NaN.
+    """Return zeroed memory. Attention multiplies masked values by zero, and 0 · NaN is NaN.
 
-    The pages come from the system already zero, and each only when it is first used; writing them
-    all at once would take seconds for gigabytes.
+    The system provides zeroed pages at first use. Writing zeros would take seconds for gigabytes.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(-1, num_bytes)
-    # Not shared, as would be the default: of shared memory the system makes no large pages.
+    # Private instead of the default: the system makes no huge pages of shared memory.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # a sequence's blocks lie far apart: fewer, larger pages
+    if hasattr(
+        mmap, "MADV_HUGEPAGE"
+    ):  # the blocks of a sequence are far apart; huge pages save TLB misses
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

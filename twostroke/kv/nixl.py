@@ -1,14 +1,14 @@
-"""KV blocks by NIXL, between engines on any two machines: RDMA, where there is hardware for it.
+"""KV blocks over NIXL, between engines on any machines, with RDMA where the hardware supports it.
 
-    sender    registers its pools and its table of offers ── where they are ─▶ Address
-    receiver  reads the offer's number there, then the blocks, then the number again
+    sender    registers its pools and its table of offers ── their places ─▶ Address
+    receiver  reads the offer's number, then the blocks, then the number again
 
-The receiver's network card reads the sender's memory; the sender's engine is not asked. NIXL uses
-what UCX finds: InfiniBand, RoCE, NVLink, and without those shared memory or TCP (`UCX_TLS` and
-`UCX_NET_DEVICES` say otherwise). It needs the package `nixl`, which needs torch.
+The receiver's network card reads the sender's memory, without work of the sender's engine. NIXL
+uses the links that UCX finds: InfiniBand, RoCE, NVLink, otherwise shared memory or TCP (`UCX_TLS`
+and `UCX_NET_DEVICES` override this). NIXL needs the package `nixl`, which needs torch.
 
-Whoever knows an offer's address can read all that its sender has registered: keep the engines'
-network to yourself.
+An offer's address gives read access to all registered memory of its sender: keep the network of the
+engines private.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from twostroke.kv.transfer import (
     SenderGoneError,
     StalledError,
     TransferError,
+    Transport,
     TruncatedError,
     UnreachableError,
-    Way,
 )
 
-PACKAGES: Final = ("nixl", "nixl_cu13", "nixl_cu12")  # the first asks which of the others fits
-WINDOW_BYTES: Final = 16 << 20  # read at one time, of one fetch; and a block at the least
-COPIES: Final = 64  # at one time
-GIVE_UP_S: Final = 10.0  # that reads may go on which nobody waits for
+PACKAGES: Final = ("nixl", "nixl_cu13", "nixl_cu12")  # the first selects one of the other two
+WINDOW_BYTES: Final = 16 << 20  # outstanding reads of one fetch; at least one block
+COPIES: Final = 64  # simultaneous copies
+GIVE_UP_S: Final = 10.0  # wait for the end of cancelled reads
 
 log = logging.getLogger(__name__)
 
 
 class Reach(msgspec.Struct, array_like=True, frozen=True):
-    """How a sender's memory is read."""
+    """The data that a receiver needs to read a sender's memory."""
 
-    metadata: bytes  # NIXL's own
+    metadata: bytes  # of NIXL
     pools: list[Region]
-    slots: int  # address of the offers that stand
+    slots: int  # address of the table of offers
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -67,12 +67,12 @@ _decode = msgspec.msgpack.Decoder(Reach).decode
 
 
 def installed() -> str | None:
-    """The package to import; None: there is none."""
+    """Return the package to import, or None."""
     return next((name for name in PACKAGES if find_spec(name) is not None), None)
 
 
 def has_rdma() -> bool:
-    """Whether this machine has a card for it."""
+    """Return whether this machine has an RDMA card."""
     cards = Path("/sys/class/infiniband")
     return cards.is_dir() and any(cards.iterdir())
 
@@ -81,7 +81,9 @@ def address_of(memory: memoryview | mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-class Nixl(Way):
+class Nixl(Transport):
+    """The transport over NIXL."""
+
     name = "nixl"
 
     def __init__(
@@ -91,8 +93,8 @@ class Nixl(Way):
         shared: SharedPools | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`pools`: where the blocks are. `shared`: has the offers that stand, if others can fetch
-        from here."""
+        """`pools`: the memory of the blocks. `shared`: the table of offers, if other engines can
+        fetch from this engine."""
         package = installed()
         if package is None:
             raise ConfigError(
@@ -101,7 +103,7 @@ class Nixl(Way):
             )
         self.pools, self.timeout_s, self.block_bytes = list(pools), timeout_s, blocks.block_bytes
         self._shared = shared
-        self._known: dict[str, str] = {}  # agents that have been added, as NIXL calls them
+        self._known: dict[str, str] = {}  # known agents and their NIXL names
         self._name = f"twostroke-{secrets.token_hex(8)}"
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
@@ -109,7 +111,7 @@ class Nixl(Way):
             self.agent = api.nixl_agent(self._name, api.nixl_agent_config(backends=["UCX"]))
             for pool in pools:
                 self._register(pool)
-            # The numbers of offers, one for each copy, as they were read from their senders.
+            # The offer numbers read from the senders, one place per copy.
             self._numbers = mmap.mmap(-1, COPIES * SLOT_BYTES)
             self.numbers_at = address_of(self._numbers)
             self._register(Region(self.numbers_at, COPIES * SLOT_BYTES))
@@ -118,7 +120,7 @@ class Nixl(Way):
             if shared is not None:
                 self._slots_at = address_of(shared.slots)
                 self._register(Region(self._slots_at, SLOTS * SLOT_BYTES))
-        except Exception as error:  # whatever it raises
+        except Exception as error:  # NIXL documents no exception types
             raise ConfigError(
                 f"kv_transport nixl: NIXL cannot be used here ({error}); leave kv_transport out"
             ) from None
@@ -141,7 +143,7 @@ class Nixl(Way):
         if address.at not in self._known:
             try:
                 added = self.agent.add_remote_agent(reach.metadata)
-            except Exception as error:  # whatever it raises
+            except Exception as error:  # NIXL documents no exception types
                 raise UnreachableError(f"NIXL does not reach the sender: {error}") from None
             self._known[address.at] = added.decode() if isinstance(added, bytes) else added
         return _NixlCopy(self, address.at, reach, offer, places)
@@ -153,7 +155,8 @@ class Nixl(Way):
         there: list[tuple[int, int, int]],
         kinds: tuple[str, str],
     ) -> Any:
-        """Begin to read; its handle. Address, bytes and device of each piece, on both sides."""
+        """Start to read and return the handle. Each piece is (address, bytes, device), on both
+        sides."""
         to, at = (
             self.agent.get_xfer_descs(here, kinds[0]),
             self.agent.get_xfer_descs(there, kinds[1]),
@@ -163,9 +166,9 @@ class Nixl(Way):
         return handle
 
     def take_number(self) -> int:
-        """A place for the number of an offer."""
+        """Take a place for the number of an offer."""
         if not self._free:
-            raise TransferError(f"{COPIES} requests' blocks are on their way already")
+            raise TransferError(f"{COPIES} fetches are in progress already")
         return self._free.pop()
 
     def number_at(self, place: int) -> int:
@@ -176,56 +179,58 @@ class Nixl(Way):
         self._free.append(place)
 
     def forget(self, sender: str) -> None:
-        """It has ended, or cannot be reached any more."""
+        """Forget a sender that has ended or cannot be reached."""
         name = self._known.pop(sender, None)
         if name is not None:
             try:
                 self.agent.remove_remote_agent(name)
-            except Exception as error:  # it has gone already
+            except Exception as error:  # the agent is gone already
                 log.debug("NIXL: %s could not be forgotten: %s", sender, error)
 
 
 class _NixlCopy(Copy):
-    """Reads, one after another: the offer's number, the blocks in pieces, the number."""
+    """A copy that reads the offer's number, the blocks in pieces, and the number again."""
 
-    def __init__(self, way: Nixl, sender: str, reach: Reach, offer: Offer, places: Places) -> None:
-        self._way, self._sender, self._reach, self._offer = way, sender, reach, offer
-        self._left = [  # group, block there, block here; the last first
+    def __init__(
+        self, transport: Nixl, sender: str, reach: Reach, offer: Offer, places: Places
+    ) -> None:
+        self._transport, self._sender, self._reach, self._offer = transport, sender, reach, offer
+        self._left = [  # group, sender's block, receiver's block; last first
             (group, offer.tables[group][entry], target)
             for group, wanted in enumerate(places)
             for entry, target in wanted
         ][::-1]
         for group, there, _ in self._left:
-            if (there + 1) * way.block_bytes[group] > reach.pools[group].num_bytes:
+            if (there + 1) * transport.block_bytes[group] > reach.pools[group].num_bytes:
                 raise TruncatedError(
                     f"block {there} of group {group} was offered, and the sender's memory has "
                     f"{reach.pools[group].num_bytes} bytes"
                 )
-        self._place: int | None = way.take_number()
-        self._checks = 0  # of the number, that have passed; the second is the last thing to do
-        self._handle: Any = None  # of what is being read
-        self._read_bytes, self._began_s = 0, 0.0  # of that
+        self._place: int | None = transport.take_number()
+        self._checks = 0  # passed checks of the number; the second ends the copy
+        self._handle: Any = None  # of the current read
+        self._read_bytes, self._began_s = 0, 0.0  # of the current read
 
-    def advance(self, most_bytes: int | None) -> bool:
+    def advance(self, max_bytes: int | None) -> bool:
         try:
-            done = self._advance(most_bytes)
+            done = self._advance(max_bytes)
         except TransferError:
             self.abandon()
             raise
-        except Exception as error:  # whatever NIXL raises
+        except Exception as error:  # NIXL documents no exception types
             self._handle = None
             self.abandon()
-            self._way.forget(self._sender)
+            self._transport.forget(self._sender)
             raise SenderGoneError(f"NIXL: {error}") from None
         if done:
             self.abandon()
         return done
 
-    def _advance(self, most_bytes: int | None) -> bool:
+    def _advance(self, max_bytes: int | None) -> bool:
         start = self.num_bytes
         while self._checks < 2:
             if self._handle is None:
-                left = None if most_bytes is None else most_bytes - (self.num_bytes - start)
+                left = None if max_bytes is None else max_bytes - (self.num_bytes - start)
                 if left is not None and left <= 0 and self._left and self._checks:
                     return False
                 self._begin(left)
@@ -236,36 +241,36 @@ class _NixlCopy(Copy):
                 self._check_stands()
         return True
 
-    def _begin(self, most_bytes: int | None) -> None:
+    def _begin(self, max_bytes: int | None) -> None:
         here, there = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         self._read_bytes, self._began_s = 0, monotonic()
         kinds = "DRAM", "DRAM"
         if self._checks and self._left:
-            most = min(WINDOW_BYTES, WINDOW_BYTES if most_bytes is None else most_bytes)
+            most = min(WINDOW_BYTES, WINDOW_BYTES if max_bytes is None else max_bytes)
             while self._left and self._read_bytes < most:
                 group, block, target = self._left.pop()
-                size = self._way.block_bytes[group]
-                own, other = self._way.pools[group], self._reach.pools[group]
+                size = self._transport.block_bytes[group]
+                own, other = self._transport.pools[group], self._reach.pools[group]
                 here.append((own.address + target * size, size, own.device))
                 there.append((other.address + block * size, size, other.device))
                 self._read_bytes += size
-            kinds = self._way.pools[0].kind, self._reach.pools[0].kind
+            kinds = self._transport.pools[0].kind, self._reach.pools[0].kind
         else:
             assert self._place is not None
-            here = [(self._way.numbers_at + self._place * SLOT_BYTES, SLOT_BYTES, 0)]
+            here = [(self._transport.numbers_at + self._place * SLOT_BYTES, SLOT_BYTES, 0)]
             slot = self._offer.number % SLOTS
             there = [(self._reach.slots + slot * SLOT_BYTES, SLOT_BYTES, 0)]
-        self._handle = self._way.read(self._sender, here, there, kinds)
+        self._handle = self._transport.read(self._sender, here, there, kinds)
 
     def _is_read(self) -> bool:
-        state = self._way.agent.check_xfer_state(self._handle)
+        state = self._transport.agent.check_xfer_state(self._handle)
         if state == "PROC":
-            if monotonic() - self._began_s > self._way.timeout_s:
+            if monotonic() - self._began_s > self._transport.timeout_s:
                 raise StalledError(
-                    f"nothing has come from {self._sender} for {self._way.timeout_s:g} s"
+                    f"nothing has come from {self._sender} for {self._transport.timeout_s:g} s"
                 )
             return False
-        self._way.agent.release_xfer_handle(self._handle)
+        self._transport.agent.release_xfer_handle(self._handle)
         self._handle = None
         if state != "DONE":
             raise SenderGoneError(f"NIXL: the blocks could not be read ({state})")
@@ -273,26 +278,26 @@ class _NixlCopy(Copy):
 
     def _check_stands(self) -> None:
         assert self._place is not None
-        if self._way.number_at(self._place) != self._offer.number:
+        if self._transport.number_at(self._place) != self._offer.number:
             raise OfferWithdrawnError(
                 f"offer {self._offer.number} had been released before it was fetched"
             )
         self._checks += 1
 
     def abandon(self) -> None:
-        """Its places may be given to others now: what is being read is waited for."""
+        """Wait for the current read, because the receiver's blocks may be reused afterwards."""
         until = monotonic() + GIVE_UP_S
         while self._handle is not None:
             try:
-                reading = self._way.agent.check_xfer_state(self._handle) == "PROC"
+                reading = self._transport.agent.check_xfer_state(self._handle) == "PROC"
                 if reading and monotonic() < until:
                     sleep(0.0005)
                     continue
-                self._way.agent.release_xfer_handle(self._handle)
-            except Exception as error:  # it has ended, with an error
+                self._transport.agent.release_xfer_handle(self._handle)
+            except Exception as error:  # the read has ended with an error
                 log.debug("NIXL: %s", error)
             self._handle = None
         if self._place is not None:
-            self._way.give_back(self._place)
+            self._transport.give_back(self._place)
             self._place = None
         self._left = []

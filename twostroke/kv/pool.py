@@ -1,11 +1,12 @@
-"""The memory behind the block numbers: one pool a KV group, reserved once.
+"""`KVPool`: the KV memory on a torch device, one pool per KV group, allocated once.
 
     group    [ block 0: null, zeros │ block 1 │ … ]
-    block    [ layer 0: keys, values │ layer 1: keys, values │ … ]        one contiguous piece
-    latent   [ layer 0: latents, rope keys │ layer 1: … │ … ]             the keys; a part is values
-    int8     [ layer 0: keys, scales, values, scales │ … ]                see `layout.py`
+    block    [ layer 0: keys, values │ layer 1: keys, values │ … ]        contiguous
+    latent   [ layer 0: latents, rope keys │ layer 1: … │ … ]             keys; the latents are also
+    the values
+    int8     [ layer 0: keys, scales, values, scales │ … ]                see `block_layout.py`
 
-So a block of a group can be read, written or sent as one. Without torch: `host_pool.py`.
+A block of a group is read, written or sent as one piece. `host_pool.py` is the pool without torch.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from twostroke.kv.block_layout import side_bytes
 from twostroke.kv.host_pool import zero_pages
-from twostroke.kv.layout import side_bytes
 from twostroke.kv.transfer import KVTransfer
-from twostroke.kv.ways import Sharing
+from twostroke.kv.transports import TransportConfig
 from twostroke.model.describe.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 class KVPool:
+    """The pools of all KV groups."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -36,7 +39,7 @@ class KVPool:
         device: torch.device,
         shared: bool = False,
     ) -> None:
-        """`num_blocks`: of each KV group, the null block not counted. `shared`: other processes can
+        """`num_blocks`: of each KV group, without the null block. `shared`: other processes can
         fetch blocks."""
         self.block_size = block_size
         self.groups: list[torch.Tensor] = []
@@ -45,15 +48,17 @@ class KVPool:
         for group, blocks in zip(spec.kv_groups(), num_blocks, strict=True):
             each, heads, channels = group.block_shape
             inner: tuple[int, ...] = (block_size, heads, channels)
-            if dtype == torch.int8:  # bytes, of which the scales are some
+            if dtype == torch.int8:  # bytes, including scales
                 inner = (side_bytes(block_size, heads, channels, 1, scaled=True),)
             shapes.append((blocks + 1, len(group.layers), each, *inner))
         on_cpu = device.type == "cpu"
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        # A GPU's memory is shared by its handle; there are the offers that stand besides.
+        # GPU memory is shared by its IPC handle; shared host memory has the table of offers.
         self.shared: SharedPools | None = None
         if shared:
-            from twostroke.kv.shared_memory import SharedPools as Memory  # has a server's packages
+            from twostroke.kv.shared_memory import (
+                SharedPools as Memory,
+            )  # needs packages of the server
 
             self.shared = Memory(sizes if on_cpu else ())
         for n, group in enumerate(spec.kv_groups()):
@@ -71,19 +76,19 @@ class KVPool:
                 keys = parts[:, place, 0]
                 latent = keys[..., : group.latent_dim]
                 layers[index] = keys, latent if group.latent_dim else parts[:, place, 1]
-        # Keys and values of each layer, [blocks, block_size, K, D] each; of a latent layer the
-        # latents with their rope keys, and the latents alone: the same memory.
+        # Keys and values of each layer, [blocks, block_size, K, D] each. For a latent layer: the
+        # latents with rope keys, and the latents alone, in the same memory.
         self.layers = [layers[index] for index in range(spec.num_layers)]
         self.num_bytes = sum(data.numel() * data.element_size() for data in self.groups)
 
     def block(self, group: int, number: int) -> torch.Tensor:
-        """A block of a group, all its layers: [layers, 2 (latent: 1), block_size, K, D], or of int8
-        [layers, 2, bytes]."""
+        """Return a block of a group with all layers: [layers, 2 (latent: 1), block_size, K, D], or
+        in int8 [layers, 2, bytes]."""
         return self.groups[group][number]
 
-    def transfer(self, sharing: Sharing) -> KVTransfer:
-        """This pool's end of transfers between engines."""
+    def transfer(self, config: TransportConfig) -> KVTransfer:
+        """Return the transfer endpoint of this pool."""
         from twostroke.kv.device_memory import DeviceBlocks, device_transfer
 
         blocks = DeviceBlocks(self.groups, self.block_size)
-        return device_transfer(blocks, self.shared, sharing)
+        return device_transfer(blocks, self.shared, config)

@@ -1,12 +1,12 @@
-"""Which block holds which tokens: the index behind prefix reuse.
+"""`PrefixIndex`: the index from tokens to blocks, for prefix reuse.
 
-A full block is known by the digest of everything before it and its own tokens:
+The key of a full block is the digest of all tokens up to its end:
 
     digest(0) = H(seed, tokens of block 0)      seed = H(salt, adapter, ...)
     digest(i) = H(digest(i − 1), tokens of block i)
 
-so equal digests mean equal prefixes. A lookup also compares the block's tokens: a collision can
-cost a hit, never a wrong answer. The index names blocks; `blocks.py` owns them.
+Equal digests mean equal prefixes. A lookup also compares the tokens of the block: a collision can
+lose a hit, but cannot return a wrong block. The index names blocks; `blocks.py` owns them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockKey(NamedTuple):
 
 
 def seed_digest(*parts: str) -> bytes:
-    """Where a chain starts. Different salts never share a block."""
+    """Return the start of a digest chain. Different salts share no block."""
     hasher = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         data = part.encode()
@@ -39,7 +39,7 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> BlockKey:
 
 
 class PrefixIndex:
-    """Digest → block and back, of one KV group. One block per digest: the first registered."""
+    """Digest → block and back, for one KV group. A digest has one block, the first registered."""
 
     def __init__(self) -> None:
         self._block: dict[bytes, int] = {}
@@ -65,7 +65,7 @@ class PrefixIndex:
             del self._block[key.digest]
 
     def check(self) -> None:
-        """Both directions say the same."""
+        """Check that both directions agree."""
         assert len(self._block) == len(self._key), "prefix index: one direction has lost entries"
         for block, key in self._key.items():
             assert self._block[key.digest] == block, f"prefix index: block {block} is lost"

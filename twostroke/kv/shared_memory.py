@@ -1,10 +1,10 @@
-"""KV blocks in memory that other processes of this machine can map. Linux only.
+"""KV blocks in host memory that other processes of this machine can map. Linux only.
 
-    memory    [ offers that stand │ pool of group 0 │ pool of group 1 │ … ]
+    memory    [ table of offers │ pool of group 0 │ pool of group 1 │ … ]
 
-Fetching is one copy a block, from the sender's pool straight into the receiver's; nothing is
-staged. The numbers of the offers that stand lie before the pools, so that whoever copies sees
-before and after it whether the blocks were still the sender's to give.
+A fetch copies each block once, directly from the sender's pool to the receiver's pool. The numbers
+of valid offers are stored before the pools, so that a receiver can check before and after the copy
+whether the offer was valid.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from twostroke.kv.transfer import (
     Places,
     SenderGoneError,
     TransferError,
+    Transport,
     TruncatedError,
-    Way,
     this_host,
 )
 
-SLOTS = 4096  # offers that may stand at one time
+SLOTS = 4096  # maximum of simultaneous offers
 SLOT_BYTES = 8
 _decode_starts = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 
 
 class SharedPools:
-    """The memory of all pools of one engine, and the offers of it that stand."""
+    """The shared memory of one engine: its pools and its valid offers."""
 
     def __init__(self, pool_bytes: Sequence[int] = ()) -> None:
-        """`pool_bytes`: of each KV group; none where the pools are elsewhere."""
+        """`pool_bytes`: of each KV group; empty if the pools are in other memory."""
         if not hasattr(os, "memfd_create"):
-            raise TransferError("KV blocks are shared by memfd_create, which only Linux has")
-        import fcntl  # which Windows does not have
+            raise TransferError("sharing KV blocks needs memfd_create, which only Linux has")
+        import fcntl  # not available on Windows
 
         page = mmap.PAGESIZE
         sizes = [SLOTS * SLOT_BYTES, *pool_bytes]
@@ -51,10 +51,10 @@ class SharedPools:
             starts.append(starts[-1] + -(-size // page) * page)
         self._file = os.memfd_create("twostroke-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._file, starts[-1])
-        # It never shrinks, so that nobody who reads it can be ended by the system for that.
+        # The file is sealed against shrinking, so that the system cannot kill a reader (SIGBUS).
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._memory = mmap.mmap(self._file, starts[-1])  # zeros, each page when it is first used
-        # A path that any process of this user can open while this one lives.
+        self._memory = mmap.mmap(self._file, starts[-1])  # zeros; pages are allocated at first use
+        # A path that every process of this user can open while this process lives.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.starts = tuple(starts[1:-1])
         whole = memoryview(self._memory)
@@ -63,13 +63,13 @@ class SharedPools:
         ]
         self.slots = whole[: SLOTS * SLOT_BYTES]
         self._slots = self.slots.cast("Q")
-        self.num_offers = 0  # that stand
-        # No two engines use the same numbers: the system may give a path to another process later.
+        self.num_offers = 0  # valid offers
+        # Engines use different numbers, because the system may reuse a path for another process.
         self._next = secrets.randbits(48) << 12
 
     def open_offer(self) -> int:
-        """The number of a new offer, which stands from now on; where too many do, it does not, and
-        whoever fetches it computes the tokens again."""
+        """Return the number of a new offer. With too many offers the new one is not valid, and its
+        receiver computes the tokens."""
         if self.num_offers < SLOTS:
             while self._slots[self._next % SLOTS]:
                 self._next += 1
@@ -85,13 +85,13 @@ class SharedPools:
 
 
 class OthersMemory:
-    """What other engines share, mapped when first asked for."""
+    """The shared memory of other engines, mapped at first use."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, mmap.mmap] = {}  # by path
+        self._mapped: dict[str, mmap.mmap] = {}  # path → memory
 
-    def of(self, path: str) -> memoryview:
-        """Raises `SenderGoneError` if there is none."""
+    def at(self, path: str) -> memoryview:
+        """Return the memory at a path. Raise `SenderGoneError` if the path does not exist."""
         if path not in self._mapped:
             self._forget_dead()
             try:
@@ -107,23 +107,25 @@ class OthersMemory:
         return memoryview(self._mapped[path])
 
     def check_stands(self, path: str, number: int) -> None:
-        """Raises `OfferWithdrawnError` if the offer was released."""
+        """Raise `OfferWithdrawnError` if the offer was released."""
         at = number % SLOTS * SLOT_BYTES
-        if int.from_bytes(self.of(path)[at : at + SLOT_BYTES], "little") != number:
-            self._mapped.pop(path)  # perhaps another engine's, of the same path before
+        if int.from_bytes(self.at(path)[at : at + SLOT_BYTES], "little") != number:
+            self._mapped.pop(path)  # the mapping may be of an earlier engine with the same path
             raise OfferWithdrawnError(f"offer {number} had been released before it was fetched")
 
     def _forget_dead(self) -> None:
-        """Memory of engines that have ended is freed when the last who mapped it lets it go."""
+        """Unmap the memory of ended engines, which frees the memory."""
         for path in [path for path in self._mapped if not os.path.exists(path)]:
-            self._mapped.pop(path)  # unmapped with its last view
+            self._mapped.pop(path)  # unmapped with the last view
 
 
-class SharedMemory(Way):
+class SharedMemory(Transport):
+    """The transport by shared host memory."""
+
     name = "memory"
 
     def __init__(self, blocks: Blocks, shared: SharedPools | None = None) -> None:
-        """`shared`: where the blocks are, if others can fetch them."""
+        """`shared`: the memory of the blocks, if other engines can fetch them."""
         self._blocks, self._shared = blocks, shared
         self._others = OthersMemory()
 
@@ -146,17 +148,17 @@ class _MemoryCopy(Copy):
     ) -> None:
         self._blocks, self._others, self._path = blocks, others, address.at
         self._offer, self._starts = offer, _decode_starts(address.more)
-        self._left = [  # group, block there, block here; the last first
+        self._left = [  # group, sender's block, receiver's block; last first
             (group, offer.tables[group][entry], target)
             for group, wanted in enumerate(places)
             for entry, target in wanted
         ][::-1]
 
-    def advance(self, most_bytes: int | None) -> bool:
+    def advance(self, max_bytes: int | None) -> bool:
         number, start = self._offer.number, self.num_bytes
         self._others.check_stands(self._path, number)
-        source = self._others.of(self._path)
-        while self._left and (most_bytes is None or self.num_bytes - start < most_bytes):
+        source = self._others.at(self._path)
+        while self._left and (max_bytes is None or self.num_bytes - start < max_bytes):
             group, block, target = self._left.pop()
             size = self._offer.block_bytes[group]
             at = self._starts[group] + block * size

@@ -1,14 +1,14 @@
-"""KV blocks over ZeroMQ, between engines on any two machines.
+"""KV blocks over ZeroMQ, between engines on any machines.
 
-    receiver  Wanted: key, fetch, offer, entries ──▶  a thread of the sender's, while steps run
-              writes each where it belongs       ◀──  Sent: fetch, group, entry │ a block's bytes
+    receiver  Wanted: key, fetch, offer, entries ──▶  a thread of the sender, while steps run
+              writes each block to its place     ◀──  Sent: fetch, group, entry │ a block's bytes
 
-The receiver asks for a few blocks at a time (`WINDOW_BYTES`), so that neither side ever holds more
-of them, and for the next as they come. Every block says which it is: in what order they come does
-not matter. A sender sends only what an offer that stands has in its table, and only to those who
-know its key, which goes with its offers. Engines of one server share a secret, without which no
-message is taken in (`network_auth.py`). A receiver gives up after `timeout_s` in which nothing
-came, or when the connection breaks.
+The receiver requests a few blocks at a time (`WINDOW_BYTES`), which limits the memory of both
+sides, and requests more as blocks arrive. Every message names its block, so that the order does not
+matter. A sender sends only blocks of valid offers, and only to receivers that know its key, which
+is part of its offers. Engines of one server share a secret, without which every message is rejected
+(`network_auth.py`). A receiver gives up after `timeout_s` without data, or when the connection
+breaks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from twostroke.kv.transfer import (
     SenderGoneError,
     StalledError,
     TransferError,
+    Transport,
     TruncatedError,
-    Way,
 )
 from twostroke.network_auth import (
     CURVE_BYTES,
@@ -46,12 +46,12 @@ from twostroke.network_auth import (
     receive_parts,
 )
 
-WINDOW_BYTES = 16 << 20  # asked for and not here yet, of one fetch; and a block at the least
-MAX_ASKED = 256  # blocks, in one message
-QUEUED_BYTES = 8 * WINDOW_BYTES  # to one receiver that does not read; the rest is not sent
+WINDOW_BYTES = 16 << 20  # outstanding requests of one fetch; at least one block
+MAX_REQUESTED = 256  # blocks in one message
+QUEUED_BYTES = 8 * WINDOW_BYTES  # for a receiver that does not read; more is dropped
 MAX_QUEUED = 4096  # messages to a sender
-MAX_MESSAGE_BYTES = 64 << 10  # of those, and of what stands before a block
-MAX_PEERS = 64  # connections that are kept
+MAX_MESSAGE_BYTES = 64 << 10  # of these messages, and of the header of a block
+MAX_PEERS = 64  # open connections
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 BROKEN |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -62,11 +62,11 @@ class Wanted(msgspec.Struct, array_like=True, frozen=True):
     key: bytes
     fetch: int
     offer: int
-    entries: list[tuple[int, int]]  # group, and where in its table
+    entries: list[tuple[int, int]]  # group, and index in its table
 
 
 class Sent(msgspec.Struct, array_like=True, frozen=True):
-    """The block follows in a frame of its own, which is empty where the offer was withdrawn."""
+    """The header of a block. The block follows in a separate frame, empty for a withdrawn offer."""
 
     fetch: int
     group: int
@@ -80,13 +80,13 @@ _decode_sent = msgspec.msgpack.Decoder(Sent).decode
 
 
 class BlockServer:
-    """Sends blocks to those who ask, in a thread of its own."""
+    """A thread that sends blocks to receivers."""
 
     def __init__(self, blocks: Blocks, host: str, secret: str | None = None) -> None:
-        """`host`: the address of this machine at which others reach it. `secret`: of the engines;
-        None: anybody may connect, as in tests."""
+        """`host`: the address at which other engines reach this machine. `secret`: of the engines;
+        None: accept every peer, for tests."""
         self._blocks = blocks
-        self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}  # of the offers that stand
+        self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}  # tables of valid offers
         self.key = secrets.token_bytes(16)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -94,10 +94,12 @@ class BlockServer:
         self._socket.maxmsgsize = MAX_MESSAGE_BYTES + CURVE_BYTES
         self._socket.sndhwm = max(16, QUEUED_BYTES // max(blocks.block_bytes))
         self._socket.rcvhwm = MAX_QUEUED
-        self._socket.router_mandatory = True  # one who does not read is an error, not a wait
+        self._socket.router_mandatory = (
+            True  # a receiver that does not read is an error, not a wait
+        )
         self._socket.ipv6 = ":" in host
         protect_listener(self._socket, secret)
-        self.num_dropped = 0  # messages that were not ours
+        self.num_dropped = 0  # rejected messages
         try:
             self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -119,7 +121,7 @@ class BlockServer:
         self._tables.pop(number, None)
 
     def close(self) -> None:
-        self._context.term()  # which ends the thread
+        self._context.term()  # ends the thread
         self._thread.join()
 
     def _run(self) -> None:
@@ -141,11 +143,11 @@ class BlockServer:
                 continue
             try:
                 self.answer(parts[0].bytes, wanted)
-            except Exception:  # one that cannot be answered is no reason not to answer others
+            except Exception:  # an unanswerable message must not stop other answers
                 log.exception("KV blocks could not be sent")
 
     def _read(self, parts: list[zmq.Frame] | None) -> Wanted | None:
-        """Read a peer's name and its request; None: not a request of ours."""
+        """Read a peer's name and its request; None for an invalid message."""
         if parts is None or len(parts) != 2:
             return None
         try:
@@ -153,7 +155,7 @@ class BlockServer:
         except UNREADABLE:
             return None
         known = secrets.compare_digest(wanted.key, self.key)
-        return wanted if known and len(wanted.entries) <= MAX_ASKED else None
+        return wanted if known and len(wanted.entries) <= MAX_REQUESTED else None
 
     def answer(self, peer: bytes, wanted: Wanted) -> None:
         for group, entry in wanted.entries:
@@ -163,20 +165,22 @@ class BlockServer:
                 if not (0 <= group < len(tables) and 0 <= entry < len(tables[group])):
                     continue
                 data = self._blocks.read(group, tables[group][entry])
-            # What was released while it was read may have been written anew.
+            # A block that was released while it was read may have been overwritten.
             withdrawn = wanted.offer not in self._tables
             self.send(peer, Sent(wanted.fetch, group, entry, withdrawn), b"" if withdrawn else data)
             if withdrawn:
                 return
 
     def send(self, peer: bytes, sent: Sent, data: bytes) -> None:
-        # One who has gone, or does not read, is sent nothing: it computes the tokens itself.
+        # A receiver that is gone or does not read gets nothing, and computes the tokens itself.
         with contextlib.suppress(zmq.ZMQError):
             frames = [peer, _encode(sent), data]
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(data) < MAX_MESSAGE_BYTES)
 
 
-class Sockets(Way):
+class Sockets(Transport):
+    """The transport over ZeroMQ."""
+
     name = "sockets"
 
     def __init__(
@@ -186,11 +190,11 @@ class Sockets(Way):
         timeout_s: float = TIMEOUT_S,
         secret: str | None = None,
     ) -> None:
-        """`server`: of an engine that others can fetch from. `secret`: as for `BlockServer`."""
+        """`server`: of an engine that offers blocks. `secret`: as for `BlockServer`."""
         self._blocks, self._server, self._timeout_s = blocks, server, timeout_s
         self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._peers: dict[str, _Peer] = {}  # by endpoint, the one last used at the end
+        self._peers: dict[str, _Peer] = {}  # by endpoint; the last used peer is at the end
         self._next = 0
 
     def address(self) -> Address | None:
@@ -252,7 +256,7 @@ class _Peer:
         secret: str | None,
     ) -> None:
         self.endpoint = endpoint
-        self.problem: TransferError | None = None  # it is of no use any more
+        self.problem: TransferError | None = None  # set when the connection is unusable
         self.copies: dict[int, _SocketCopy] = {}
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -277,10 +281,10 @@ class _Peer:
             return False
         return True
 
-    def take(self, most_bytes: int | None) -> bool:
-        """Take in what has come, for whichever fetch; whether that was all."""
+    def take(self, max_bytes: int | None) -> bool:
+        """Receive messages for all fetches. Return whether no message is left."""
         taken = 0
-        while self.problem is None and (most_bytes is None or taken < most_bytes):
+        while self.problem is None and (max_bytes is None or taken < max_bytes):
             try:
                 parts = receive_parts(self._socket, 2, zmq.NOBLOCK)
             except zmq.Again:
@@ -290,10 +294,10 @@ class _Peer:
                 return True
             try:
                 if parts is None or len(parts) != 2:
-                    raise ValueError("a block and what it is are two parts")
+                    raise ValueError("a block message must have two frames")
                 sent, data = _decode_sent(parts[0].buffer), parts[1].buffer
             except UNREADABLE:
-                self.problem = TransferError(f"{self.endpoint} has sent what is no KV block")
+                self.problem = TransferError(f"{self.endpoint} has sent an invalid message")
                 break
             taken += len(data)
             if sent.fetch in self.copies:
@@ -319,16 +323,16 @@ class _SocketCopy(Copy):
             for group, wanted in enumerate(places)
             for entry, target in wanted
         }
-        self._to_ask = list(self._targets)[::-1]  # the last first
+        self._to_ask = list(self._targets)[::-1]  # last first
         self._awaited_bytes = 0
         self._problem: TransferError | None = None
         self._heard_s = monotonic()
 
     def take(self, sent: Sent, data: memoryview) -> None:
-        """A block has come."""
+        """Receive a block."""
         target = self._targets.get((sent.group, sent.entry))
         if target is None or self._problem is not None:
-            return  # it has come before
+            return  # received before
         size = self._offer.block_bytes[sent.group]
         if sent.withdrawn:
             self._problem = OfferWithdrawnError(
@@ -346,10 +350,10 @@ class _SocketCopy(Copy):
             self.num_bytes += size
             self._heard_s = monotonic()
 
-    def advance(self, most_bytes: int | None) -> bool:
+    def advance(self, max_bytes: int | None) -> bool:
         peer = self._peer
         self._ask()
-        took_all = peer.take(most_bytes)
+        took_all = peer.take(max_bytes)
         self._ask()
         if self._problem is None and self._targets:
             if peer.problem is not None:
@@ -368,12 +372,12 @@ class _SocketCopy(Copy):
         return True
 
     def _ask(self) -> None:
-        """Keep the window full, by few messages."""
+        """Fill the window with requests, in few messages."""
         if 2 * self._awaited_bytes > WINDOW_BYTES:
             return
         entries: list[tuple[int, int]] = []
         awaited = self._awaited_bytes
-        while self._to_ask and awaited < WINDOW_BYTES and len(entries) < MAX_ASKED:
+        while self._to_ask and awaited < WINDOW_BYTES and len(entries) < MAX_REQUESTED:
             entries.append(self._to_ask.pop())
             awaited += self._offer.block_bytes[entries[-1][0]]
         wanted = Wanted(self._key, self._fetch, self._offer.number, entries)

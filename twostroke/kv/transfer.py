@@ -1,24 +1,24 @@
-"""KV blocks on their way from one engine to another: offer, fetch, release. Bytes only, no tensors.
+"""Transfer of KV blocks between engines: offer, fetch, release. Bytes only, no tensors.
 
-    sender    its pools ─── offer(tables) ─▶ Offer, with its addresses ┄┄┄ told to ┄┄┄┐
+    sender    its pools ─── offer(tables) ─▶ Offer, with its addresses ┄┄┄┄ sent to ┄┄┐
                      ▲ the blocks stay owned                                          ▼
-                     └── release ◀┄┄ told when all is there ┄┄ fetch(offer), advance() … receiver
+                     └── release ◀┄┄ after the last block ┄┄┄┄ fetch(offer), advance() … receiver
 
-A block of a group is one contiguous piece in every pool, so that blocks are copied one by one, from
-any place of one pool to any place of another. How they travel depends on where the two engines are;
-the one that offers says where it can be reached, the one that fetches picks:
+A block of a group is contiguous in every pool, so that blocks are copied one by one between any
+places of two pools. The transport depends on the locations of the engines. The sender lists its
+addresses, and the receiver chooses:
 
     device_memory.py   the same machine, blocks on GPUs    CUDA IPC, one copy on the device
     shared_memory.py   the same machine, blocks of a CPU   one copy, pool to pool
-    nixl.py            any machine, with RDMA              NIXL, by the network's cards
-    sockets.py         any machine                         ZeroMQ, by a thread of the sender's
+    nixl.py            any machine, with RDMA              NIXL, through network cards
+    sockets.py         any machine                         ZeroMQ, by a thread of the sender
 
-A fetch never waits: `advance` does what can be done now, between two steps of the engine. Nobody
-takes a block for the real thing that was released meanwhile and may have been written anew: the
-sender keeps a table of the offers that stand, which is looked at before and after a copy.
+A fetch never blocks: `advance` makes the progress that is possible between two steps of the engine.
+A block that was released during the copy may have been overwritten: the sender has a table of valid
+offers, and the receiver checks the table before and after a copy.
 
-What goes wrong has a name (`TransferError`), and none of it harms the request: whoever fetches
-computes the tokens again instead.
+A failure raises a `TransferError` and does not harm the request: the receiver computes the tokens
+instead.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from zlib import crc32
 from twostroke.errors import EngineError
 
 NULL_BLOCK = 0
-TIMEOUT_S = 3.0  # in which nothing has come
-# Of each pool, the blocks that are taken first, and so much of it at one time: some milliseconds.
+TIMEOUT_S = 3.0  # without any data
+# Memory to prepare: the first blocks of each pool, and the bytes per call, some milliseconds.
 READY_BYTES, TOUCH_BYTES = 512 << 20, 8 << 20
 
-# For each group: entries of an offer's table, and the block of the receiver that each goes to.
+# For each group: entries of an offer's table, and the receiver's block of each entry.
 Places = Sequence[Sequence[tuple[int, int]]]
 
 
 class TransferError(EngineError):
-    """KV blocks could not be fetched; the request's tokens are to be computed again."""
+    """KV blocks could not be fetched. The engine computes the tokens of the request."""
 
 
 class SenderGoneError(TransferError):
@@ -53,19 +53,19 @@ class SenderGoneError(TransferError):
 
 
 class OfferWithdrawnError(TransferError):
-    """Fetched too late: the sender has released the blocks."""
+    """The sender has released the blocks."""
 
 
 class TruncatedError(TransferError):
-    """A block, or the memory that it is in, is shorter than it should be."""
+    """A block, or the memory of a block, is too short."""
 
 
 class DamagedError(TransferError):
-    """A block's checksum is another than the sender's."""
+    """The checksum of a block differs from the sender's."""
 
 
 class MismatchedError(TransferError):
-    """The two engines keep their blocks in different sizes or types."""
+    """The blocks of the two engines have different sizes or types."""
 
 
 class ReceiverFullError(TransferError):
@@ -77,44 +77,44 @@ class StalledError(TransferError):
 
 
 class UnreachableError(TransferError):
-    """The receiver can use none of the ways that the sender offers."""
+    """The receiver supports none of the sender's transports."""
 
 
 class Address(NamedTuple):
-    """One way to reach an engine's blocks. Plain data, sent as it is."""
+    """An address of an engine's blocks under one transport. Plain data, sent between processes."""
 
-    way: str  # memory, device, nixl, sockets
-    reach: str  # only those can use it who have the same; "": anybody
+    transport: str  # memory, device, nixl, sockets
+    reach: str  # the receiver must have the same value; "": any receiver
     at: str
-    more: bytes = b""  # what the way itself has to say
+    more: bytes = b""  # data of the transport
 
 
 class Offer(NamedTuple):
-    """Where the keys and values of a sequence's first tokens are. Plain data, sent as it is."""
+    """The blocks of the first tokens of a sequence. Plain data, sent between processes."""
 
     addresses: tuple[Address, ...]
     number: int
     num_tokens: int
-    layout: str  # what a block holds, and in which order
+    layout: str  # contents and order of a block
     block_size: int
     block_bytes: tuple[int, ...]  # of each KV group
-    tables: tuple[tuple[int, ...], ...]  # of each group; null where a window has passed
-    checksums: tuple[tuple[int, ...], ...] = ()  # of each block, where they are asked for
+    tables: tuple[tuple[int, ...], ...]  # per group; null for blocks outside a window
+    checksums: tuple[tuple[int, ...], ...] = ()  # per block, if enabled
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks that may have to be copied."""
+        """Bytes of all offered blocks."""
         sizes = zip(self.tables, self.block_bytes, strict=True)
         return sum((len(table) - table.count(NULL_BLOCK)) * size for table, size in sizes)
 
 
 class Region(NamedTuple):
-    """Where the blocks of one group are, for who reads them by their address."""
+    """The memory region of one group, for transports that read by address."""
 
     address: int
     num_bytes: int
     device: int = 0
-    kind: str = "DRAM"  # VRAM: of a GPU
+    kind: str = "DRAM"  # VRAM: on a GPU
 
 
 class Blocks(Protocol):
@@ -125,11 +125,11 @@ class Blocks(Protocol):
     block_bytes: tuple[int, ...]  # of each group
 
     def read(self, group: int, number: int) -> bytes:
-        """A copy. Called in any thread."""
+        """Return a copy of a block. Called in any thread."""
         ...
 
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
-        """There for the next step."""
+        """Write a block before the next step."""
         ...
 
 
@@ -143,7 +143,7 @@ class HostBlocks:
         block_size: int,
         layout: str = "bytes",
     ) -> None:
-        """`pools`: of each KV group, as bytes."""
+        """`pools`: the bytes of each KV group."""
         self.layout, self.block_size, self.block_bytes = layout, block_size, tuple(block_bytes)
         self._pools = pools
         self._untouched = (
@@ -163,13 +163,13 @@ class HostBlocks:
         return [Region(at, len(pool)) for at, pool in zip(starts, self._pools, strict=True)]
 
     def touch(self) -> bool:
-        """Have the system give some more of the pages, which it does when they are first written:
-        in a virtual machine a copy to new ones takes eight times as long. False: there are
-        enough. Called while nothing else writes."""
+        """Write to some new pages, so that the system allocates them: in a virtual machine a copy
+        to new pages takes eight times as long. Return False when enough pages are allocated. Called
+        while no other code writes."""
         pool, start = next(self._untouched, (None, 0))
         if pool is not None:
             one_each = pool[start : start + TOUCH_BYTES : PAGESIZE]
-            one_each[:] = bytes(one_each)  # as it was
+            one_each[:] = bytes(one_each)  # unchanged
         return pool is not None
 
     def _block(self, group: int, number: int) -> memoryview:
@@ -177,46 +177,46 @@ class HostBlocks:
         return self._pools[group][number * size : (number + 1) * size]
 
 
-class Standing(Protocol):
-    """The offers that stand; others ask in whichever way they reach this engine."""
+class OfferTable(Protocol):
+    """The valid offers of this engine, which receivers check."""
 
     def open_offer(self) -> int:
-        """The number of a new offer, which stands from now on."""
+        """Return the number of a new valid offer."""
         ...
 
     def close_offer(self, number: int) -> None: ...
 
 
 class Copy:
-    """Blocks of one offer on their way."""
+    """A copy of the blocks of one offer, in progress."""
 
-    num_bytes = 0  # that have come
+    num_bytes = 0  # received so far
 
     @property
     def own_bytes(self) -> int:
-        """Of those, what this thread has copied itself."""
+        """Bytes that this thread has copied itself."""
         return self.num_bytes
 
-    def advance(self, most_bytes: int | None) -> bool:
-        """Do what can be done without waiting; whether all blocks are there. `most_bytes`: that
-        this thread is to copy itself, and a block at the least; None: any number."""
+    def advance(self, max_bytes: int | None) -> bool:
+        """Make progress without waiting. Return whether all blocks have arrived. `max_bytes`: limit
+        of this thread's own copies, at least one block; None: no limit."""
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Nobody wants the blocks any more: after this their places are not written."""
+        """Cancel the copy. Afterwards the receiver's blocks are not written."""
 
 
-class Way:
-    """One kind of transport, at this engine's end."""
+class Transport:
+    """This engine's endpoint of one kind of transport."""
 
     name: str
 
     def address(self) -> Address | None:
-        """Where others can fetch from here; None: they cannot, this way."""
+        """Return the address for receivers; None if they cannot fetch by this transport."""
         return None
 
     def open_offer(self, offer: Offer) -> None:
-        """It stands from now on."""
+        """Make an offer valid."""
 
     def close_offer(self, number: int) -> None: ...
 
@@ -224,40 +224,42 @@ class Way:
         raise NotImplementedError
 
     def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
-        """Raises `UnreachableError` where it does not reach after all."""
+        """Start a copy. Raise `UnreachableError` if the sender cannot be reached."""
         raise NotImplementedError
 
     def warm(self) -> None:
-        """Make ready what the first fetch would wait for."""
+        """Prepare resources that would delay the first fetch."""
 
     def tidy(self) -> None:
-        """Let go what engines had that have ended. Called now and then."""
+        """Release resources of engines that have ended. Called periodically."""
 
     def close(self) -> None: ...
 
 
 class Fetch:
-    """An offer that is being fetched; made by `KVTransfer.fetch`."""
+    """A fetch of one offer, returned by `KVTransfer.fetch`."""
 
-    def __init__(self, way: str, copy: Copy, blocks: Blocks, offer: Offer, places: Places) -> None:
-        self.way, self.began_s = way, monotonic()
+    def __init__(
+        self, transport: str, copy: Copy, blocks: Blocks, offer: Offer, places: Places
+    ) -> None:
+        self.transport, self.began_s = transport, monotonic()
         self._copy, self._blocks, self._offer, self._places = copy, blocks, offer, places
 
     @property
     def num_bytes(self) -> int:
-        """That have come so far."""
+        """Bytes received so far."""
         return self._copy.num_bytes
 
     @property
     def own_bytes(self) -> int:
-        """Of those, what the engine's thread has copied itself."""
+        """Bytes that the engine's thread has copied itself."""
         return self._copy.own_bytes
 
-    def advance(self, most_bytes: int | None = None) -> bool:
-        """Whether all blocks are there. See `Copy.advance`.
+    def advance(self, max_bytes: int | None = None) -> bool:
+        """Make progress and return whether all blocks have arrived; see `Copy.advance`.
 
-        Raises a `TransferError`; what the blocks hold then is of no use."""
-        if not self._copy.advance(most_bytes):
+        Raise a `TransferError` on failure; the blocks are then invalid."""
+        if not self._copy.advance(max_bytes):
             return False
         if self._offer.checksums:
             self._check_sums()
@@ -278,35 +280,39 @@ class Fetch:
 
 
 class KVTransfer:
-    """One engine's end: offers its own blocks, if it can be reached, and fetches others'."""
+    """The transfer endpoint of one engine: offers its blocks and fetches blocks of other
+    engines."""
 
     def __init__(
         self,
         blocks: Blocks,
-        ways: Sequence[Way],
-        standing: Standing | None = None,
+        transports: Sequence[Transport],
+        offer_table: OfferTable | None = None,
         checked: bool = False,
         untouched: HostBlocks | None = None,
     ) -> None:
-        """`ways`: the best first. `standing`: of an engine that offers. `checked`: checksums go
-        with every offer. `untouched`: blocks that are to be made ready for what will come."""
-        self._blocks, self._ways = blocks, ways
-        self._standing, self._checked, self._untouched = standing, checked, untouched
-        self._addresses = tuple(one for way in ways if (one := way.address()) is not None)
+        """`transports`: the best first. `offer_table`: of an engine that offers. `checked`: offers
+        contain checksums. `untouched`: blocks whose memory is prepared for later fetches."""
+        self._blocks, self._transports = blocks, transports
+        self._offer_table, self._checked, self._untouched = offer_table, checked, untouched
+        addresses = (transport.address() for transport in transports)
+        self._addresses = tuple(address for address in addresses if address is not None)
 
     @property
     def offers(self) -> bool:
-        """Whether others can fetch from here."""
+        """True if other engines can fetch from this engine."""
         return bool(self._addresses)
 
     @property
     def layout(self) -> str:
-        """What a block holds: the same in all engines between which blocks travel."""
+        """The contents of a block, which must be equal in both engines."""
         return _described(self._blocks)
 
     def offer(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Offer:
-        """Let others fetch these blocks. The caller keeps them as they are until `release`."""
-        assert self._standing is not None, "an engine that cannot be reached has nothing to offer"
+        """Offer these blocks. The caller keeps the blocks unchanged until `release`."""
+        assert self._offer_table is not None, (
+            "an engine that cannot be reached has nothing to offer"
+        )
         blocks = self._blocks
         checksums: tuple[tuple[int, ...], ...] = ()
         if self._checked:
@@ -316,7 +322,7 @@ class KVTransfer:
             )
         offer = Offer(
             self._addresses,
-            self._standing.open_offer(),
+            self._offer_table.open_offer(),
             num_tokens,
             blocks.layout,
             blocks.block_size,
@@ -324,19 +330,21 @@ class KVTransfer:
             tuple(map(tuple, tables)),
             checksums,
         )
-        for way in self._ways:
-            way.open_offer(offer)
+        for transport in self._transports:
+            transport.open_offer(offer)
         return offer
 
     def release(self, number: int) -> None:
-        """An offer stands no longer; after this its blocks may be written again."""
-        assert self._standing is not None, "an engine that cannot be reached has nothing to offer"
-        self._standing.close_offer(number)
-        for way in self._ways:
-            way.close_offer(number)
+        """Withdraw an offer. Afterwards its blocks may be overwritten."""
+        assert self._offer_table is not None, (
+            "an engine that cannot be reached has nothing to offer"
+        )
+        self._offer_table.close_offer(number)
+        for transport in self._transports:
+            transport.close_offer(number)
 
     def fetch(self, offer: Offer, places: Places) -> Fetch:
-        """Begin to copy blocks of an offer here. Raises a `TransferError` if that cannot be."""
+        """Start to copy blocks of an offer. Raise a `TransferError` if that is impossible."""
         own = self._blocks
         here = own.layout, own.block_size, own.block_bytes
         if (offer.layout, offer.block_size, offer.block_bytes) != here:
@@ -344,36 +352,37 @@ class KVTransfer:
                 f"{_described(offer)} were offered, and here there are {_described(own)}"
             )
         problem = ""
-        for way in self._ways:
+        for transport in self._transports:
             for address in offer.addresses:
-                if address.way == way.name and way.reaches(address):
+                if address.transport == transport.name and transport.reaches(address):
                     try:
-                        copy = way.begin(address, offer, places)
-                    except UnreachableError as error:  # perhaps in another way
+                        copy = transport.begin(address, offer, places)
+                    except UnreachableError as error:  # try the next transport
                         problem = f" ({error})"
                     else:
-                        return Fetch(way.name, copy, own, offer, places)
-        offered = ", ".join(f"{one.way} at {one.at}" for one in offer.addresses) or "nothing"
+                        return Fetch(transport.name, copy, own, offer, places)
+        offered = ", ".join(f"{one.transport} at {one.at}" for one in offer.addresses) or "nothing"
+        names = ", ".join(transport.name for transport in self._transports)
         raise UnreachableError(
             f"the sender can be reached by {offered}; this engine has "
-            f"{', '.join(way.name for way in self._ways)}, and is on {this_host()}{problem}"
+            f"{names}, and is on {this_host()}{problem}"
         )
 
     def warm(self) -> None:
-        for way in self._ways:
-            way.warm()
+        for transport in self._transports:
+            transport.warm()
 
     def make_ready(self) -> bool:
-        """Do some of what fetches would wait for; whether there is more. Called when idle."""
+        """Prepare some memory for fetches. Return whether more is left. Called when idle."""
         return self._untouched is not None and self._untouched.touch()
 
     def tidy(self) -> None:
-        for way in self._ways:
-            way.tidy()
+        for transport in self._transports:
+            transport.tidy()
 
     def close(self) -> None:
-        for way in self._ways:
-            way.close()
+        for transport in self._transports:
+            transport.close()
 
 
 def _described(blocks: Blocks | Offer) -> str:
@@ -383,8 +392,8 @@ def _described(blocks: Blocks | Offer) -> str:
 
 @cache
 def this_host() -> str:
-    """The same for processes that can open each other's memory: one machine since its last start,
-    one container."""
+    """Return a name that is equal for processes that can map each other's memory: on one machine
+    since its last start, in one container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

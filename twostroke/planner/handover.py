@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Way
+from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Transport
 
 NAME = "simulated"
 
@@ -53,14 +53,14 @@ class SimulatedCopy(Copy):
     def own_bytes(self) -> int:
         return 0
 
-    def advance(self, most_bytes: int | None) -> bool:
+    def advance(self, max_bytes: int | None) -> bool:
         if self._clock() < self.end_s:
             return False
         self.num_bytes = self._size
         return True
 
 
-class SimulatedTransport(Way):
+class SimulatedTransport(Transport):
     """The network link of one engine."""
 
     name = NAME

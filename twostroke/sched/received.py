@@ -240,7 +240,7 @@ class ReceivedQueue:
                 seconds=monotonic() - one.fetch.began_s,
                 problem=problem,
                 waited_s=one.waited_s,
-                way="" if error else one.fetch.way,
+                way="" if error else one.fetch.transport,
                 ahead=one.ahead,
             )
         self._results.append(result)

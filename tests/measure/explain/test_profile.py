@@ -22,7 +22,7 @@ from twostroke.cli import main
 from twostroke.engine.profiler import Profiler
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.errors import RequestError
-from twostroke.exec.profile import Wraps
+from twostroke.exec.stage_profile import Wraps
 from twostroke.exec.torch_profile import KernelRun, between_kernels, kernels
 from twostroke.kernels import cpu
 from twostroke.measure.explain.step_profile import medians, perfetto, stage_rows

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 from twostroke import LLM, SamplingParams
 from twostroke.engine import kernel_choice
 from twostroke.errors import ModelError
-from twostroke.exec.native import NativeExecutor
+from twostroke.exec.native_executor import NativeExecutor
 from twostroke.kernels import cpu
 from twostroke.measure.roofline.hardware import HARDWARE
 from twostroke.measure.roofline.roofline import Roofline, RooflineSettings

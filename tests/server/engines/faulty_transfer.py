@@ -67,8 +67,8 @@ def build(config: EngineConfig) -> Engine:
     transfer = engine.core.scheduler.offers.transfer
     assert transfer is not None
     if config.kv_transport == "sockets":
-        for way in transfer._ways:
-            server = getattr(way, "_server", None)
+        for transport in transfer._transports:
+            server = getattr(transport, "_server", None)
             if server is not None:  # its thread looks its methods up for every message
                 server.__class__ = FaultyServer
     else:

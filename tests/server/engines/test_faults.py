@@ -327,8 +327,8 @@ def test_a_stream_that_is_not_read_is_ended_in_bounded_memory(
 def test_many_streams_that_are_not_read_end_and_those_that_read_go_on(
     folder: Path, written: list[int]
 ) -> None:
-    most_bytes = 128 * 1024
-    settings = {"max_unread_bytes": most_bytes}
+    max_bytes = 128 * 1024
+    settings = {"max_unread_bytes": max_bytes}
     with served(folder, settings=settings, max_num_seqs=64, max_model_len=32768) as server:
 
         async def leave_them() -> None:
@@ -344,7 +344,7 @@ def test_many_streams_that_are_not_read_end_and_those_that_read_go_on(
             while (seen := server.look())["running"]:
                 most = max(most, seen["unread"])
                 await asyncio.sleep(0.005)
-            assert most <= 9 * most_bytes
+            assert most <= 9 * max_bytes
             assert server.memory() - before < 64 * MIB
             assert_exact(await reading, [60], 3000, written)
             for asking in unread:

@@ -36,7 +36,7 @@ LINES = 64  # rows of the weight that each of a program's two consumers has at o
 LEAST_GROUP = 32  # numbers that have one scale: a quarter of a block
 HEIGHTS = (128, 160, 192, 256)  # rows of a tile
 OF_CODES = 48  # rows that take as long as to make numbers of a tile's codes
-LEAST_BLOCKS = 16  # that a program has for itself, but of the lowest tiles
+MIN_BLOCKS = 16  # that a program has for itself, but of the lowest tiles
 FOR_SUMS = 8 << 10  # bytes of shared memory that are left for moving a tile's sums
 OF_H200 = 132  # multiprocessors, where kernels are compiled without a GPU
 
@@ -62,7 +62,7 @@ def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Pl
     columns = ceil_div(lines, 2 * LINES)
     # Higher tiles read less, and convert less; sums that meet again are larger, too.
     tile = min(HEIGHTS, key=lambda height: ceil_div(rows, height) * (height + OF_CODES))
-    has_few = ceil_div(rows, tile) * columns * blocks < LEAST_BLOCKS * programs
+    has_few = ceil_div(rows, tile) * columns * blocks < MIN_BLOCKS * programs
     if has_few and ceil_div(rows, HEIGHTS[0]) * HEIGHTS[0] <= ceil_div(rows, tile) * tile:
         tile = HEIGHTS[0]
     row_tiles = ceil_div(rows, tile)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from twostroke.kernels.activations import Activation
-from twostroke.kv.layout import side_bytes
+from twostroke.kv.block_layout import side_bytes
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads

@@ -1,4 +1,7 @@
-"""The executor of the native decoder: plans in, tokens out, two or three calls a step. No torch."""
+"""`NativeExecutor`: runs plans on the native decoder, with two or three native calls per step.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,20 @@ from twostroke.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
+class NativeForwardHandle:
+    """A step whose forward has run: the logits of its samples."""
+
     plan: StepPlan
-    rows: list[int]  # that are sampled from
-    positions: list[int]  # where each sampled token will stand
+    rows: list[int]  # the row of each sample
+    positions: list[int]  # the position of each sampled token
     logits: npt.NDArray[np.float32]
     started_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
+    """A finished step, as a `Pending`."""
+
     result: StepResult
 
     def wait(self) -> StepResult:
@@ -46,23 +53,23 @@ class Computed:
 
 
 class NativeExecutor:
-    """Steps run when they are given; the decoder keeps the last one's hidden states."""
+    """A synchronous executor. The decoder keeps the hidden states of the last step."""
 
     max_in_flight = 1
 
     def __init__(
         self, decoder: NativeDecoder, pool: HostPool, state: HostRows, scores: bool = False
     ) -> None:
-        """`scores`: steps tell the shares of attention that stretches of the cache get."""
+        """`scores`: results include the share of attention that each part of the cache gets."""
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
         self.on_chunk_logits: ChunkLogits | None = None
         self._scores = scores
         if scores:
             decoder.model.keep_shares()
-        self._inputs_s = 0.0  # what making the decoder's inputs took, all steps so far
+        self._inputs_s = 0.0  # time spent on the decoder's inputs, summed over all steps
 
-    def forward(self, plan: StepPlan) -> Forwarded:
+    def forward(self, plan: StepPlan) -> NativeForwardHandle:
         started = monotonic()
         self._state.apply(plan)
         decode, chunks = decode_tokens(plan.decode), plan.prefill
@@ -75,36 +82,40 @@ class NativeExecutor:
         )
         self._inputs_s += monotonic() - started
         logits = self._decoder.forward(self._tokens, self._tables, self._caches, *inputs)
-        return Forwarded(plan, samples.rows.tolist(), samples.positions.tolist(), logits, started)
+        return NativeForwardHandle(
+            plan, samples.rows.tolist(), samples.positions.tolist(), logits, started
+        )
 
     def _with_index(self, rows: Ints, positions: Ints, *more: Ints) -> npt.NDArray[np.int32]:
-        """[n, (row, position, …, cache index)]; the index is the same in every KV group."""
+        """Return [n, (row, position, …, cache index)]. The index is the same in every KV group."""
         indices = self._state.indices(0, rows, positions)
         return np.stack([rows, positions, *more, indices], axis=1).astype(np.int32)
 
-    def sample(self, handle: Forwarded, masks: Masks | None = None) -> Computed:
+    def sample(self, handle: NativeForwardHandle, masks: Masks | None = None) -> Computed:
         logits, rows, positions = handle.logits, handle.rows, handle.positions
         requests = [self._state.rows[row] for row in rows]
         asked = any(request.params.logprobs is not None for request in requests)
-        # Drawing overwrites the logits that log-probabilities are of: these are kept, some at a
-        # time, where they are asked for.
+        # Sampling overwrites the logits. If log-probabilities are requested, the samples are
+        # processed in slices, and the original logits of each slice are copied.
         size = LOGIT_SLICE if asked else max(1, len(rows))
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            some = requests[part]
-            asking = [n for n, one in enumerate(some) if one.params.logprobs is not None]
+            slice_requests = requests[part]
+            asking = [n for n, one in enumerate(slice_requests) if one.params.logprobs is not None]
             raw = logits[part][asking] if asking else None
-            self._forbid(logits[part], rows[part], some, positions[part], start, masks or {})
-            drawn = self._draw(logits[part], rows[part], some, positions[part])
+            self._ban(logits[part], rows[part], slice_requests, positions[part], start, masks or {})
+            drawn = self._draw(logits[part], rows[part], slice_requests, positions[part])
             tokens += drawn
             if raw is not None:
-                counts = [some[n].params.logprobs or 0 for n in asking]
+                counts = [slice_requests[n].params.logprobs or 0 for n in asking]
                 found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], counts)
                 for n, lines, entry in zip(asking, raw, found, strict=True):
-                    pinned = some[n].params.logprob_token_ids
-                    logprobs[start + n] = _pinned(lines, entry, pinned) if pinned else entry
+                    token_ids = slice_requests[n].params.logprob_token_ids
+                    if token_ids:
+                        entry = _requested_logprobs(lines, entry, token_ids)
+                    logprobs[start + n] = entry
         prompts = self._prompt_logprobs(handle.plan)
         if self.on_chunk_logits is not None:
             for start, stop, first in chunk_slices(handle.plan):
@@ -115,7 +126,7 @@ class NativeExecutor:
         return Computed(StepResult(tokens, logprobs, prompts, device_s, shares=shares))
 
     def stage_seconds(self) -> dict[str, float]:
-        """What each stage of `forward` has taken, all steps so far."""
+        """Return the seconds of each stage of `forward`, summed over all steps."""
         return {"inputs": self._inputs_s, **self._decoder.model.stage_seconds}
 
     def reset(self) -> None:
@@ -124,17 +135,18 @@ class NativeExecutor:
     def _top_logprobs(
         self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
     ) -> list[TokenLogprobs]:
-        """For each row of logits its token's log-probability, then the best ones in order."""
+        """Return for each row of logits the log-probability of its token, then the best in
+        order."""
         rows, width = len(tokens), 1 + max(counts)
         ids, ranks = np.empty((rows, width), np.int32), np.empty(rows, np.int32)
         values = np.empty((rows, width), np.float32)
-        given = np.array(tokens, np.int32)
+        own = np.array(tokens, np.int32)
         decoder = self._decoder
-        self._native.top_logprobs(logits, given, ids, values, ranks, decoder.isa, decoder.model)
+        self._native.top_logprobs(logits, own, ids, values, ranks, decoder.isa, decoder.model)
         each = zip(ids.tolist(), values.tolist(), ranks.tolist(), counts, strict=True)
         return [TokenLogprobs(tuple(i[: 1 + n]), tuple(v[: 1 + n]), rank) for i, v, rank, n in each]
 
-    def _forbid(
+    def _ban(
         self,
         logits: npt.NDArray[np.float32],
         rows: list[int],
@@ -143,7 +155,7 @@ class NativeExecutor:
         first: int,
         masks: Masks,
     ) -> None:
-        """`first`: which of the step's samples these begin with."""
+        """Apply masks, bans and biases. `first`: the index of the first sample in the step."""
         for n, (row, request, at) in enumerate(zip(rows, requests, positions, strict=True)):
             if first + n in masks or not is_plain(request, at):
                 apply_bans(logits[n], request, at, self._tokens[row], masks.get(first + n))
@@ -155,8 +167,8 @@ class NativeExecutor:
         requests: list[NewRow],
         positions: list[int],
     ) -> list[int]:
-        """The tokens, which are also written to the rows; -1 where the logits are NaN or infinite.
-        The logits are overwritten."""
+        """Return the sampled tokens, -1 where the logits are NaN or infinite. Write the tokens to
+        the rows. The logits are overwritten."""
         where = [
             (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
         ]
@@ -178,7 +190,7 @@ class NativeExecutor:
         return tokens
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
-        """For each prompt token after the first: how likely the model found it."""
+        """Return the log-probability of each prompt token after the first."""
         found: dict[int, list[TokenLogprobs]] = {}
         for part in prompt_slices(plan, self._state.rows):
             entries, size = found.setdefault(part.row, []), part.stop - part.start
@@ -189,17 +201,17 @@ class NativeExecutor:
         return found
 
 
-def _pinned(
+def _requested_logprobs(
     logits: npt.NDArray[np.float32], entry: TokenLogprobs, token_ids: Sequence[int]
 ) -> TokenLogprobs:
-    """The chosen token's entry with the tokens that the request names in place of the best."""
+    """Return the entry of the sampled token with `token_ids` in place of the best tokens."""
     own, own_logprob = entry.token_ids[0], entry.logprobs[0]
     values = logits[list(token_ids)] - logits[own] + own_logprob
     return TokenLogprobs((own, *token_ids), (own_logprob, *values.tolist()), entry.rank)
 
 
 def _sampling_values(params: SamplingParams) -> tuple[float, ...]:
-    """In the order of the native sampler's `params`."""
+    """Return the values in the order of the native sampler's `params`."""
     return (
         0.0 if params.greedy else params.temperature,
         params.top_k,

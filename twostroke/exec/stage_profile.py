@@ -1,8 +1,8 @@
-"""What the steps between a start and a stop were made of, for `twostroke profile`.
+"""Profiles of the steps between a start and a stop, for `twostroke profile`.
 
-A profile puts itself around the methods that do the work and hears of every step record, so that an
-engine that is not profiled runs the code it always runs. `StageProfile` reads the native decoder's
-own counters; torch's is in `torch_profile.py`. No torch here.
+A profile wraps methods of the engine and listens to step records, so that an engine without a
+profile runs unchanged code. `StageProfile` reads the counters of the native decoder. The profile of
+torch is in `torch_profile.py`; this module imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from twostroke.exec.executor import Masks
-from twostroke.exec.native import Computed, Forwarded, NativeExecutor
+from twostroke.exec.native_executor import Computed, NativeExecutor, NativeForwardHandle
 from twostroke.model.describe.cost import CostModel, Work
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.plan import StepPlan
@@ -29,7 +29,7 @@ def phase_of(prefill_tokens: int, decode_tokens: int) -> str:
 
 
 class Profile(Protocol):
-    """One that runs; a listener of the step records."""
+    """A running profile, which listens to step records."""
 
     max_steps: int
 
@@ -41,21 +41,21 @@ class Profile(Protocol):
     def add_request(self, record: RequestRecord) -> None: ...
 
     def end(self) -> None:
-        """Leave the engine as it was."""
+        """Remove all wrappers from the engine."""
 
     def result(self) -> dict[str, Any]:
-        """What was found, once it has ended; as JSON can hold it."""
+        """Return the result of an ended profile, as JSON values."""
 
 
 @dataclass
 class PhaseSums:
-    """The steps of one phase. `stages` add up to `step_s`."""
+    """Sums over the steps of one phase. `stages` add up to `step_s`."""
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     step_s: float = 0.0
-    between_s: float = 0.0  # from the step before to these: sending, receiving, nothing to do
+    between_s: float = 0.0  # between the steps: sending, receiving, idle
     stages: dict[str, float] = field(default_factory=dict)
     work: dict[str, Work] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class PhaseSums:
 
 
 class Wraps:
-    """Puts functions around the methods of objects, and takes them away again."""
+    """Wrappers around methods of objects, which can be removed again."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
@@ -103,17 +103,17 @@ class Wraps:
 
 
 class StageProfile:
-    """Steps on the native kernels, which run one at a time: from the plan to the commit."""
+    """A profile of the native decoder, from the plan to the commit of each step."""
 
     max_steps = 16384
 
     def __init__(self, executor: NativeExecutor, cost: CostModel) -> None:
         self._executor, self._cost, self._wraps = executor, cost, Wraps()
         self._phases: dict[str, PhaseSums] = {}
-        self._steps: list[list[Any]] = []  # number, phase, when it began, seconds by name
+        self._steps: list[list[Any]] = []  # number, phase, start, seconds by stage
         self._names: list[str] = []
-        self._plan: StepPlan | None = None  # of the step that runs
-        self._stages: dict[str, float] = {}  # its own
+        self._plan: StepPlan | None = None  # plan of the running step
+        self._stages: dict[str, float] = {}  # stages of the running step
         self._forward_end_s = self._sample_s = self._last_end_s = 0.0
         self._wraps.put(executor, "forward", self._around_forward)
         self._wraps.put(executor, "sample", self._around_sample)
@@ -123,16 +123,16 @@ class StageProfile:
         return len(self._steps)
 
     def _around_forward(
-        self, forward: Callable[[StepPlan], Forwarded]
-    ) -> Callable[[StepPlan], Forwarded]:
-        def run(plan: StepPlan) -> Forwarded:
+        self, forward: Callable[[StepPlan], NativeForwardHandle]
+    ) -> Callable[[StepPlan], NativeForwardHandle]:
+        def run(plan: StepPlan) -> NativeForwardHandle:
             before, started_s = self._executor.stage_seconds(), monotonic()
             handle = forward(plan)
             self._forward_end_s = monotonic()
             after = self._executor.stage_seconds()
             self._plan = plan
             stages = {name: after[name] - was for name, was in before.items() if after[name]}
-            # In no stage: starting the threads, waiting for the last, the interpreter's lock.
+            # Outside of all stages: starting the threads, waiting for the last thread, the GIL.
             took_s = self._forward_end_s - started_s
             self._stages = stages | {"call": took_s - sum(stages.values())}
             return handle
@@ -140,18 +140,18 @@ class StageProfile:
         return run
 
     def _around_sample(
-        self, sample: Callable[[Forwarded, Masks | None], Computed]
-    ) -> Callable[[Forwarded, Masks | None], Computed]:
-        def run(handle: Forwarded, masks: Masks | None = None) -> Computed:
+        self, sample: Callable[[NativeForwardHandle, Masks | None], Computed]
+    ) -> Callable[[NativeForwardHandle, Masks | None], Computed]:
+        def run(handle: NativeForwardHandle, masks: Masks | None = None) -> Computed:
             pending = sample(handle, masks)
-            self._sample_s = monotonic() - self._forward_end_s  # grammars' masks are part of it
+            self._sample_s = monotonic() - self._forward_end_s  # includes grammar masks
             return pending
 
         return run
 
     def add_step(self, record: StepRecord) -> None:
         now, plan = monotonic(), self._plan
-        if plan is None or plan.step != record.step:  # begun before the profile
+        if plan is None or plan.step != record.step:  # the step began before the profile
             return
         seconds = {"plan": record.launched_s - record.planned_s, **self._stages}
         seconds |= {"sampling": self._sample_s, "commit": now - record.committed_s}

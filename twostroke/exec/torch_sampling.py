@@ -1,13 +1,13 @@
-"""Logits → tokens by what requests ask for, one request after another: the plain definition.
+"""Sampling with all options of the requests, one request at a time: the reference definition.
 
-    raw logits ─▶ log-probabilities, where asked for
+    raw logits ─▶ log-probabilities, if requested
         │
         ▼  adjust: grammar · bias · allowed ids · min_tokens · bad words · penalties
         ├─▶ greedy rows: argmax
-        └─▶ the others: ÷ temperature · min-p · top-k · top-p · largest of logit + Gumbel noise
+        └─▶ other rows: ÷ temperature · min-p · top-k · top-p · largest of logit + Gumbel noise
 
-`device_sampling.py` has the same result without a loop over requests and without waiting for the
-device; what does not fit into its tables is adjusted here.
+`device_sampling.py` computes the same without a loop over requests and without waiting for the
+device. Requests that exceed its tables are adjusted here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Rows(Protocol):
-    """What sampling asks of the rows that persist."""
+    """The row state that sampling reads."""
 
     rows: dict[int, NewRow]
     tokens: torch.Tensor  # [rows, positions]
@@ -38,6 +38,8 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
+    """Sampled tokens with their log-probabilities."""
+
     tokens: torch.Tensor  # [S]
     logprobs: dict[int, Triple]  # index → ids, values, rank
 
@@ -49,9 +51,9 @@ def sample(
     state: Rows,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> Sampled:
-    """One token for each row of `logits` [S, V] fp32 (overwritten); -1 where they are NaN or
-    infinite. `positions` are where the tokens will stand; `masks` are the tokens a grammar allows,
-    by index into the rows."""
+    """Sample one token for each row of `logits` [S, V] fp32 (overwritten); -1 where the logits are
+    NaN or infinite. `positions`: of the sampled tokens. `masks`: the tokens that a grammar allows,
+    by index of the row of `logits`."""
     requests, device = [state.rows[row] for row in rows], logits.device
     asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
     raw = logits[asked] if asked else None
@@ -85,7 +87,7 @@ def sample(
 def as_tensors(
     masks: Masks | None, vocab_size: int, device: torch.device
 ) -> dict[int, torch.Tensor]:
-    """What grammars allow, where `sample` can use it."""
+    """Return grammar masks as tensors for `sample`."""
     return {
         index: torch.from_numpy(unpack_mask(mask, vocab_size)).to(device)
         for index, mask in (masks or {}).items()
@@ -97,7 +99,7 @@ def to_token_logprobs(parts: Triple) -> TokenLogprobs:
     return TokenLogprobs(tuple(ids.tolist()), tuple(values.tolist()), int(rank))
 
 
-# ── what a request forbids or favours ───────────────────────────────────────────────────────
+# ── bans, biases and penalties ──────────────────────────────────────────────────────────────
 
 
 def adjust(
@@ -107,7 +109,7 @@ def adjust(
     state: Rows,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
-    """Apply all that comes before the temperature, in place."""
+    """Apply masks, bans, biases and penalties in place."""
     requests = [state.rows[row] for row in rows]
     for index, mask in (masks or {}).items():
         logits[index].masked_fill_(~mask, NEVER)

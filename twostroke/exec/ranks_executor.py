@@ -1,13 +1,12 @@
-"""`RanksExecutor`: several ranks in lock-step on the same plans.
+"""`RanksExecutor`: several ranks that run the same plans in lock-step.
 
     rank 0   encode(plan) ─▶ forward ──────────▶ sample ─▶ tokens ─▶ the scheduler
                  │              ┊ collectives ┊      │ broadcast
     rank n       └────────────▶ forward ──────────▶ follow: the tokens go to the rows
 
-Each rank keeps all rows and its part of every block. Only the first rank samples, and tells the
-others the tokens: whatever is rounded differently somewhere, the texts cannot part. What a step
-that failed has left in the other ranks is not known, so there is no going on from it: the engine
-ends, and whoever started it starts all ranks anew.
+Each rank has all rows and its shard of every block. Rank 0 samples and broadcasts the tokens, so
+that rounding differences between ranks cannot make their texts diverge. After a failed step the
+state of the other ranks is unknown: the engine ends, and its supervisor restarts all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Protocol
 from twostroke.errors import EngineError
 from twostroke.exec.executor import ChunkLogits, Masks
 from twostroke.exec.memory import MemoryPlan
-from twostroke.exec.torch_executor import Forwarded, InFlight, TorchExecutor
+from twostroke.exec.torch_executor import ForwardHandle, InFlight, TorchExecutor
 from twostroke.model.describe.tensor_parallel import Ranks
 from twostroke.plan import StepPlan
 
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def _msgpack() -> tuple[Callable[[StepPlan], bytes], Callable[[bytes], StepPlan]]:
-    import msgspec  # which one rank does without
+    import msgspec  # not needed with one rank
 
     return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(StepPlan).decode
 
@@ -45,28 +44,30 @@ def decode_plan(data: bytes) -> StepPlan:
 
 
 class Followers(Protocol):
-    """The other ranks, as the first one sees them."""
+    """Rank 0's connection to the other ranks."""
 
     def send(self, data: bytes) -> None:
-        """To all of them, in order."""
+        """Send `data` to all ranks, in order."""
         ...
 
     def failure(self) -> str:
-        """Which of them has ended, and why; "" if none has, after a moment's wait."""
+        """Return which rank has ended and why. Wait a moment; return "" if none has ended."""
         ...
 
 
 class RanksExecutor:
+    """The executor of rank 0, which sends each plan to the other ranks."""
+
     def __init__(self, own: TorchExecutor, followers: Followers) -> None:
         self.max_in_flight = own.max_in_flight
         self._own, self._followers = own, followers
         self.on_chunk_logits: ChunkLogits | None = None
 
-    def forward(self, plan: StepPlan) -> Forwarded:
+    def forward(self, plan: StepPlan) -> ForwardHandle:
         self._followers.send(encode_plan(plan))
         return self._own.forward(plan)
 
-    def sample(self, handle: Forwarded, masks: Masks | None = None) -> InFlight:
+    def sample(self, handle: ForwardHandle, masks: Masks | None = None) -> InFlight:
         return self._own.sample(handle, masks)
 
     def reset(self) -> None:
@@ -76,29 +77,29 @@ class RanksExecutor:
 
 
 def follow(executor: TorchExecutor, plans: Iterable[bytes]) -> None:
-    """What another rank than the first does, until there are no more plans."""
+    """Run the plans on a rank other than 0, until there are no more plans."""
     for plan in plans:
         executor.follow(executor.forward(decode_plan(plan)))
 
 
 def agree_on_memory(plan: MemoryPlan, ranks: Ranks) -> MemoryPlan:
-    """The plan that every rank has room for; the first tells which of them decided."""
+    """Return the memory plan that fits every rank. Rank 0 logs which rank has the least memory."""
     if ranks.size == 1:
         return plan
     offers = ranks.all_numbers([plan.max_model_len, *plan.group_blocks])
     length, *blocks = (min(numbers) for numbers in zip(*offers, strict=True))
     if ranks.rank == 0:
         smallest = min(range(ranks.size), key=lambda rank: offers[rank][1:])
-        least, most = sum(blocks), max(sum(one[1:]) for one in offers)
-        if least < most:
+        min_blocks, max_blocks = sum(blocks), max(sum(offer[1:]) for offer in offers)
+        if min_blocks < max_blocks:
             log.warning(
                 "rank %d has the least memory for the KV cache: %s blocks, where another has room "
                 "for %s",
                 smallest,
-                f"{least:,}",
-                f"{most:,}",
+                f"{min_blocks:,}",
+                f"{max_blocks:,}",
             )
         else:
-            log.info("KV cache: %s blocks on each of %d ranks", f"{least:,}", ranks.size)
+            log.info("KV cache: %s blocks on each of %d ranks", f"{min_blocks:,}", ranks.size)
     shortened = plan.shortened or length < plan.max_model_len
     return replace(plan, max_model_len=length, group_blocks=tuple(blocks), shortened=shortened)
