@@ -67,8 +67,8 @@ from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.cost import cost_model, dense_weight_bytes, ring_bytes
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.describe.tensor_parallel import ONE_RANK, Ranks
-from twostroke.model.load import find_model
-from twostroke.model.opened import open_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
 from twostroke.model.torch.decoder import Decoder
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig

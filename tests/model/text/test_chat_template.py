@@ -19,8 +19,7 @@ from twostroke.errors import ModelError, RequestError
 from twostroke.limited import Limits
 from twostroke.model.text.chat_messages import read_messages
 from twostroke.model.text.chat_template import ChatTemplate
-from twostroke.model.text.template_names import NAMED_TEMPLATES
-from twostroke.model.text.template_source import choose_template
+from twostroke.model.text.template_source import NAMED_TEMPLATES, choose_template
 from twostroke.model.text.tokenizer import Tokenizer
 
 CHATML = """\

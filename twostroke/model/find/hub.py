@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from twostroke.errors import ModelError, nearest
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError, ModelError, nearest
 from twostroke.model.find import hf_hub
 from twostroke.model.find.on_disk import GGUF_MAGIC, GGUF_PART, gguf_parts, listed, nearest_on_disk
 from twostroke.model.find.packaged import DEFAULT_MODEL, PackagedModel, packaged_file
@@ -79,6 +80,20 @@ def resolve(
         "Expected 'default', the path of a .gguf file or of a model folder, or a Hugging Face id "
         "such as org/name, org/name:FILE.gguf or org/name:Q4_K_M"
     )
+
+
+def find_model(config: EngineConfig) -> ModelFiles:
+    """Return the files of `config.model`, fetched first if necessary."""
+    dummy = config.load_format == "dummy"
+    files = resolve(config.model, revision=config.revision, allow_config_only=dummy)
+    expected = {"safetensors": "folder", "gguf": "gguf"}.get(config.load_format)
+    if expected is not None and files.kind != expected:
+        raise ConfigError(
+            f"load_format is {config.load_format!r}, but {files.path} is "
+            f"{'a GGUF file' if files.kind == 'gguf' else 'a folder of safetensors'}; "
+            "use load_format='auto'"
+        )
+    return files
 
 
 def names_a_model(word: str) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model.formats.w8a8_weights import DENSE, products
-from twostroke.model.load import open_tokenizer
-from twostroke.model.opened import OpenedModel
+from twostroke.model.load import OpenedModel
+from twostroke.model.text.model_text import open_tokenizer
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 WINDOWS = 8  # at the most
