@@ -76,7 +76,10 @@ def _open_folder(config: EngineConfig, files: ModelFiles, device: str) -> Opened
             f"quantization is {config.quantization!r}, but {files.path} is quantised already "
             f"({quantized.name}); leave quantization out, or use the unquantised model"
         )
-    names, variants = hf_config.names_in_hf(settings), partial(hf_config.variants_in_hf, settings)
+    names, variants = (
+        hf_config.names_in_hf(settings),
+        partial(hf_config.alternative_specs, settings),
+    )
     weights = SafetensorsWeights(files.path, spec, names, quantized, variants)
     fields = hf_config.fields_in_hf(settings)
     check_weights(spec, weights, str(weights.path), "config.json", fields, variants)

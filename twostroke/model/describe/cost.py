@@ -24,7 +24,7 @@ from twostroke.model.describe.spec import LATENT_EXPANDING, ExpertsSpec, ModelSp
 from twostroke.plan import PhaseWork
 
 # The matrices of a layer by the stage of the native decoder that multiplies with them.
-PRODUCTS = {
+STAGES = {
     "q": "qkv",
     "k": "qkv",
     "v": "qkv",
@@ -79,7 +79,7 @@ class CostModel:
     head_weight_bytes: float
     kv_bytes_per_token: float
     # By stage, of all layers: FLOPs a token, bytes a step, experts aside.
-    products: Mapping[str, Work] = field(default_factory=dict)
+    linears: Mapping[str, Work] = field(default_factory=dict)
     # Of layers with latents: what decode, in their space, does more for a position it attends to;
     # and what it takes to expand a position, which a chunk does with those before it.
     more_flops_per_decode_kv_token: float = 0.0
@@ -120,7 +120,7 @@ class CostModel:
         """What the stages of a step do, where that is known."""
         tokens, read = prefill.tokens + decode.tokens, prefill.kv_reads + decode.kv_reads
         found = {
-            stage: Work(tokens * one.flops, one.num_bytes) for stage, one in self.products.items()
+            stage: Work(tokens * one.flops, one.num_bytes) for stage, one in self.linears.items()
         }
         for spec, stage, one in self.experts:
             used = 1 - _unused(spec, tokens)
@@ -142,10 +142,10 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         name for name, shape in shapes.items() if len(shape) == 2 and name.startswith("layers.")
     ]
     head = "embed" if spec.tie_embeddings else "head"
-    products: dict[str, Work] = {}
+    linears: dict[str, Work] = {}
     experts: dict[tuple[int, str], Work] = {}
     for name in matrices:
-        stage = PRODUCTS[name.rpartition(".")[2]]
+        stage = STAGES[name.rpartition(".")[2]]
         one = Work(2.0 * math.prod(shapes[name]), weight_bytes[name])
         if ".experts." in name:
             number = int(name.split(".")[1])
@@ -155,9 +155,9 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
             one = Work(one.flops * share, one.num_bytes)
             experts[number, stage] = experts.get((number, stage), Work()) + one
         else:
-            products[stage] = products.get(stage, Work()) + one
+            linears[stage] = linears.get(stage, Work()) + one
     mixtures = [(spec.layers[n].mlp, stage, work) for (n, stage), work in experts.items()]
-    works = [*products.values(), *experts.values()]
+    works = [*linears.values(), *experts.values()]
     parts = [layer.attention for layer in spec.layers]
     channels = sum(part.prefill_channels for part in parts)
     expanding = [name for name in matrices if name.rpartition(".")[2] in LATENT_EXPANDING]
@@ -168,7 +168,7 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         layer_weight_bytes=float(sum(weight_bytes[name] for name in matrices)),
         head_weight_bytes=float(weight_bytes[head]),
         kv_bytes_per_token=spec.kv_elements_per_token * kv_itemsize,
-        products=products,
+        linears=linears,
         more_flops_per_decode_kv_token=2.0
         * (sum(part.decode_channels for part in parts) - channels),
         expand_flops_per_kv_token=2.0 * sum(math.prod(shapes[name]) for name in expanding),

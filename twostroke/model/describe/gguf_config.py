@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.model.describe import gguf_parts as parts
-from twostroke.model.describe.gguf_parts import Settings
+from twostroke.model.describe.gguf_parts import GGUFSettings
 from twostroke.model.describe.spec import (
     EXPERTS,
     LAYERS,
@@ -110,7 +110,7 @@ POST_ATTENTION_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
 
-def _llama(settings: Settings) -> ModelSpec:
+def _llama(settings: GGUFSettings) -> ModelSpec:
     """With experts it is Mixtral."""
     spec = _plain(settings)
     if not settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
@@ -118,7 +118,7 @@ def _llama(settings: Settings) -> ModelSpec:
     return with_layers(spec, mlp=parts.experts(settings, "feed_forward_length", normalised=True))
 
 
-def _mistral3(settings: Settings) -> ModelSpec:
+def _mistral3(settings: GGUFSettings) -> ModelSpec:
     """Ministral 3 and, of later conversions, Mistral Small 3.1 and 3.2, whose queries have no
     scales. Readers of the format know that one scale is for as many positions as the original
     context has."""
@@ -126,7 +126,7 @@ def _mistral3(settings: Settings) -> ModelSpec:
     return with_query_scales(_plain(settings), beta, parts.original_context(settings))
 
 
-def _qwen2_moe(settings: Settings) -> ModelSpec:
+def _qwen2_moe(settings: GGUFSettings) -> ModelSpec:
     """The width of the shared expert is that of the dense MLP, where files do not say it."""
     experts = parts.experts(settings, normalised=False)
     inner = settings.integer("feed_forward_length", *WIDTH, default=5632)
@@ -136,18 +136,18 @@ def _qwen2_moe(settings: Settings) -> ModelSpec:
     return with_layers(_plain(settings), mlp=experts)
 
 
-def _qwen3_moe(settings: Settings) -> ModelSpec:
+def _qwen3_moe(settings: GGUFSettings) -> ModelSpec:
     """Readers of the format know that weights are normalised."""
     experts = parts.experts(settings, normalised=True)
     return with_layers(_plain(settings, qk_norm="head"), mlp=experts)
 
 
-def _olmoe(settings: Settings) -> ModelSpec:
+def _olmoe(settings: GGUFSettings) -> ModelSpec:
     experts = parts.experts(settings, "feed_forward_length", normalised=False)
     return with_layers(_plain(settings, qk_norm="full"), mlp=experts)
 
 
-def _gpt_oss(settings: Settings) -> ModelSpec:
+def _gpt_oss(settings: GGUFSettings) -> ModelSpec:
     """Files do not say that every other layer slides, that yarn is not truncated (llama.cpp does
     that), nor the activation."""
     experts = parts.experts(settings, normalised=True)
@@ -162,17 +162,17 @@ def _gpt_oss(settings: Settings) -> ModelSpec:
     return replace(parts.model(settings, layers, max_context), norm_fp32=True)
 
 
-def _qwen3(settings: Settings) -> ModelSpec:
+def _qwen3(settings: GGUFSettings) -> ModelSpec:
     return _plain(settings, qk_norm="head")
 
 
-def _smollm3(settings: Settings) -> ModelSpec:
+def _smollm3(settings: GGUFSettings) -> ModelSpec:
     """Readers of the format know that every fourth layer has no rope."""
     spec = _plain(settings)
     return without_rope(spec, range(3, spec.num_layers, 4))
 
 
-def _granite(settings: Settings) -> ModelSpec:
+def _granite(settings: GGUFSettings) -> ModelSpec:
     spec = _plain(settings)
     if not settings.boolean("rope.scaling.finetuned", True):  # how its files say that it has none
         spec = without_rope(spec, range(spec.num_layers))
@@ -190,7 +190,7 @@ def _granite(settings: Settings) -> ModelSpec:
     )
 
 
-def _granite_moe(settings: Settings) -> ModelSpec:
+def _granite_moe(settings: GGUFSettings) -> ModelSpec:
     """Granite 3's, and those of 4.0 without mamba layers, which have a shared MLP besides."""
     experts = parts.experts(settings, "feed_forward_length", normalised=True)
     width = settings.integer("expert_shared_feed_forward_length", 0, WIDTH[1], default=0)
@@ -198,13 +198,13 @@ def _granite_moe(settings: Settings) -> ModelSpec:
     return with_layers(_granite(settings), mlp=replace(experts, shared=shared))
 
 
-def _glm4(settings: Settings) -> ModelSpec:
+def _glm4(settings: GGUFSettings) -> ModelSpec:
     if "rope.dimension_sections" in settings:
         settings.refuse("rope.dimension_sections", "absent in a GLM-4 model without images")
     return with_layers(_plain(settings), post_norm=True)
 
 
-def _exaone4(settings: Settings) -> ModelSpec:
+def _exaone4(settings: GGUFSettings) -> ModelSpec:
     """In a model with windows only layers that slide have rope."""
     spec = _plain(settings, qk_norm="head", period=4)
     windows = [layer.attention.window for layer in spec.layers]
@@ -212,65 +212,65 @@ def _exaone4(settings: Settings) -> ModelSpec:
     return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
 
 
-def _command_r(settings: Settings) -> ModelSpec:
+def _command_r(settings: GGUFSettings) -> ModelSpec:
     spec = _with_layer_norms(settings, _plain(settings, period=4, eps=parts.LAYER_NORM_EPS))
     scale = parts.multiplier(settings, "logit_scale") or 1.0
     return replace(with_layers(spec, parallel=True), logit_scale=scale, norm_fp32=True)
 
 
-def _cohere2(settings: Settings) -> ModelSpec:
+def _cohere2(settings: GGUFSettings) -> ModelSpec:
     """Only layers that slide have rope."""
     spec = _command_r(settings)
     windows = [layer.attention.window for layer in spec.layers]
     return without_rope(spec, [n for n, window in enumerate(windows) if window is None])
 
 
-def _stablelm(settings: Settings) -> ModelSpec:
+def _stablelm(settings: GGUFSettings) -> ModelSpec:
     """The absence of a second norm says that attention and MLP stand side by side: the setting
     for it is true in all files."""
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
 
 
-def _starcoder2(settings: Settings) -> ModelSpec:
+def _starcoder2(settings: GGUFSettings) -> ModelSpec:
     return _without_gate(settings, "gelu_tanh")
 
 
-def _gptneox(settings: Settings) -> ModelSpec:
+def _gptneox(settings: GGUFSettings) -> ModelSpec:
     """Pythia. Files do not say which gelu it is: the one that its models have."""
     spec = _without_gate(settings, "gelu")
     parallel = settings.boolean("use_parallel_residual", True)
     return with_layers(spec, parallel=parallel, two_norms=parallel)
 
 
-def _gpt2(settings: Settings) -> ModelSpec:
+def _gpt2(settings: GGUFSettings) -> ModelSpec:
     spec = _without_gate(settings, "gelu_tanh")
     return replace(without_rope(spec, range(spec.num_layers)), learned_positions=True)
 
 
-def _phi2(settings: Settings) -> ModelSpec:
+def _phi2(settings: GGUFSettings) -> ModelSpec:
     spec = replace(_without_gate(settings, "gelu_tanh"), head_bias=True)
     return with_layers(spec, parallel=True)
 
 
-def _falcon(settings: Settings) -> ModelSpec:
+def _falcon(settings: GGUFSettings) -> ModelSpec:
     spec = with_layers(_without_gate(settings, "gelu"), parallel=True)
     return with_layers(spec, two_norms=settings.in_any_layer("mlp_norm"))
 
 
-def _without_gate(settings: Settings, activation: Activation) -> ModelSpec:
+def _without_gate(settings: GGUFSettings, activation: Activation) -> ModelSpec:
     """LayerNorms, and an MLP without a gate."""
     mlp = replace(parts.mlp(settings, activation), gated=False)
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, mlp=mlp)
 
 
-def _with_layer_norms(settings: Settings, spec: ModelSpec) -> ModelSpec:
+def _with_layer_norms(settings: GGUFSettings, spec: ModelSpec) -> ModelSpec:
     return replace(spec, norm="layer", norm_bias=settings.has_tensor("final_norm_bias"))
 
 
 def _plain(
-    settings: Settings, qk_norm: QKNorm = "none", period: int = 0, eps: str = parts.RMS_NORM_EPS
+    settings: GGUFSettings, qk_norm: QKNorm = "none", period: int = 0, eps: str = parts.RMS_NORM_EPS
 ) -> ModelSpec:
     """`period`: see `parts.windows`."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
@@ -281,12 +281,12 @@ def _plain(
     return parts.model(settings, layers, max_context, eps)
 
 
-def _gemma(settings: Settings) -> ModelSpec:
+def _gemma(settings: GGUFSettings) -> ModelSpec:
     spec = with_layers(_plain(settings), mlp=parts.mlp(settings, "gelu_tanh"))
     return replace(spec, embed_scale=spec.hidden_size**0.5, norm_fp32=True)
 
 
-def _gemma2(settings: Settings) -> ModelSpec:
+def _gemma2(settings: GGUFSettings) -> ModelSpec:
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     theta = parts.theta(settings, "rope.freq_base_swa", rope.theta)
     return _gemma_2_or_3(
@@ -300,7 +300,7 @@ def _gemma2(settings: Settings) -> ModelSpec:
     )
 
 
-def _gemma3(settings: Settings) -> ModelSpec:
+def _gemma3(settings: GGUFSettings) -> ModelSpec:
     parts.theta(settings, default=REQUIRED)  # the usual one would be wrong without a word
     rope, _ = parts.rope(settings, parts.heads(settings)[2])
     sliding = RopeSpec(parts.theta(settings, "rope.freq_base_swa"), rope.dim)
@@ -316,7 +316,7 @@ def _gemma3(settings: Settings) -> ModelSpec:
 
 
 def _gemma_2_or_3(
-    settings: Settings,
+    settings: GGUFSettings,
     windows: tuple[int | None, ...],
     ropes: tuple[RopeSpec, RopeSpec],
     max_context: int,
@@ -344,7 +344,7 @@ def _gemma_2_or_3(
     )
 
 
-def _phi3(settings: Settings) -> ModelSpec:
+def _phi3(settings: GGUFSettings) -> ModelSpec:
     head_dim = parts.heads(settings)[2]
     if parts.ROPE_FACTORS_LONG in settings.file.tensors:
         rope, max_context = parts.longrope(settings, head_dim), parts.context(settings)
@@ -357,7 +357,7 @@ def _phi3(settings: Settings) -> ModelSpec:
     return parts.model(settings, layers, max_context)
 
 
-def _olmo2(settings: Settings) -> ModelSpec:
+def _olmo2(settings: GGUFSettings) -> ModelSpec:
     """OLMo 2 and, with windows, OLMo 3: the scaling of rope is that of layers without one."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     full = parts.attention(settings, rope, qk_norm="full")
@@ -370,7 +370,7 @@ def _olmo2(settings: Settings) -> ModelSpec:
     return replace(spec, norm_fp32=True)
 
 
-def _deepseek2(settings: Settings) -> ModelSpec:
+def _deepseek2(settings: GGUFSettings) -> ModelSpec:
     """DeepSeek V2, V2-Lite, V3 and R1, and models of their kind."""
     attention, max_context = parts.latent_attention(settings)
     dense = parts.mlp(settings)
@@ -381,7 +381,7 @@ def _deepseek2(settings: Settings) -> ModelSpec:
     return parts.model(settings, [LayerSpec(attention, mlp) for mlp in mlps], max_context)
 
 
-def _minicpm3(settings: Settings) -> ModelSpec:
+def _minicpm3(settings: GGUFSettings) -> ModelSpec:
     """Readers of the format know what embedding, residuals and logits are multiplied by."""
     attention, max_context = parts.latent_attention(settings)
     layers = [LayerSpec(attention, parts.mlp(settings))] * parts.num_layers(settings)
@@ -391,7 +391,7 @@ def _minicpm3(settings: Settings) -> ModelSpec:
 
 
 class Architecture(NamedTuple):
-    spec: Callable[[Settings], ModelSpec]
+    spec: Callable[[GGUFSettings], ModelSpec]
     names: TensorNames | Callable[[GGUFFile], TensorNames] = NAMES
     settings: tuple[str, ...] = ()  # of NEUTRAL_SETTINGS, those that it reads
     tensors: tuple[str, ...] = ()  # that it reads besides weights
@@ -460,7 +460,7 @@ ARCHITECTURES = {
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     arch = _architecture(file)
     known = ARCHITECTURES[arch]
-    settings = Settings(file, arch, names_in_gguf(file))
+    settings = GGUFSettings(file, arch, names_in_gguf(file))
     settings.refuse_unsupported(known.settings)
     spec = known.spec(settings)
     _refuse_unknown_tensors(file, spec, known)

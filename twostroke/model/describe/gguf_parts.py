@@ -52,7 +52,7 @@ YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 EXPERT_COUNT = "expert_count"
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = "attn_logit_softcapping", "final_logit_softcapping"
 
-# Settings that not every architecture has, with the values at which they change nothing.
+# GGUFSettings that not every architecture has, with the values at which they change nothing.
 NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     EXPERT_COUNT: (0,),
     ATTENTION_SOFTCAP: (0,),
@@ -72,7 +72,7 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Settings(Fields):
+class GGUFSettings(Fields):
     """The metadata under the architecture's own prefix."""
 
     def __init__(self, file: GGUFFile, arch: str, names: TensorNames) -> None:
@@ -109,7 +109,7 @@ class Settings(Fields):
         return any(tensor.endswith(endings) for tensor in self.file.tensors)
 
 
-def num_layers(settings: Settings) -> int:
+def num_layers(settings: GGUFSettings) -> int:
     count: int = settings.integer("block_count", *LAYERS)
     num_tensors = len(settings.file.tensors)
     if count > num_tensors:
@@ -121,7 +121,7 @@ def num_layers(settings: Settings) -> int:
     return count
 
 
-def attention(settings: Settings, rope: RopeSpec, qk_norm: QKNorm = "none") -> AttentionSpec:
+def attention(settings: GGUFSettings, rope: RopeSpec, qk_norm: QKNorm = "none") -> AttentionSpec:
     """Of every layer alike: no window, the usual scale; tensors say whether there are biases."""
     num_heads, num_kv_heads, head_dim = heads(settings)
     return AttentionSpec(
@@ -136,7 +136,7 @@ def attention(settings: Settings, rope: RopeSpec, qk_norm: QKNorm = "none") -> A
     )
 
 
-def heads(settings: Settings) -> tuple[int, int, int]:
+def heads(settings: GGUFSettings) -> tuple[int, int, int]:
     """Of queries, of keys and values, and their size."""
     arch, where = settings.arch, settings.where
     hidden = settings.integer("embedding_length", *WIDTH)
@@ -162,7 +162,7 @@ def heads(settings: Settings) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def latent_attention(settings: Settings) -> tuple[AttentionSpec, int]:
+def latent_attention(settings: GGUFSettings) -> tuple[AttentionSpec, int]:
     """And the longest context with the scaling of its rope. In files that have kv_b in two parts,
     the plain key and value lengths are those of latents, and heads' own end in `_mla`."""
     num_heads = settings.integer("attention.head_count", *HEADS)
@@ -193,7 +193,7 @@ def latent_attention(settings: Settings) -> tuple[AttentionSpec, int]:
     return AttentionSpec(num_heads, num_heads, head_dim, turned, scale, latent=latent), max_context
 
 
-def mlp(settings: Settings, activation: Activation = "silu") -> MLPSpec:
+def mlp(settings: GGUFSettings, activation: Activation = "silu") -> MLPSpec:
     biased = settings.in_any_layer("gate_bias", "up_bias", "down_bias")
     return MLPSpec(settings.integer("feed_forward_length", *WIDTH), activation, biased)
 
@@ -202,7 +202,7 @@ def mlp(settings: Settings, activation: Activation = "silu") -> MLPSpec:
 SCORING: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: of the chosen alone
 
 
-def deepseek_experts(settings: Settings) -> ExpertsSpec:
+def deepseek_experts(settings: GGUFSettings) -> ExpertsSpec:
     """Scores are sigmoids with a correction, or (V2) their softmax."""
     found = experts(settings, normalised=False, grouped=True)
     routing, count = found.routing, found.num_experts
@@ -227,7 +227,7 @@ def deepseek_experts(settings: Settings) -> ExpertsSpec:
 
 
 def experts(
-    settings: Settings,
+    settings: GGUFSettings,
     width: str = "expert_feed_forward_length",
     *,
     normalised: bool,
@@ -270,7 +270,7 @@ def experts(
 
 
 def model(
-    settings: Settings, layers: Sequence[LayerSpec], max_context: int, eps: str = RMS_NORM_EPS
+    settings: GGUFSettings, layers: Sequence[LayerSpec], max_context: int, eps: str = RMS_NORM_EPS
 ) -> ModelSpec:
     vocabulary = settings.integer("vocab_size", *VOCABULARY, default=_num_embeddings(settings))
     low, high = NORM_EPS
@@ -285,7 +285,7 @@ def model(
     )
 
 
-def _num_embeddings(settings: Settings) -> Any:
+def _num_embeddings(settings: GGUFSettings) -> Any:
     """The size of the vocabulary where the metadata does not say it."""
     embedding = settings.file.tensors.get(settings.tensor_names.tensor("embed"))
     if embedding is not None:
@@ -294,13 +294,13 @@ def _num_embeddings(settings: Settings) -> Any:
     return len(tokens) if isinstance(tokens, list) else REQUIRED
 
 
-def multiplier(settings: Settings, name: str) -> float:
+def multiplier(settings: GGUFSettings, name: str) -> float:
     """What something is multiplied by; 0: nothing is."""
     factor: float = settings.number(name, high=MULTIPLIER_MAX, default=0.0)
     return factor
 
 
-def softcap(settings: Settings, name: str, default: float) -> float:
+def softcap(settings: GGUFSettings, name: str, default: float) -> float:
     """0: none."""
     cap: float = settings.number(name, high=SOFTCAP_MAX, default=default)
     return cap
@@ -309,7 +309,7 @@ def softcap(settings: Settings, name: str, default: float) -> float:
 # Windows
 
 
-def windows(settings: Settings, period: int = 0, default: int = 0) -> tuple[int | None, ...]:
+def windows(settings: GGUFSettings, period: int = 0, default: int = 0) -> tuple[int | None, ...]:
     """The window of each layer. The pattern says which layers have it: a list, or the period of
     which the last layer has none (0: all have it)."""
     count = num_layers(settings)
@@ -331,17 +331,17 @@ def windows(settings: Settings, period: int = 0, default: int = 0) -> tuple[int 
 # Rope
 
 
-def context(settings: Settings) -> int:
+def context(settings: GGUFSettings) -> int:
     positions: int = settings.integer("context_length", *CONTEXT)
     return positions
 
 
-def theta(settings: Settings, name: str = "rope.freq_base", default: Any = 10000.0) -> float:
+def theta(settings: GGUFSettings, name: str = "rope.freq_base", default: Any = 10000.0) -> float:
     base: float = settings.number(name, above=1.0, high=ROPE_THETA_MAX, default=default)
     return base
 
 
-def rope_dim(settings: Settings, head_dim: int) -> int:
+def rope_dim(settings: GGUFSettings, head_dim: int) -> int:
     dim: int = settings.integer("rope.dimension_count", *HEAD_DIM, default=head_dim)
     if dim > head_dim or dim % 2:
         raise ModelError(
@@ -351,7 +351,7 @@ def rope_dim(settings: Settings, head_dim: int) -> int:
     return dim
 
 
-def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
+def rope(settings: GGUFSettings, head_dim: int) -> tuple[RopeSpec, int]:
     """And the longest context with its scaling."""
     base, dim = theta(settings), rope_dim(settings, head_dim)
     positions = context(settings)
@@ -403,7 +403,7 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
     ), max_context
 
 
-def longrope(settings: Settings, head_dim: int) -> RopeSpec:
+def longrope(settings: GGUFSettings, head_dim: int) -> RopeSpec:
     """From the two tensors of factors, within the original context and beyond it."""
     dim, positions = rope_dim(settings, head_dim), context(settings)
     original = original_context(settings)
@@ -419,13 +419,13 @@ def longrope(settings: Settings, head_dim: int) -> RopeSpec:
     )
 
 
-def original_context(settings: Settings) -> int:
+def original_context(settings: GGUFSettings) -> int:
     name = "rope.scaling.original_context_length"
     original: int = settings.integer(name, *CONTEXT, default=context(settings))
     return original
 
 
-def _attention_factor(settings: Settings, usual: float = 1.0) -> float:
+def _attention_factor(settings: GGUFSettings, usual: float = 1.0) -> float:
     """What multiplies cos and sin. Conversions of yarn write the config's own factor, which takes
     the place of the usual one."""
     factor: float = 1.0
@@ -434,7 +434,7 @@ def _attention_factor(settings: Settings, usual: float = 1.0) -> float:
     return factor
 
 
-def _factors(settings: Settings, tensor: str, dim: int) -> tuple[float, ...]:
+def _factors(settings: GGUFSettings, tensor: str, dim: int) -> tuple[float, ...]:
     """What divides each frequency, worked out when the model was converted."""
     info = settings.file.tensors.get(tensor)
     if info is None:

@@ -17,7 +17,7 @@ INSTEAD = "Use the unquantised model, or a GGUF of it."
 Kind = TypeVar("Kind")
 
 
-def only_kind(fields: Fields, read: Callable[[Fields, Fields], Kind]) -> Kind:
+def read_single_group(fields: Fields, read: Callable[[Fields, Fields], Kind]) -> Kind:
     """What `read` makes of a group of layers, and of its weights; of several groups, if they
     agree."""
     for name in ("sparsity_config", "transform_config"):

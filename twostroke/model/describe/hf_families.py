@@ -78,7 +78,7 @@ def _ministral(fields: Fields) -> ModelSpec:
     """Mistral with windows in some layers."""
     window = parts.window(fields, default=4096)
     usual = parts.FULL if window is None else parts.SLIDING
-    kinds = parts.layer_kinds(fields, [usual] * parts.num_layers(fields))
+    kinds = parts.layer_types(fields, [usual] * parts.num_layers(fields))
     windows = parts.windows(kinds, window)
     return _plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
 
@@ -92,7 +92,7 @@ MINISTRAL3_ROPE |= {"llama_4_scaling_beta": 0.1}
 def _ministral3(fields: Fields) -> ModelSpec:
     """Beyond the original context queries are multiplied by a number of their position."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
-        fields = fields.over(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
+        fields = fields.overridden_by(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
     window = parts.window(fields, default=None)
     spec = _plain(
         fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
@@ -103,7 +103,7 @@ def _ministral3(fields: Fields) -> ModelSpec:
         qkv_bias=False,
         output_bias=False,
     )
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    given = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
     if "llama_4_scaling_beta" not in given:
         raise ModelError(
             f"{fields.where}: there is no llama_4_scaling_beta in rope_parameters (or, in older "
@@ -141,7 +141,7 @@ def _smollm3(fields: Fields) -> ModelSpec:
             fields.refuse("no_rope_layers", expected)
     window = parts.window(fields, None) if fields.boolean("use_sliding_window", False) else None
     usual = [parts.FULL if turns or window is None else parts.SLIDING for turns in has_rope[:count]]
-    kinds = parts.layer_kinds(fields, usual)
+    kinds = parts.layer_types(fields, usual)
     windows = parts.windows(kinds, window)
     fields = fields.with_defaults({"num_key_value_heads": 4})
     spec = _plain(fields, "smollm3", windows, theta=2e6, tied=True)
@@ -175,7 +175,7 @@ MAMBA = ("mamba", "linear_attention")  # the same: as published, and as transfor
 def _granite_moe_hybrid(fields: Fields) -> ModelSpec:
     """Granite 4.0, of which those run whose layers all have attention."""
     count = parts.num_layers(fields)
-    kinds = parts.layer_kinds(fields, ["mamba"] * count, (*MAMBA, "attention", parts.FULL))
+    kinds = parts.layer_types(fields, ["mamba"] * count, (*MAMBA, "attention", parts.FULL))
     hybrid = sum(kind in MAMBA for kind in kinds)
     if hybrid:
         raise ModelError(
@@ -206,7 +206,7 @@ def _qwen2_moe(fields: Fields) -> ModelSpec:
         window = parts.window(fields, default=4096)
         first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
         usual = [parts.SLIDING if n < first and n % 2 == 0 else parts.FULL for n in range(count)]
-        kinds = parts.layer_kinds(fields, usual)
+        kinds = parts.layer_types(fields, usual)
     normalised = fields.boolean("norm_topk_prob", False)
     experts = hf_experts.experts(
         fields, 60, 4, "moe_intermediate_size", 1408, normalised=normalised
@@ -316,7 +316,7 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     if not slides or window is None:
         return (None,) * count
     usual = [parts.SLIDING if n >= first else parts.FULL for n in range(count)]
-    kinds = parts.layer_kinds(fields, usual)
+    kinds = parts.layer_types(fields, usual)
     return parts.windows(kinds, window)
 
 
@@ -343,7 +343,7 @@ def _gemma2(fields: Fields) -> ModelSpec:
     return _gemma_2_or_3(
         fields,
         "gemma2",
-        kinds=parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields))),
+        kinds=parts.layer_types(fields, parts.one_full_in(2, parts.num_layers(fields))),
         ropes={parts.SLIDING: rope, parts.FULL: rope},
         max_context=max_context,
         logit_softcap=parts.softcap(fields, "final_logit_softcapping", 30.0),
@@ -365,7 +365,7 @@ def _gemma3_text(fields: Fields) -> ModelSpec:
     return _gemma_2_or_3(
         fields,
         "gemma3_text",
-        kinds=parts.layer_kinds(fields, parts.one_full_in(period, parts.num_layers(fields))),
+        kinds=parts.layer_types(fields, parts.one_full_in(period, parts.num_layers(fields))),
         ropes=_gemma3_ropes(fields),
         max_context=parts.context(fields),  # of the model as it is, its rope scaling included
         logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
@@ -424,9 +424,9 @@ def _phi3(fields: Fields) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4."""
     parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
     fields = fields.with_defaults({"original_max_position_embeddings": 4096})
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    given = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
     if parts.rope_kind(given) in ("su", "yarn"):  # what longrope was called at first
-        given = given.over(Fields(given.where, {"rope_type": "longrope"}))
+        given = given.overridden_by(Fields(given.where, {"rope_type": "longrope"}))
     head_dim = parts.heads(fields)[2]
     rope, max_context = parts.rope_of(given, fields, head_dim, parts.context(fields))
     window = parts.window(fields, default=None)
@@ -454,7 +454,7 @@ def _olmo3(fields: Fields) -> ModelSpec:
     window = parts.window(fields, default=4096)
     sliding = replace(full, rope=ropes[parts.SLIDING], window=window)
     by_kind = {parts.FULL: full, parts.SLIDING: sliding}
-    kinds = parts.layer_kinds(fields, parts.one_full_in(4, parts.num_layers(fields)))
+    kinds = parts.layer_types(fields, parts.one_full_in(4, parts.num_layers(fields)))
     return _olmo(fields, "olmo3", [by_kind[kind] for kind in kinds], max_context)
 
 
@@ -484,7 +484,7 @@ def _exaone4(fields: Fields) -> ModelSpec:
     else:
         period = fields.integer("sliding_window_pattern", 0, LAYERS[1], default=4)
         usual = parts.one_full_in(period or 1, count)
-    kinds = parts.layer_kinds(fields, [parts.FULL] * count if window is None else usual)
+    kinds = parts.layer_types(fields, [parts.FULL] * count if window is None else usual)
     windows = parts.windows(kinds, window)
     spec = _plain(fields, "exaone4", windows, eps=1e-5, qk_norm="head")
     full = [n for n in range(count) if window is not None and windows[n] is None]
@@ -495,7 +495,7 @@ def _cohere(fields: Fields) -> ModelSpec:
     """Command R."""
     if "model_max_length" in fields:  # what its rope was made for
         longest = fields.integer("model_max_length", *CONTEXT)
-        fields = fields.over(Fields(fields.where, {"max_position_embeddings": longest}))
+        fields = fields.overridden_by(Fields(fields.where, {"max_position_embeddings": longest}))
     return _command_r(fields, "cohere", theta=500000.0)
 
 
@@ -503,7 +503,7 @@ def _cohere2(fields: Fields) -> ModelSpec:
     """Command R7B and A: three layers of four slide, and only those have rope."""
     count, window = parts.num_layers(fields), parts.window(fields, default=4096)
     period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=4)
-    kinds = parts.layer_kinds(fields, parts.one_full_in(period, count))
+    kinds = parts.layer_types(fields, parts.one_full_in(period, count))
     windows = parts.windows(kinds, window)
     spec = _command_r(fields, "cohere2", windows)
     return without_rope(spec, [n for n in range(count) if windows[n] is None])
@@ -602,7 +602,7 @@ def _minicpm3(fields: Fields) -> ModelSpec:
     hidden, count = fields.integer("hidden_size", *WIDTH), parts.num_layers(fields)
     usual = hidden // fields.integer("num_attention_heads", *HEADS)
     if "v_head_dim" not in fields:
-        fields = fields.over(Fields(fields.where, {"v_head_dim": usual}))
+        fields = fields.overridden_by(Fields(fields.where, {"v_head_dim": usual}))
     attention, max_context = parts.latent_attention(fields.with_defaults(sizes))
     mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
     spec = parts.model(fields, "minicpm3", [LayerSpec(attention, mlp)] * count, max_context, True)

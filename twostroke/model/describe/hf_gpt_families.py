@@ -68,7 +68,7 @@ def gptj(fields: Fields) -> ModelSpec:
     """Attention and MLP side by side, behind one norm; a bias on the head."""
     parts.refuse_if_given(fields, "tie_word_embeddings")
     head_dim = parts.heads(fields)[2]
-    default = REQUIRED if fields.given_as_null("rotary_dim") else 64
+    default = REQUIRED if fields.is_null("rotary_dim") else 64
     rotated = fields.integer("rotary_dim", 2, head_dim, default=default)
     if rotated % 2 or rotated > head_dim:
         fields.refuse("rotary_dim", f"even and at most the head's {head_dim} channels")
@@ -101,7 +101,9 @@ def falcon(fields: Fields) -> ModelSpec:
     if not is_new:
         shared = fields.boolean("multi_query", True)
         count = 1 if shared else fields.value("num_attention_heads")
-        fields = fields.over(Fields(fields.where, {fields.called("num_key_value_heads"): count}))
+        fields = fields.overridden_by(
+            Fields(fields.where, {fields.name_in_file("num_key_value_heads"): count})
+        )
     fields = fields.with_defaults({"max_position_embeddings": 2048})
     spec = _model(fields, "falcon", GELU | GELU_TANH, tied=True, mlp_bias=None)
     parallel = is_new or fields.boolean("parallel_attn", True)
@@ -150,7 +152,7 @@ def gpt_oss(fields: Fields) -> ModelSpec:
     rope, max_context = parts.rope(fields, parts.heads(fields)[2], default_theta=150000.0)
     bias = fields.boolean("attention_bias", True)
     attention = replace(parts.attention(fields, rope), qkv_bias=bias, output_bias=bias, sinks=True)
-    kinds = parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields)))
+    kinds = parts.layer_types(fields, parts.one_full_in(2, parts.num_layers(fields)))
     windows = parts.windows(kinds, parts.window(fields, default=128))
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
     spec = parts.model(fields, "gpt_oss", layers, max_context, eps=1e-5)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from twostroke.model.describe.hf_compressed import only_kind, refuse
+from twostroke.model.describe.hf_compressed import read_single_group, refuse
 from twostroke.model.fields import Fields
 
 
@@ -43,7 +43,7 @@ def packed_config(config: Mapping[str, Any], where: str) -> PackedConfig | None:
     if method == "awq":
         return _awq(fields)
     if method == "compressed-tensors" and fields.value("format") == "pack-quantized":
-        return only_kind(fields, _compressed)
+        return read_single_group(fields, _compressed)
     return None
 
 

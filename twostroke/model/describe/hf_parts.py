@@ -67,13 +67,13 @@ def heads(fields: Fields) -> tuple[int, int, int]:
     num_kv_heads = fields.integer("num_key_value_heads", *HEADS, default=num_heads)
     if "head_dim" not in fields and hidden % num_heads:
         raise ModelError(
-            f"{fields.where}: {fields.called('hidden_size')} {hidden} is not a multiple of "
-            f"{fields.called('num_attention_heads')} {num_heads} and no head_dim is given."
+            f"{fields.where}: {fields.name_in_file('hidden_size')} {hidden} is not a multiple of "
+            f"{fields.name_in_file('num_attention_heads')} {num_heads} and no head_dim is given."
         )
     if num_heads % num_kv_heads:
         raise ModelError(
-            f"{fields.where}: {fields.called('num_attention_heads')} {num_heads} is not a multiple "
-            f"of {fields.called('num_key_value_heads')} {num_kv_heads}."
+            f"{fields.where}: {fields.name_in_file('num_attention_heads')} {num_heads} is not a "
+            f"multiple of {fields.name_in_file('num_key_value_heads')} {num_kv_heads}."
         )
     return (
         num_heads,
@@ -93,7 +93,7 @@ def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
     rope_spec, max_context = rope(fields, turned)
     head_dim = nope + rope_spec.dim
     scale = head_dim**-0.5
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    given = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
     all_dim = given.number("mscale_all_dim", high=100.0, default=0.0)
     if all_dim and rope_spec.kind != "none":
         scale *= yarn_attention_factor(rope_spec.factor, all_dim) ** 2
@@ -121,7 +121,7 @@ def activation(
     value = fields.value(name) if name in fields else first
     if not isinstance(value, str) or value not in known:
         raise ModelError(
-            f"{fields.where}: the activation {shown(value)} ({fields.called(name)}) is not "
+            f"{fields.where}: the activation {shown(value)} ({fields.name_in_file(name)}) is not "
             f"supported with this model_type, only {', '.join(map(repr, known))}."
         )
     return known[value]
@@ -137,7 +137,7 @@ def model(
     eps_name: str = "rms_norm_eps",
 ) -> ModelSpec:
     """`tied` and `eps`: what they are where the config does not say it."""
-    default_eps = REQUIRED if fields.given_as_null(eps_name) else eps
+    default_eps = REQUIRED if fields.is_null(eps_name) else eps
     return ModelSpec(
         family=family,
         vocab_size=fields.integer("vocab_size", *VOCABULARY),
@@ -157,7 +157,7 @@ def multiplier(fields: Fields, name: str, default: float = 1.0) -> float:
 
 def softcap(fields: Fields, name: str, default: float) -> float:
     """0 where there is none, which a config says by null."""
-    if fields.given_as_null(name):
+    if fields.is_null(name):
         return 0.0
     cap: float = fields.number(name, high=SOFTCAP_MAX, default=default)
     return cap
@@ -168,7 +168,7 @@ def refuse_if_given(fields: Fields, *names: str) -> None:
     for name in names:
         if fields.value(name):
             raise ModelError(
-                f"{fields.where}: {fields.called(name)} = {shown(fields.value(name))} is not "
+                f"{fields.where}: {fields.name_in_file(name)} = {shown(fields.value(name))} is not "
                 "supported with this model_type."
             )
 
@@ -178,13 +178,13 @@ def refuse_if_given(fields: Fields, *names: str) -> None:
 
 def window(fields: Fields, default: int | None) -> int | None:
     """`sliding_window`; a config says by null that there is none."""
-    if fields.given_as_null("sliding_window"):
+    if fields.is_null("sliding_window"):
         return None
     size: int | None = fields.integer("sliding_window", 1, CONTEXT[1], default=default)
     return size
 
 
-def layer_kinds(
+def layer_types(
     fields: Fields, otherwise: Sequence[str], known: Collection[str] = (FULL, SLIDING)
 ) -> Sequence[str]:
     """One of `known` for each layer: `layer_types`, or what the family has without it."""
@@ -194,7 +194,7 @@ def layer_kinds(
     if len(kinds) != len(otherwise):
         raise ModelError(
             f"{fields.where}: layer_types has {len(kinds)} entries for {len(otherwise)} layers "
-            f"({fields.called('num_hidden_layers')})."
+            f"({fields.name_in_file('num_hidden_layers')})."
         )
     unknown = sorted(set(kinds) - set(known))
     if unknown:
@@ -226,7 +226,7 @@ def context(fields: Fields) -> int:
 def rope(fields: Fields, head_dim: int, default_theta: float = 10000.0) -> tuple[RopeSpec, int]:
     """Rope from either spelling (`rope_parameters`, or `rope_theta` + `rope_scaling`), and the
     longest context with its scaling."""
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    given = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
     return rope_of(given, fields, head_dim, context(fields), default_theta)
 
 
@@ -266,7 +266,7 @@ def two_ropes(
     head_dim, positions = heads(fields)[2], context(fields)
     given, nothing = fields.nested("rope_parameters"), Fields(fields.where, {})
     sliding = given.nested(SLIDING)
-    full = fields.nested("rope_scaling").over(given.nested(FULL))
+    full = fields.nested("rope_scaling").overridden_by(given.nested(FULL))
     rope, max_context = rope_of(full, nothing, head_dim, positions, theta_full)
     other = rope_of(sliding, nothing, head_dim, positions, theta_sliding)[0]
     return {SLIDING: other, FULL: rope}, max_context
@@ -302,8 +302,8 @@ def _theta_and_dim(
     dim = int(head_dim * partial)
     if dim % 2 or dim < smallest_dim:
         raise ModelError(
-            f"{fields.where}: head_dim {head_dim} × {says.called(name)} {partial:g} must be an "
-            f"even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
+            f"{fields.where}: head_dim {head_dim} × {says.name_in_file(name)} {partial:g} must be "
+            f"an even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
             "given is the usual of the model_type)."
         )
     return base, dim
@@ -316,7 +316,7 @@ def _first(given: Fields, fields: Fields, name: str) -> Fields:
 def _divisors(given: Fields, fields: Fields, name: str, dim: int) -> tuple[float, ...]:
     values = given.items(name, (int, float), "numbers above 0")
     if len(values) != dim // 2 or not all(0 < value < math.inf for value in values):
-        partial = fields.called("partial_rotary_factor")
+        partial = fields.name_in_file("partial_rotary_factor")
         given.refuse(
             name,
             f"a list of {dim // 2} numbers above 0, one for each rotated pair (by model_type, "

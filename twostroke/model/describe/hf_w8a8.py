@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.model.describe.hf_compressed import INSTEAD, only_kind, refuse
+from twostroke.model.describe.hf_compressed import INSTEAD, read_single_group, refuse
 from twostroke.model.fields import Fields, shown
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def w8_config(config: Mapping[str, Any], where: str) -> W8Config | None:
         return _plain(fields)
     if method == "compressed-tensors":
         known = FORMATS[fields.choice("format", tuple(FORMATS), "float-quantized")]
-        return only_kind(fields, lambda group, weights: _group(group, weights, known))
+        return read_single_group(fields, lambda group, weights: _group(group, weights, known))
     raise ModelError(
         f"{where}: weights quantised by {shown(method)} (quantization_config) are not supported "
         f"with this model_type: fp8, gptq, awq and compressed-tensors are. {INSTEAD}"

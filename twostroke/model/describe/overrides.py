@@ -45,11 +45,11 @@ def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     merged = _merged(config, given)
     for place in (merged.get(ROPE), merged.get(OLD_ROPE)):
         if isinstance(place, dict):
-            _settle_type(place.get(FULL, place), rope)
+            _resolve_type(place.get(FULL, place), rope)
     return merged
 
 
-def _settle_type(rope: Any, given: Mapping[str, Any]) -> None:
+def _resolve_type(rope: Any, given: Mapping[str, Any]) -> None:
     """A type that is given counts in either spelling; a factor alone scales linearly, where the
     model has no scaling of its own."""
     if not isinstance(rope, dict):

@@ -189,7 +189,7 @@ class TensorNames:
         )
 
 
-class Variant(NamedTuple):
+class AlternativeSpec(NamedTuple):
     """The model that its description would be of, had one field of two values the other one."""
 
     field: str
@@ -197,7 +197,7 @@ class Variant(NamedTuple):
     names: TensorNames
 
 
-Variants = Callable[[], Iterable[Variant]]  # called for a message alone
+AlternativeSpecs = Callable[[], Iterable[AlternativeSpec]]  # called for a message alone
 
 
 def _split_expert(canonical: str) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
-from twostroke.model.formats.w8a8_weights import DENSE, products
+from twostroke.model.formats.w8a8_weights import DENSE, linear_groups
 from twostroke.model.load import OpenedModel
 from twostroke.model.text.model_text import open_tokenizer
 from twostroke.model.weights.safetensors import SafetensorsWeights
@@ -102,7 +102,7 @@ def _check_model(model: OpenedModel) -> None:
             f"calibration is for weights that are rounded at load, and {model.files.path} is "
             f"quantised already ({known.name}); leave it out, or use the unquantised model"
         )
-    for name in chain.from_iterable(products(model.spec)):
+    for name in chain.from_iterable(linear_groups(model.spec)):
         stored = source.stored_type(name)
         if stored not in DENSE:
             raise ConfigError(

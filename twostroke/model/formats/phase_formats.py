@@ -20,7 +20,7 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.formats.registry import Format, weight_formats
-from twostroke.model.formats.w8a8_weights import DENSE, products
+from twostroke.model.formats.w8a8_weights import DENSE, linear_groups
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
@@ -83,7 +83,7 @@ def _check_source(
             f"{said}which are made from unquantised weights, but this model is quantised already "
             f"({known.name}); {do}, or use the unquantised model"
         )
-    for name in chain.from_iterable(products(spec)):
+    for name in chain.from_iterable(linear_groups(spec)):
         stored = source.stored_type(name)
         if stored not in DENSE:
             raise ConfigError(

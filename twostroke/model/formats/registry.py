@@ -8,7 +8,12 @@ from collections.abc import Mapping
 
 from twostroke.errors import ConfigError
 from twostroke.model.describe.spec import ExpertsSpec, ModelSpec
-from twostroke.model.formats.w8a8_weights import W8Format, products, refuse_quantised, w8_matrices
+from twostroke.model.formats.w8a8_weights import (
+    W8Format,
+    linear_groups,
+    refuse_quantised,
+    w8_matrices,
+)
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_blocks import BLOCK_FORMATS
@@ -51,7 +56,7 @@ def packed_matrices(
         )
     shapes = spec.weight_shapes()
     found: dict[str, PackedFormat] = {}
-    for names in products(spec):
+    for names in linear_groups(spec):
         stored = [stored_format(source, name, blocks) for name in names]
         known = [format for format in stored if format is not None]
         if len(known) == len(names):

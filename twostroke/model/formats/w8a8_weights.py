@@ -44,7 +44,7 @@ def w8_matrices(
             f"quantization is {wanted!r}, which does not quantise experts as yet; leave "
             "quantization out"
         )
-    for names in products(spec):
+    for names in linear_groups(spec):
         stored = [format for name in names if (format := _stored_format(source, name))]
         if len(stored) == len(names):
             found |= dict(zip(names, stored, strict=True))
@@ -60,14 +60,14 @@ def is_weight_only(source: WeightSource) -> bool:
     return quantized is not None and quantized.weight_only
 
 
-def products(spec: ModelSpec) -> Iterator[Sequence[str]]:
+def linear_groups(spec: ModelSpec) -> Iterator[Sequence[str]]:
     """The matrices that are multiplied with as one, of each layer."""
     for number, layer in enumerate(spec.layers):
-        for names in _layer_products(layer):
+        for names in _linear_groups_of_layer(layer):
             yield [f"layers.{number}.{name}" for name in names]
 
 
-def _layer_products(layer: LayerSpec) -> Iterator[Sequence[str]]:
+def _linear_groups_of_layer(layer: LayerSpec) -> Iterator[Sequence[str]]:
     latent, mlp = layer.attention.latent, layer.mlp
     yield projections(layer.attention)
     if latent is not None and latent.q_lora_rank:

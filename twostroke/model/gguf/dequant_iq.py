@@ -81,7 +81,7 @@ def _iq2_xxs(blocks: Bytes) -> Floats:
     """f16 scale of the scales · for each 32 values four entries of 8 bits, then 32 bits: four times
     seven signs, and a scale on top."""
     parts = blocks[:, 2:].reshape(-1, 8, 8)
-    entries, word = parts[:, :, :4], _wide(parts[:, :, 4:])
+    entries, word = parts[:, :, :4], _uint32(parts[:, :, 4:])
     q = _entries(BlockType.IQ2_XXS, entries) * _signs(EIGHT_SIGNS[_sevens(word)])
     return _scaled(_iq2_scales(blocks, word >> 28), q)
 
@@ -106,7 +106,7 @@ def _iq2_s(blocks: Bytes) -> Floats:
 def _iq3_xxs(blocks: Bytes) -> Floats:
     """f16 scale of the scales · 64 entries of 4 values · for each 32 values 32 bits: four times
     seven signs, and a scale on top."""
-    word = _wide(blocks[:, 66:].reshape(-1, 8, 4))
+    word = _uint32(blocks[:, 66:].reshape(-1, 8, 4))
     q = _entries(BlockType.IQ3_XXS, blocks[:, 2:66]) * _signs(EIGHT_SIGNS[_sevens(word)])
     scales = _fp16(blocks[:, :2]) * (np.float32(0.5) + (word >> 28)) * np.float32(0.5)
     return _scaled(scales.astype(np.float32), q)
@@ -158,7 +158,7 @@ def _words(part: Bytes) -> Words:
     return _contiguous(part).view("<u2")
 
 
-def _wide(part: Bytes) -> npt.NDArray[np.uint32]:
+def _uint32(part: Bytes) -> npt.NDArray[np.uint32]:
     """Four bytes each → one number."""
     return _contiguous(part).view("<u4")[:, :, 0]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from twostroke.errors import ModelError
 from twostroke.model.fields import shown
-from twostroke.model.find.on_disk import GGUF_PART, forget_pages, gguf_parts
+from twostroke.model.find.on_disk import SPLIT_NAME, forget_pages, split_files
 from twostroke.model.gguf.block_types import LAYOUTS, BlockType, num_bytes
 
 MAGIC = b"GGUF"
@@ -126,14 +126,14 @@ def _read(path: Path, part: int) -> _Part:
 
 def _read_parts(first: _Part, count: int) -> list[_Part]:
     """All parts of a split model, found to be of one."""
-    match = GGUF_PART.fullmatch(first.path.name)
+    match = SPLIT_NAME.fullmatch(first.path.name)
     if match is None or int(match[3]) != count or int(match[2]) != 1:
         raise ModelError(
             f"{first.path}: is one of {count} parts of a split GGUF (split.count), which are found "
             f"by their names: the first is to be called NAME-00001-of-{count:05}.gguf, and the "
             "others stand beside it. Give the file the name that it was published under."
         )
-    paths = [first.path.with_name(name) for name in gguf_parts(first.path.name)]
+    paths = [first.path.with_name(name) for name in split_files(first.path.name)]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise ModelError(
             f"{first.path.with_name(missing[0])}: there is no such file, which is one of {count} "

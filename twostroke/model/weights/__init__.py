@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from twostroke.errors import ModelError
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import Variants
+from twostroke.model.describe.tensor_names import AlternativeSpecs
 from twostroke.model.gguf.block_types import BlockType
 
 Floats = npt.NDArray[np.float32]
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
         """The shape stored for a canonical name, or None if the source has no such weight."""
         ...
 
-    def beside(self, name: str) -> Sequence[str]:
+    def fused_with(self, name: str) -> Sequence[str]:
         """The weights that are stored in one tensor with this one, itself included."""
         ...
 
@@ -73,7 +73,7 @@ def check_weights(
     where: str,
     description: str = "its description",
     fields: Mapping[str, str] = {},
-    variants: Variants = tuple,
+    variants: AlternativeSpecs = tuple,
 ) -> None:
     """Refuse a model whose tensors contradict its description, before any memory is taken.
 
@@ -84,7 +84,7 @@ def check_weights(
         found = source.shape(name)
         if found == expected:
             continue
-        shaped_by = [field for other in source.beside(name) for field in spec.shaped_by(other)]
+        shaped_by = [field for other in source.fused_with(name) for field in spec.shaped_by(other)]
         deciding = [fields.get(n, n) for n in ("family", *shaped_by)]
         deciding += [one.field for one in variants() if one.spec.weight_shapes().get(name) == found]
         decides = ", ".join(dict.fromkeys(deciding))

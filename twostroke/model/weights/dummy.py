@@ -33,7 +33,7 @@ class DummyWeights:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
-    def beside(self, name: str) -> Sequence[str]:
+    def fused_with(self, name: str) -> Sequence[str]:
         return (name,)
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:

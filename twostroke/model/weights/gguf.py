@@ -29,7 +29,7 @@ class GGUFWeights:
     def stored_type(self, name: str) -> BlockType:
         return self._info(name).type
 
-    def beside(self, name: str) -> Sequence[str]:
+    def fused_with(self, name: str) -> Sequence[str]:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:

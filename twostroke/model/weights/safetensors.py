@@ -20,7 +20,7 @@ from twostroke.model.describe.hf_names import NAMES
 from twostroke.model.describe.hf_packed import PackedConfig
 from twostroke.model.describe.hf_w8a8 import W8Config
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import TensorNames, Variants
+from twostroke.model.describe.tensor_names import AlternativeSpecs, TensorNames
 from twostroke.model.describe.tensor_parallel import WHOLE, Part
 from twostroke.model.fields import listed_names, read_json, shown
 from twostroke.model.find.on_disk import forget_pages
@@ -33,7 +33,7 @@ from twostroke.model.weights.w8a8_checkpoints import (
     STATIC_SCALES,
     W8_SCALES,
     W8_TYPES,
-    dequantise_w8,
+    dequantize_w8,
     row_scales,
     scales_of_a_row,
     w8_is_finite,
@@ -109,7 +109,7 @@ class SafetensorsWeights:
         spec: ModelSpec,
         names: TensorNames = NAMES,
         quantized: W8Config | PackedConfig | None = None,
-        variants: Variants = tuple,
+        variants: AlternativeSpecs = tuple,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -182,7 +182,7 @@ class SafetensorsWeights:
             )
         return found
 
-    def beside(self, name: str) -> Sequence[str]:
+    def fused_with(self, name: str) -> Sequence[str]:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
@@ -193,7 +193,7 @@ class SafetensorsWeights:
             return module.floats(self._rows_of(module, name, rows))
         type, whole, data = self._tensor(name)
         if isinstance(self.quantized, W8Config) and type == self._w8_type:
-            return dequantise_w8(*self.w8(name, (rows,)), self.quantized.type)
+            return dequantize_w8(*self.w8(name, (rows,)), self.quantized.type)
         place = self._places[name]
         shape, data = place.part(whole), place.part_of(data)
         lines: Any = data.reshape(shape[0], -1)
@@ -437,7 +437,7 @@ class SafetensorsWeights:
     def _stored_name(self, name: str) -> str | None:
         return self._stored.get(_without_prefix(self._names.tensor(name)))
 
-    def _refuse_unknown_tensors(self, variants: Variants) -> None:
+    def _refuse_unknown_tensors(self, variants: AlternativeSpecs) -> None:
         """A tensor of a layer we run that has no place in the spec would be left out silently.
 
         What belongs to layers we do not run, or to nothing we know, is left out with a warning.
@@ -481,7 +481,7 @@ class SafetensorsWeights:
             count, names = len(unused), listed_names(unused)
             log.warning("%s: %d tensors are not used: %s", self.path, count, names)
 
-    def _deciding(self, tensor: str, variants: Variants) -> str:
+    def _deciding(self, tensor: str, variants: AlternativeSpecs) -> str:
         """The fields of config.json that decide whether a layer has such a tensor."""
         found = ["model_type"]
         for field, spec, names in variants():

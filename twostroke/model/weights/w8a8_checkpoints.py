@@ -62,7 +62,7 @@ def row_scales(
     return np.broadcast_to(values.reshape(-1, 1), (rows, 1))
 
 
-def dequantise_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
+def dequantize_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
     values = E4M3_VALUES[bits] if type == "fp8" else bits.view(np.int8).astype(np.float32)
     grouped = values.reshape(len(bits), scales.shape[1], -1)
     found: Floats = (grouped * scales[:, :, None]).reshape(bits.shape)
