@@ -115,13 +115,14 @@ def _part_text(part: Any, where: str) -> str:
     part_type = part.get("type") if isinstance(part, Mapping) else None
     if part_type not in TEXT_PARTS:
         raise RequestError(
-            f"{where}: parts of the type {part_type!r} are not supported; this model reads text only, "
-            "given as {'type': 'text', 'text': ...}."
+            f"{where}: parts of the type {part_type!r} are not supported; this model reads text "
+            "only, given as {'type': 'text', 'text': ...}."
         )
     text = part.get(TEXT_PARTS[part_type])
     if not isinstance(text, str):
         raise RequestError(
-            f"{where}: a part of the type {part_type!r} needs its text in {TEXT_PARTS[part_type]!r}."
+            f"{where}: a part of the type {part_type!r} needs its text in "
+            f"{TEXT_PARTS[part_type]!r}."
         )
     return text
 

@@ -142,7 +142,7 @@ class ChatTemplate:
                 "if there are any."
             ) from None
 
-    # ── the message shapes that this template reads ────────────────────────────────────────────────
+    # ── the message shapes that this template reads ───────────────────────────────────────────────
 
     def _shaped(self, messages: Messages) -> Messages:
         shaped = []

@@ -10,8 +10,8 @@ Most vocabularies allow a table from an id to its text:
   of raw bytes as a whole: text if the run is UTF-8, otherwise one `�` per byte. Therefore the run
   is held until it ends.
 
-Any other decoder decodes a short window of ids. The result is exact unless an id changes the text of
-earlier ids, as an invalid byte after valid ones may.
+Any other decoder decodes a short window of ids. The result is exact unless an id changes the text
+of earlier ids, as an invalid byte after valid ones may.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class PieceDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """A detokenizer for any decoder: the text of a few ids with the new id, less the text without."""
+    """A detokenizer for any decoder: the text of a few ids with the new id, less the text
+    without."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, hidden: frozenset[int], after: Sequence[int]
@@ -192,7 +193,8 @@ class TokenTable:
 
     @cached_property
     def is_sentencepiece(self) -> bool:
-        """Return whether the decoder replaces `▁`, decodes bytes, joins, and may drop a first space."""
+        """Return whether the decoder replaces `▁`, decodes bytes, joins, and may drop a first
+        space."""
         mark_to_space = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
         steps = [mark_to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
         return self._steps[:3] == steps and (self._strips or len(self._steps) == 3)
@@ -227,7 +229,8 @@ def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """Return the decoder's steps in the form of tokenizer.json, a sequence unrolled."""
     if tokenizer.decoder is None:
         return []
-    # The pickle state is this JSON. Serialising the whole tokenizer would write the vocabulary, too.
+    # The pickle state is this JSON. Serialising the whole tokenizer would write the vocabulary,
+    # too.
     config = json.loads(tokenizer.decoder.__getstate__())
     return config["decoders"] if config["type"] == "Sequence" else [config]
 

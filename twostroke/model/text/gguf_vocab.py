@@ -21,8 +21,8 @@ ADVICE: Final = (
     "Give a tokenizer.json of the model instead: --tokenizer FOLDER, or use another GGUF."
 )
 
-# Known tokens have up to some hundred characters (runs of spaces), 7 on average. Finding all ways to
-# split a SentencePiece token in two takes the square of its length.
+# Known tokens have up to some hundred characters (runs of spaces), 7 on average. Finding all ways
+# to split a SentencePiece token in two takes the square of its length.
 MAX_TOKEN_CHARS: Final = 1024
 MAX_PIECES_CHARS: Final = 1 << 23  # of all tokens together
 MAX_TEMPLATE_CHARS: Final = 1 << 20

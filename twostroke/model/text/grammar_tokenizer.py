@@ -1,11 +1,11 @@
 """A model's tokenizer for llguidance: the bytes of every token, and the tokens of a text.
 
-llguidance can read a tokenizer.json itself. Then it treats every added token that looks like `<tag>`
-as special, although the tokenizer finds this token in ordinary text, and no output could match a
-grammar with the tag in a literal. Here the flag `special` of tokenizer.json counts. An added token
-without the flag (Qwen's `<tool_call>`) is text like any other token. A special token is not text: if
-a grammar requires its text, the text is written with ordinary tokens, because special tokens are
-removed from the answer. This module does not import torch.
+llguidance can read a tokenizer.json itself. Then it treats every added token that looks like
+`<tag>` as special, although the tokenizer finds this token in ordinary text, and no output could
+match a grammar with the tag in a literal. Here the flag `special` of tokenizer.json counts. An
+added token without the flag (Qwen's `<tool_call>`) is text like any other token. A special token is
+not text: if a grammar requires its text, the text is written with ordinary tokens, because special
+tokens are removed from the answer. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ class GrammarTokenizer:
         self.longest_first: Callable[[str], list[int]] | None = None  # set by `make_tokenizer`
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text. If a normaliser changes the text, choose the longest matching
-        tokens one after another instead."""
+        """Return the tokens of a text. If a normaliser changes the text, choose the longest
+        matching tokens one after another instead."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         same = b"".join([self.tokens[n] for n in ids]) == text.encode()
         return ids if same or self.longest_first is None else self.longest_first(text)
 
 
 def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
-    """Return the tokenizer for `compile_grammar`. `end_ids` end a text where the grammar may end."""
+    """Return the tokenizer for `compile_grammar`. `end_ids` end a text where the grammar may
+    end."""
     from llguidance import LLTokenizer
 
     ours: Any = GrammarTokenizer(tokenizer_json, end_ids)

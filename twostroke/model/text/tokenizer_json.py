@@ -55,9 +55,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     _check_surroundings(Fields(f"{path}: post_processor", content))
     backend, problem = _build(data)
     if backend is None:
-        raise ModelError(
-            f"{path}: cannot be read as a tokenizer: {_unreadable_section(content)} ({problem}). {ADVICE}"
-        )
+        section = _unreadable_section(content)
+        raise ModelError(f"{path}: cannot be read as a tokenizer: {section} ({problem}). {ADVICE}")
     try:
         backend.encode("")  # runs the post-processor
     except BaseException as error:
@@ -225,7 +224,8 @@ def _check_surroundings(fields: Fields) -> None:
 
 
 def _steps(fields: Fields, part: str, steps_key: str) -> list[dict[str, Any]]:
-    """Return the steps of a section, nested sequences unrolled. The library refuses invalid steps."""
+    """Return the steps of a section, nested sequences unrolled. The library refuses invalid
+    steps."""
     pending: list[Any] = [fields.value(part)]
     steps: list[dict[str, Any]] = []
     while pending and len(steps) <= MAX_STEPS:

@@ -42,7 +42,7 @@ class GGUFWeights:
         return dequantize(matrix.rows, matrix.type, matrix.shape)
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
-        """A matrix in its blocks: a read-only view of the file, or a copy if rows had to move."""
+        """Return a matrix in blocks: a read-only view of the file, or a copy of reordered rows."""
         info, place = self._info(name), self._places[name]
         shape = place.part(info.shape)
         if len(shape) != 2:
