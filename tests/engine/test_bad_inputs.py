@@ -222,12 +222,12 @@ def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], s
         (
             {"max_num_batched_tokens": 5, "max_num_seqs": 6},
             "max_num_batched_tokens 5 is below max_num_seqs 6: a step must have a token for every "
-            "running request; raise the first or lower the second",
+            "running request; raise max_num_batched_tokens or lower max_num_seqs",
         ),
         (
             {"itl_slo_ms": 50, "enable_chunked_prefill": False},
-            "itl_slo_ms is kept by cutting prompts in chunks, but enable_chunked_prefill is False; "
-            "leave out one of them",
+            "itl_slo_ms needs prompts that are prefilled in chunks, but enable_chunked_prefill is "
+            "False; leave out one of them",
         ),
         (
             {"skip_tokenizer_init": True, "tokenizer": "elsewhere"},
@@ -241,7 +241,7 @@ def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], s
                 "num_gpu_blocks_override": 64,
             },
             "without chunked prefill a prompt runs in one step, but max_num_batched_tokens 16 is "
-            "below max_model_len 256; raise the first, lower the second, or set "
+            "below max_model_len 256; raise max_num_batched_tokens, lower max_model_len, or set "
             "enable_chunked_prefill=True",
         ),
         (

@@ -29,7 +29,7 @@ from twostroke.measure.quality.quality import phase_difference
 from twostroke.model.formats.registry import weight_formats
 from twostroke.model.torch.decoder import Decoder
 from twostroke.request import EngineRequest, SamplingParams
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
 from twostroke.sched.step import SchedulerConfig
 
 REFERENCE = {"device": "cpu", "kernels": "reference"}
@@ -245,7 +245,7 @@ def test_what_a_phase_does_not_say_is_said_for_both(
     found = (config.quantization, config.prefill_quantization, config.decode_quantization)
     assert found == settled
     assert config.phases_differ == (settled[1] is not None)
-    assert config.of_phase("prefill") == EngineConfig(
+    assert config.for_phase("prefill") == EngineConfig(
         quantization=given.get("prefill_quantization") or given.get("quantization")
         if settled != (None, None, None)
         else None

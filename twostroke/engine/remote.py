@@ -40,7 +40,7 @@ from twostroke.model.text.model_text import chat_template_source, open_tokenizer
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
 

@@ -213,8 +213,8 @@ def test_both_phases_formats_are_made_with_it(folder: Path, text: Path) -> None:
     llm = tiny_llm(folder, **REFERENCE, **both, calibration=text)
     assert llm.engine.info().weights == "prefill fp8 + decode int4, from float32"
     config = EngineConfig(decode_quantization="int4", calibration=str(text))
-    assert config.of_phase("decode").calibration == str(text)
-    assert config.of_phase("prefill").calibration is None
+    assert config.for_phase("decode").calibration == str(text)
+    assert config.for_phase("prefill").calibration is None
 
 
 # ── the text ────────────────────────────────────────────────────────────────────────────────

@@ -16,11 +16,11 @@ from tests.model.text.template_styles import HERMES, STYLES
 from twostroke.engine.input_processor import InputProcessor, ModelLimits
 from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
 from twostroke.errors import ModelError, RequestError
-from twostroke.limited import Limits
 from twostroke.model.text.chat_messages import read_messages
 from twostroke.model.text.chat_template import ChatTemplate
 from twostroke.model.text.template_source import NAMED_TEMPLATES, choose_template
 from twostroke.model.text.tokenizer import Tokenizer
+from twostroke.sandbox import Limits
 
 CHATML = """\
 {% for message in messages %}

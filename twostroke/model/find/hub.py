@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from twostroke import environment
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, ModelError, nearest
 from twostroke.model.find import hf_hub
@@ -123,14 +124,14 @@ def check_path(model: str) -> None:
 
 def cache_dir() -> Path:
     """Return the cache folder, which the user may delete. TWOSTROKE_CACHE moves it."""
-    if chosen := os.environ.get("TWOSTROKE_CACHE"):
+    if chosen := environment.cache_folder():
         return Path(os.path.abspath(os.path.expanduser(chosen)))
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+        base = environment.local_app_data() or "~/AppData/Local"
     elif sys.platform == "darwin":
         base = "~/Library/Caches"
     else:
-        base = os.environ.get("XDG_CACHE_HOME", "")
+        base = environment.xdg_cache_home()
         if not os.path.isabs(base):  # the XDG specification says to ignore a relative path
             base = "~/.cache"
     base = os.path.expanduser(base)
