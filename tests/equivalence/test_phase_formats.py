@@ -117,7 +117,7 @@ def test_a_step_is_computed_in_its_phases_format(
 
 
 class SeenNorms(Kernels):
-    """What the norms behind attention and MLP are quantised to, in turn."""
+    """The formats that the norms after attention and MLP quantise to, in order."""
 
     def __init__(self) -> None:
         self.types: list[torch.dtype | None] = []

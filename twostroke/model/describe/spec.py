@@ -299,7 +299,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer. Norms sit before attention and MLP, after them (before the residual), or both.
+    """A layer. Norms are before attention and MLP, after them (before the residual), or both.
     `parallel`: the MLP reads the input of attention, through the same norm or (`two_norms`) its
     own.
     """

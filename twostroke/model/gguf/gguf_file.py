@@ -80,7 +80,7 @@ class TensorInfo:
 
 
 class _OpenFile(NamedTuple):
-    """One file of a model."""
+    """A file of a model."""
 
     path: Path
     metadata: dict[str, Any]
@@ -138,7 +138,7 @@ def _read_split(first: _OpenFile, count: int) -> list[_OpenFile]:
         raise ModelError(
             f"{first.path}: is one of {count} parts of a split GGUF (split.count), which are found "
             f"by their names: the first is to be called NAME-00001-of-{count:05}.gguf, and the "
-            "others stand beside it. Give the file the name that it was published under."
+            "others lie beside it. Give the file the name that it was published under."
         )
     paths = [first.path.with_name(name) for name in split_files(first.path.name)]
     if missing := [path.name for path in paths if not path.is_file()]:

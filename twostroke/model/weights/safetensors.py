@@ -351,7 +351,7 @@ class SafetensorsWeights:
             self._open(self._files[tensor]).forget(tensor)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
-        """What lists the tensors, and the file that holds each of them."""
+        """Return the file that lists the tensors, and the file of each tensor."""
         single, index = self._folder / SINGLE, self._folder / INDEX
         if not single.exists() and index.exists():
             return index, self._read_index(index)
