@@ -20,9 +20,9 @@ import numpy as np
 from bench.output import write_result
 from twostroke.config import EngineConfig
 from twostroke.kv.host_pool import HostPool
-from twostroke.model.load import find_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
 from twostroke.model.native_decoder import NativeDecoder, Packing, default_threads
-from twostroke.model.opened import open_model
 
 BLOCK_SIZE = 16
 CONTEXT = 160

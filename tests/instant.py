@@ -22,8 +22,9 @@ from twostroke.engine.core import EngineCore
 from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
 from twostroke.model.describe.cost import cost_model, dense_weight_bytes
-from twostroke.model.load import find_model, open_tokenizer
-from twostroke.model.opened import open_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
+from twostroke.model.text.model_text import open_tokenizer
 from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler

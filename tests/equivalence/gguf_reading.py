@@ -54,7 +54,7 @@ def architecture(config: PreTrainedConfig) -> str:
 
 
 def norm_offset(name: str, config: PreTrainedConfig) -> float:
-    """What converters add to a weight: Gemma's norms multiply by 1 + w, and files hold the sum."""
+    """Return the number that converters add to a weight: files of Gemma hold 1 + w of norms."""
     return float(config.model_type.startswith("gemma") and name.endswith("norm.weight"))
 
 
@@ -65,7 +65,7 @@ def _names(arch: str, num_layers: int) -> gguf.TensorNameMap:
 
 
 def heads_reordered(name: str, config: PreTrainedConfig) -> int:
-    """How many heads a weight has whose rows the converters of this architecture reorder."""
+    """Return the heads of a weight whose rows converters of this architecture reorder, else 0."""
     kinds = ("llama", "smollm3", "granite", "granitemoe", "granitemoehybrid", "mixtral")
     kinds += ("ministral3",)
     if config.model_type not in kinds:

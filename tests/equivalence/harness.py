@@ -49,7 +49,7 @@ class Written:
     num_chunks: int = 0
 
     def gap(self, step: int) -> float:
-        """How far apart the two best logits were."""
+        """Return the distance of the two best logits."""
         _, best, second = self.logprobs[step].logprobs[:3]
         return best - second
 

@@ -109,7 +109,8 @@ def common_difference(ours: Sequence[Written], theirs: Sequence[Written]) -> flo
 
 
 def routing(folder: Path, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of a prompt: whether a layer chooses other experts; the largest difference."""
+    """Return for each row of a prompt whether a layer chooses other experts, and the largest
+    difference."""
     with recorded_routes() as exact:
         plain = write(folder, [prompt], 1, kernels="reference")
     with recorded_routes() as moved, rounded_activations():

@@ -75,7 +75,7 @@ class RecordedKernels(Kernels):
 
 
 class OpRecorder:
-    """What `CudaRecorder` does, on such graphs."""
+    """The work of `CudaRecorder` on such graphs."""
 
     def __init__(self, kernels: RecordedKernels, ranks: Ranks) -> None:
         self._kernels, self._ranks = kernels, ranks

@@ -67,7 +67,7 @@ class RankThreads:
                 self._done.put(error)
 
     def run(self, work: Callable[[Ranks], Any]) -> Any:
-        """What the first rank returns; each of the others does its part meanwhile."""
+        """Return the first rank's result. The other ranks run at the same time."""
         for inbox in self._inboxes:
             inbox.put(work)
         found = work(self.own)

@@ -89,7 +89,7 @@ def test_native_kernels_give_the_same_bits_however_it_is_scheduled(
 
 @needs_native
 def test_native_kernels_give_the_log_probabilities_of_the_reference() -> None:
-    """Of the first token that each prompt is followed by: keys and values are fp16 in one."""
+    """Compares the first token after each prompt, because one backend has fp16 keys and values."""
     for one, other in zip(alone(native(exact=True)), alone(reference()), strict=True):
         assert one.tokens[0] == other.tokens[0]
         assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=0.02)

@@ -730,7 +730,7 @@ def test_a_cached_prefix_gives_the_log_probabilities_of_transformers(
 
 
 def cached_prefix_difference(folder: Path, theirs: PreTrainedModel, **settings: Any) -> float:
-    """Of the log-probabilities that follow a prompt of which all whole blocks are cached."""
+    """Return the difference of log-probabilities after a prompt whose whole blocks are cached."""
     (prompt,) = random_prompts([61], VOCAB)
     llm = open_ours(folder, VOCAB, enable_prefix_caching=True, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=VOCAB)

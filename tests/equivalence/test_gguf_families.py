@@ -379,7 +379,7 @@ def add_latent_settings(writer: gguf.GGUFWriter, config: PreTrainedConfig, split
 
 
 def split_kv_b(values: np.ndarray, config: PreTrainedConfig) -> dict[str, np.ndarray]:
-    """Of each head, what makes keys, transposed, and what makes values."""
+    """Return the key part of each head, transposed, and the value part."""
     heads = values.reshape(config.num_attention_heads, -1, values.shape[1])
     keys, own = np.split(heads, [config.qk_nope_head_dim], axis=1)
     return {"k_b": np.ascontiguousarray(keys.swapaxes(1, 2)), "v_b": np.ascontiguousarray(own)}
@@ -568,7 +568,7 @@ def two_ropes() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Variant:
-    """How transformers describes the model, what the file says of it, and what it must not."""
+    """A model's description for transformers, the metadata of its file, and wrong metadata."""
 
     name: str
     family: type[PreTrainedConfig]

@@ -173,7 +173,7 @@ def test_native_kernels_that_are_exact_write_the_same_after_preemption(name: str
 @needs_native
 @pytest.mark.parametrize("name", MIXES)
 def test_native_kernels_give_the_log_probabilities_of_the_reference(name: str) -> None:
-    """Of the first tokens of prefill and of decode: what is cached is fp16 in one."""
+    """Compares the first tokens of prefill and of decode, because one backend caches fp16."""
     own = native(name, True)
     for prompt, one in zip(PROMPTS, alone(name), strict=True):
         other = run(make_core(own), [prompt], 3)[0]

@@ -19,9 +19,9 @@ from tests.equivalence.rows import Written, random_model, random_prompts, write_
 from twostroke import LLM
 from twostroke.exec.native_executor import NativeExecutor
 from twostroke.kernels import cpu
-from twostroke.model.load import find_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
 from twostroke.model.native_decoder import Packing
-from twostroke.model.opened import open_model
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"

@@ -46,7 +46,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far log-probabilities move between the ways to compute them, and what that leaves."""
+    """The distance of log-probabilities between two computations, and the share compared."""
 
     exact: bool
     moves: float

@@ -117,7 +117,7 @@ def test_a_step_is_computed_in_its_phases_format(
 
 
 class SeenNorms(Kernels):
-    """What the norms behind attention and MLP are quantised to, in turn."""
+    """The formats that the norms after attention and MLP quantise to, in order."""
 
     def __init__(self) -> None:
         self.types: list[torch.dtype | None] = []
@@ -299,4 +299,4 @@ def test_models_that_cannot_have_it_are_refused_by_name(tmp_path: Path) -> None:
     assert "quantised already (fp8); leave both out, or use the unquantised model" in said
     more = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     said = refusal(tiny_folder(tmp_path / "experts", **more), **BOTH)
-    assert "which do not quantise experts as yet; leave both out" in said
+    assert "which do not support experts yet; leave both out" in said

@@ -105,7 +105,7 @@ def threads(
 
 
 class Answers:
-    """What one rank writes, of each model once."""
+    """The texts of one rank, computed once per model."""
 
     def __init__(self, alone: RankThreads) -> None:
         self.of = cache(lambda name: run_model(alone, SPECS[name], Loud(SPECS[name]), greedy))
@@ -262,7 +262,7 @@ def test_a_plan_is_the_same_after_its_way_to_a_rank() -> None:
 
 
 def sources(folder: Path) -> dict[str, tuple[ModelSpec, WeightSource]]:
-    """Of each kind: with rows that are reordered, with several weights in a tensor, quantised."""
+    """Return a source of each kind: reordered rows, several weights in a tensor, quantised."""
     file = GGUFFile.open(default_model_path())
     of_gguf = spec_from_gguf(file)
     phi = CONFIG | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 301}

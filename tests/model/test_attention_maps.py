@@ -25,8 +25,8 @@ from tests.equivalence.rows import random_model, random_prompts
 from twostroke.config import EngineConfig
 from twostroke.errors import RequestError
 from twostroke.model.attention_maps import MAX_TOKENS, attention_maps
-from twostroke.model.load import find_model
-from twostroke.model.opened import open_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
 
 TOLERANCE = 5e-5  # of a probability; the largest difference found is 1.3e-6
 SIZES = {

@@ -542,8 +542,8 @@ def test_a_weight_that_the_dtype_does_not_hold_is_told_apart(folder: Path) -> No
     save_file(tensors, path)
     says = refusal(folder, kernels="reference", dtype="float16")
     assert says == (
-        f"{path}: the tensor '{name}' holds a number that torch.float16 does not; set dtype to "
-        "another."
+        f"{path}: the tensor '{name}' holds a number that torch.float16 cannot represent; "
+        "set another dtype."
     )
 
 

@@ -34,7 +34,7 @@ ORDER = [
     _native, kernels, kernels.cuda
     model, model.fields, model.find, model.gguf, model.describe
     kv.host_pool, kv.device_memory, kv.pool
-    model.text, model.weights, model.load, model.opened, model.formats, model.torch
+    model.text, model.weights, model.load, model.formats, model.torch
     model.native_decoder, model.attention_maps
     sched, observe, exec
     engine, route

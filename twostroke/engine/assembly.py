@@ -17,7 +17,7 @@ from twostroke.kv.cache import GroupLimits
 from twostroke.kv.eviction import SEGMENT_TOKENS, Eviction
 from twostroke.kv.transports import TransportConfig
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.opened import OpenedModel
+from twostroke.model.load import OpenedModel
 from twostroke.sched.step import SchedulerConfig
 
 log = logging.getLogger(__name__)

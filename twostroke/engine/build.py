@@ -26,15 +26,15 @@ from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.model.describe.cost import model_figures
 from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.find.hub import find_model
 from twostroke.model.formats.phase_formats import phase_formats
-from twostroke.model.load import (
+from twostroke.model.load import OpenedModel, open_model
+from twostroke.model.native_decoder import default_threads
+from twostroke.model.text.model_text import (
     chat_template_source,
-    find_model,
     open_tokenizer,
     recommended_sampling,
 )
-from twostroke.model.native_decoder import default_threads
-from twostroke.model.opened import OpenedModel, open_model
 from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
 

@@ -19,8 +19,8 @@ from twostroke.kv.host_pool import HostPool
 from twostroke.kv.transports import NOT_OFFERED, TransportConfig, host_transfer
 from twostroke.model.describe.cost import cost_model
 from twostroke.model.formats.calibration import calibration_windows
+from twostroke.model.load import OpenedModel
 from twostroke.model.native_decoder import Floats, NativeDecoder, Packing, default_threads
-from twostroke.model.opened import OpenedModel
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 

@@ -44,12 +44,12 @@ from twostroke.model.describe.tensor_parallel import (
     rank_parameters,
     rank_spec,
 )
+from twostroke.model.find.hub import find_model
 from twostroke.model.formats.calibration import calibration_windows
 from twostroke.model.formats.phase_formats import PhaseFormats, phase_formats
 from twostroke.model.formats.registry import Format, weight_bytes
-from twostroke.model.load import find_model
+from twostroke.model.load import OpenedModel, open_model
 from twostroke.model.native_decoder import default_threads
-from twostroke.model.opened import OpenedModel, open_model
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.importance import Importance, measure_importance
 from twostroke.observe.startup_timer import StartupTimer

@@ -31,7 +31,8 @@ from twostroke.engine.supervised import (
 )
 from twostroke.engine.wire import Ready
 from twostroke.errors import EngineError
-from twostroke.model.load import chat_template_source, find_model, open_tokenizer
+from twostroke.model.find.hub import find_model
+from twostroke.model.text.model_text import chat_template_source, open_tokenizer
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, FinishReason

@@ -2,10 +2,10 @@
 
     python -m twostroke.model.attention_maps < request.json > head.json + floats
 
-The engine's kernels never hold these probabilities: they are summed up tile by tile. This forward
-reads the same weights, one layer at a time, in floats, in a process of its own that ends when it
-has answered. Engines take no part in it. `ModelSpec` says what is computed; models with latents or
-experts are refused. No torch.
+The engine's kernels never hold these probabilities, because they add them up in tiles. This forward
+reads the same weights, one layer at a time, in fp32, in a process of its own that ends after one
+answer. Engines take no part in it. `ModelSpec` describes the computation. Models with latents or
+experts are refused. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from twostroke.config import EngineConfig
 from twostroke.errors import RequestError, TwostrokeError
 from twostroke.model.describe.rope import query_scales, rope_tables
 from twostroke.model.describe.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
-from twostroke.model.load import find_model
-from twostroke.model.opened import open_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
 from twostroke.model.weights import WeightSource
 
 Floats = npt.NDArray[np.float32]
 
 MAX_TOKENS = 64
-NICE = 10  # of the process: streams come before it
-MAX_PARAMETERS = 2e9  # a forward of more takes too long without an engine's kernels
+NICE = 10  # niceness of the process: decoding streams have priority
+MAX_PARAMETERS = 2e9  # a larger model takes too long without an engine's kernels
 
 
 def attention_maps(spec: ModelSpec, weights: WeightSource, tokens: Sequence[int]) -> list[Floats]:
@@ -68,15 +68,15 @@ class _Forward:
 
     def maps(self, tokens: Sequence[int]) -> list[Floats]:
         spec = self._spec
-        rows = [self._weights.floats("embed", slice(one, one + 1))[0] for one in tokens]
+        rows = [self._weights.floats("embed", slice(token, token + 1))[0] for token in tokens]
         x = np.stack(rows) * np.float32(spec.embed_scale)
         if spec.learned_positions:
             x = x + self._weights.floats("positions", slice(0, self._count))
-        found = []
+        maps = []
         for number, layer in enumerate(spec.layers):
             x, probabilities = self._layer(x, layer, f"layers.{number}.")
-            found.append(probabilities)
-        return found
+            maps.append(probabilities)
+        return maps
 
     def _layer(self, x: Floats, layer: LayerSpec, at: str) -> tuple[Floats, Floats]:
         spec, scale = self._spec, np.float32(self._spec.residual_scale)
@@ -84,8 +84,8 @@ class _Forward:
         normed = self._norm(x, at + "attn_norm") if layer.pre_norm else x
         attended, probabilities = self._attention(normed, layer.attention, at)
         if layer.parallel:
-            other = self._norm(x, at + "mlp_norm") if layer.two_norms else normed
-            return x + scale * (attended + self._mlp(other, layer.mlp, at)), probabilities
+            mlp_input = self._norm(x, at + "mlp_norm") if layer.two_norms else normed
+            return x + scale * (attended + self._mlp(mlp_input, layer.mlp, at)), probabilities
         if layer.post_norm:
             attended = self._norm(attended, at + "attn_post_norm")
         x = x + scale * attended
@@ -96,55 +96,55 @@ class _Forward:
         assert x.shape == (self._count, spec.hidden_size)
         return x + scale * out, probabilities
 
-    def _attention(self, x: Floats, part: AttentionSpec, at: str) -> tuple[Floats, Floats]:
-        heads, kv_heads = part.num_heads, part.num_kv_heads
+    def _attention(self, x: Floats, spec: AttentionSpec, at: str) -> tuple[Floats, Floats]:
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
         q, k, v = (self._linear(x, at + name) for name in "qkv")
-        if part.qk_norm == "full":
+        if spec.qk_norm == "full":
             q, k = self._rms(q, at + "q_norm"), self._rms(k, at + "k_norm")
         q, k, v = (
-            one.reshape(self._count, count, part.head_dim).swapaxes(0, 1)
+            one.reshape(self._count, count, spec.head_dim).swapaxes(0, 1)
             for one, count in ((q, heads), (k, kv_heads), (v, kv_heads))
         )
-        if part.qk_norm == "head":
+        if spec.qk_norm == "head":
             q, k = self._rms(q, at + "q_norm"), self._rms(k, at + "k_norm")
-        q, k = self._rotated(q, part.rope), self._rotated(k, part.rope)
-        scales = query_scales(part.rope, self._count)
+        q, k = self._rotated(q, spec.rope), self._rotated(k, spec.rope)
+        scales = query_scales(spec.rope, self._count)
         if scales is not None:
             q = q * scales[:, None]
-        k, v = np.repeat(k, part.group_size, 0), np.repeat(v, part.group_size, 0)
-        probabilities = self._probabilities(q @ k.swapaxes(1, 2), part, at)
+        k, v = np.repeat(k, spec.group_size, 0), np.repeat(v, spec.group_size, 0)
+        probabilities = self._probabilities(q @ k.swapaxes(1, 2), spec, at)
         attended = (probabilities @ v).swapaxes(0, 1).reshape(self._count, -1)
         return self._linear(attended, at + "o"), probabilities
 
-    def _probabilities(self, scores: Floats, part: AttentionSpec, at: str) -> Floats:
-        scores = scores * np.float32(part.scale)
-        if part.softcap:
-            scores = np.float32(part.softcap) * np.tanh(scores / np.float32(part.softcap))
-        place = np.arange(self._count)
-        back = place[:, None] - place[None, :]
-        seen = (back >= 0) & (back < (part.window or math.inf))
-        scores = np.where(seen, scores, np.float32(-np.inf))
-        most = scores.max(-1, keepdims=True)
-        sink = self._weights.floats(at + "sinks")[:, None, None] if part.sinks else None
+    def _probabilities(self, scores: Floats, spec: AttentionSpec, at: str) -> Floats:
+        scores = scores * np.float32(spec.scale)
+        if spec.softcap:
+            scores = np.float32(spec.softcap) * np.tanh(scores / np.float32(spec.softcap))
+        position = np.arange(self._count)
+        distance = position[:, None] - position[None, :]
+        visible = (distance >= 0) & (distance < (spec.window or math.inf))
+        scores = np.where(visible, scores, np.float32(-np.inf))
+        largest = scores.max(-1, keepdims=True)
+        sink = self._weights.floats(at + "sinks")[:, None, None] if spec.sinks else None
         if sink is not None:
-            most = np.maximum(most, sink)
-        weights = np.exp(scores - most)
+            largest = np.maximum(largest, sink)
+        weights = np.exp(scores - largest)
         total = weights.sum(-1, keepdims=True)
         if sink is not None:
-            total = total + np.exp(sink - most)
-        found: Floats = (weights / total).astype(np.float32)
-        return found
+            total = total + np.exp(sink - largest)
+        probabilities: Floats = (weights / total).astype(np.float32)
+        return probabilities
 
     def _rotated(self, x: Floats, rope: RopeSpec) -> Floats:
-        """The first `rope.dim` channels, turned by the angles of their positions."""
+        """Rotate the first `rope.dim` channels by the angles of their positions."""
         if rope not in self._tables:
             cos, sin = rope_tables(rope, self._spec.max_context)
             self._tables[rope] = cos[: self._count], sin[: self._count]
         cos, sin = self._tables[rope]
         half = rope.dim // 2
         first, second = x[..., :half], x[..., half : rope.dim]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return np.concatenate([*turned, x[..., rope.dim :]], axis=-1)
+        rotated = (first * cos - second * sin, second * cos + first * sin)
+        return np.concatenate([*rotated, x[..., rope.dim :]], axis=-1)
 
     def _mlp(self, x: Floats, mlp: MLPSpec, at: str) -> Floats:
         up = self._linear(x, at + "up")
@@ -188,7 +188,7 @@ def _activated(x: Floats, activation: object) -> Floats:
 
 
 def main() -> None:
-    """Answer the request on stdin: a line of JSON, then the maps as 32-bit floats."""
+    """Answer the request on stdin with a line of JSON and the maps as 32-bit floats."""
     os.nice(NICE)
     out = sys.stdout.buffer
     head: dict[str, Any]

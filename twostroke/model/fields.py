@@ -1,7 +1,7 @@
-"""What a model's files say about it, read with its types and ranges checked.
+"""Fields of a model's files, read with their types and ranges checked.
 
 `Fields` reads config.json, the JSON files around it and the metadata of a GGUF file. Every refusal
-is a `ModelError` that names the file, the field, its value and what was expected.
+is a `ModelError` that names the file, the field, its value and the expected value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from twostroke.errors import ModelError, nearest
 
-MAX_JSON_BYTES: Final = 256 << 20  # tokenizer.json, by far the largest, has a tenth of it
+MAX_JSON_BYTES: Final = 256 << 20  # ten times the largest known file, a tokenizer.json
 REQUIRED: Final[Any] = object()
 
 _SHORT: Final = reprlib.Repr()
@@ -24,12 +24,12 @@ _SHORT.maxlist = _SHORT.maxdict = 4
 
 
 def shown(value: Any) -> str:
-    """A value of a file as a message quotes it: `repr`, but never long."""
+    """Return a short `repr` of a value, for a message."""
     return _SHORT.repr(value)
 
 
 def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
-    """The JSON object in a file; {} if there may be none and there is none."""
+    """Return the JSON object in a file; {} for a missing file with `missing_ok`."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{path}: has more than {MAX_JSON_BYTES} bytes. Fetch it again.")
@@ -50,10 +50,10 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
 
 
 class Fields:
-    """The entries of one object in a file. A null is as if the entry were not there.
+    """The entries of one object in a file. An entry that is null counts as missing.
 
-    Without a default an entry must be there. `low` and `high` are allowed themselves, `above` is
-    not.
+    An entry without a default is required. The bounds `low` and `high` are inclusive, `above` is
+    exclusive.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Fields:
         path: tuple[str, ...] = (),
         switches: dict[tuple[str, ...], Any] | None = None,
     ) -> None:
-        """`where` is the file; `prefix` comes before each field's name in `entries`, which has
-        some under another name, their alias. `path`: the objects of the file that these entries
-        are in. `switches`: fields of two values that have been read, by their paths, with the
-        value that they do not have; all that is made from these fields shares it."""
+        """`where`: the file, for messages. `prefix`: precedes each field's name in `entries`.
+        `aliases`: usual name → name in the file. `path`: the objects of the file around these
+        entries. `switches`: the path of each two-valued field that has been read → its other
+        value. All `Fields` derived from these share `switches`."""
         self.where = where
         self.prefix = prefix
         self.switches = {} if switches is None else switches
@@ -79,32 +79,32 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self.value(name) is not None
 
-    def given_as_null(self, name: str) -> bool:
-        """Whether the entry is there and null, where that says something of its own."""
-        return self.called(name) in self._entries and self.value(name) is None
+    def is_null(self, name: str) -> bool:
+        """Return whether the entry is present and null, for fields where null has a meaning."""
+        return self.name_in_file(name) in self._entries and self.value(name) is None
 
-    def over(self, other: Fields) -> Fields:
-        """These entries with those of `other` in their place where it has any."""
+    def overridden_by(self, other: Fields) -> Fields:
+        """Return these entries, replaced by the entries of `other` where it has them."""
         where = other.where if other._entries else self.where
         entries = {**self._entries, **other._entries}
         return Fields(where, entries, "", self._aliases, self._path, self.switches)
 
     def with_defaults(self, entries: Mapping[str, Any]) -> Fields:
-        """These entries over others, which count where nothing is said, not even null."""
-        named = {self.called(name): value for name, value in entries.items()}
+        """Return these entries with defaults for the missing ones. A null entry is not missing."""
+        named = {self.name_in_file(name): value for name, value in entries.items()}
         entries = {**named, **self._entries}
         return Fields(self.where, entries, self.prefix, self._aliases, self._path, self.switches)
 
     def names(self) -> list[str]:
         return [name for name in self._entries if name.startswith(self.prefix)]
 
-    def called(self, name: str) -> str:
-        """What the file calls a field."""
+    def name_in_file(self, name: str) -> str:
+        """Return the name of a field in the file."""
         return self.prefix + self._aliases.get(name, name)
 
     def value(self, name: str) -> Any:
-        """As it is, unchecked; None if it is not there."""
-        return self._entries.get(self.called(name))
+        """Return the unchecked value of an entry; None if it is missing."""
+        return self._entries.get(self.name_in_file(name))
 
     def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> Any:
         value = self._integer(name, self.value(name), low, high, default)
@@ -128,7 +128,7 @@ class Fields:
         expected = f"a number {bounds}"
         if value is None:
             return self._default(name, default, expected)
-        # NaN is in no range. A bool is an int to Python, but not to whoever wrote the file.
+        # NaN is in no range. Python takes a bool for an int; a file does not.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or value == above:
             self.refuse(name, expected)
@@ -162,16 +162,16 @@ class Fields:
         return value
 
     def nested(self, name: str) -> Fields:
-        """The object in a field, empty if there is none."""
+        """Return the object in a field; an empty one if the field is missing."""
         value = self.value(name)
         if value is not None and not isinstance(value, dict):
             self.refuse(name, "an object")
-        own = self.called(name)
+        own = self.name_in_file(name)
         where, path = f"{self.where}: {own}", (*self._path, own)
         return Fields(where, value or {}, path=path, switches=self.switches)
 
     def items(self, name: str, kind: type | tuple[type, ...], what: str) -> list[Any]:
-        """A list whose every entry is of one kind, empty if there is none."""
+        """Return a list whose entries all have one of the given types; [] if it is missing."""
         value = self.value(name)
         if value is None:
             return []
@@ -182,12 +182,12 @@ class Fields:
 
     def refuse(self, name: str, expected: str, hint: str = "") -> NoReturn:
         raise ModelError(
-            f"{self.where}: {self.called(name)} must be {expected}, not "
+            f"{self.where}: {self.name_in_file(name)} must be {expected}, not "
             f"{shown(self.value(name))}{hint or '.'}"
         )
 
     def _note_switch(self, name: str, other: Any) -> None:
-        self.switches[*self._path, self.called(name)] = other
+        self.switches[*self._path, self.name_in_file(name)] = other
 
     def _integer(self, name: str, value: Any, low: int, high: int, default: Any) -> Any:
         expected = f"a whole number from {low} to {high}"
@@ -199,16 +199,16 @@ class Fields:
 
     def _default(self, name: str, default: Any, expected: str) -> Any:
         if default is REQUIRED:
-            own = " (its model_type's name for it)" if name in self._aliases else ""
+            own = " (the name that this model_type uses)" if name in self._aliases else ""
             raise ModelError(
-                f"{self.where}: has no {self.called(name)}{own}, which must be {expected}. The "
-                "file is incomplete; fetch it again, or use another conversion of the model."
+                f"{self.where}: has no {self.name_in_file(name)}{own}, which must be {expected}. "
+                "The file is incomplete; fetch it again, or use another conversion of the model."
             )
         return default
 
 
 def listed_names(names: Iterable[str]) -> str:
-    """`'a', 'b', 'c' and 4 more`."""
+    """Return `'a', 'b', 'c' and 4 more`."""
     names = list(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(shown, names[:3])) + more

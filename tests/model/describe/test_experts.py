@@ -289,7 +289,7 @@ def test_a_mixtral_in_gguf_is_read_back(used: int, tmp_path: Path) -> None:
 
 
 def test_a_gpt_oss_in_gguf_is_read_back(tmp_path: Path) -> None:
-    """What a file does not say included: the activation, the pattern of windows."""
+    """Also the activation and the pattern of windows, which a file does not contain."""
     expert = MLPSpec(96, ClampedSwiglu(alpha=1.702, limit=7.0), bias=True)
     spec = changed(SPEC, family="gpt-oss", qkv_bias=True, output_bias=True, norm_fp32=True)
     rope = replace(SPEC.layers[0].attention.rope, truncate=False)

@@ -15,8 +15,8 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model.describe.overrides import override_config, override_metadata
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.load import find_model
-from twostroke.model.opened import open_model
+from twostroke.model.find.hub import find_model
+from twostroke.model.load import open_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 

@@ -1,4 +1,4 @@
-"""What the tests of the places that models come from share."""
+"""Helpers of the tests that find models: files to write, and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GGUF = b"GGUF" + bytes(range(256)) * 2000  # what a whole file looks like from o
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
-    """What `resolve` says when it refuses."""
+    """Return the message with which `resolve` refuses."""
     with pytest.raises(ModelError) as caught:
         resolve(*args, **kwargs)
     return str(caught.value)

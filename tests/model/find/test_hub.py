@@ -1,4 +1,4 @@
-"""What a user may call a model, and the files it means."""
+"""Names of models, and the files that they resolve to."""
 
 from __future__ import annotations
 

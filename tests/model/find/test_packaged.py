@@ -227,7 +227,7 @@ def test_a_cached_file_of_wrong_size_that_cannot_be_replaced_is_named(
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / TINY.file_name).write_bytes(b"GGUF")
     message = refusal(None, packaged=TINY, cache=tmp_path)
-    assert "what lies there now has 4 bytes instead of 512,004" in message
+    assert "the file there has 4 bytes instead of 512,004" in message
 
 
 def test_a_python_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:

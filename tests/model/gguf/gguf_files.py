@@ -117,15 +117,15 @@ def random_blocks(block_type: BlockType, num_blocks: int) -> np.ndarray:
 
 def put_scales(blocks: np.ndarray, block_type: BlockType, at: int, scales: np.ndarray) -> None:
     """Write each block's scale, one of those that the type has, at its place."""
-    halves = np.ascontiguousarray(scales, "<f2")
+    fp16 = np.ascontiguousarray(scales, "<f2")
     if block_type == BlockType.MXFP4:  # an exponent alone
         blocks[..., 0] = np.clip(np.frexp(np.abs(scales))[1] + 127, 0, 252)
     elif block_type == BlockType.IQ1_M:  # a nibble in each of four half words
         for n in range(4):
-            nibble = (halves.view("<u2") >> 4 * n & 15).astype(np.uint8)
+            nibble = (fp16.view("<u2") >> 4 * n & 15).astype(np.uint8)
             blocks[..., at + 2 * n + 1] = blocks[..., at + 2 * n + 1] & 15 | nibble << 4
     else:
-        blocks[..., at : at + 2] = halves.view(np.uint8).reshape(*halves.shape, 2)
+        blocks[..., at : at + 2] = fp16.view(np.uint8).reshape(*fp16.shape, 2)
 
 
 def packed_rows(block_type: BlockType, num_rows: int, row_length: int) -> np.ndarray:

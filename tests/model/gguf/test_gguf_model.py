@@ -174,7 +174,7 @@ def test_a_bias_in_one_layer_only_shows_as_missing_in_the_others(tmp_path: Path)
 
 
 def neighbours_from_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """What conversion to the llama architecture does to q and k: channel i of each head's second
+    """Reorder q and k as the conversion to the llama architecture: channel i of each head's second
     half comes to stand right after channel i of its first."""
     heads = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(values.shape)

@@ -18,8 +18,7 @@ from twostroke.engine.rendering import Template, TemplateRenderer, encode_conver
 from twostroke.errors import ModelError, RequestError
 from twostroke.model.text.chat_messages import read_messages
 from twostroke.model.text.chat_template import ChatTemplate
-from twostroke.model.text.template_names import NAMED_TEMPLATES
-from twostroke.model.text.template_source import choose_template
+from twostroke.model.text.template_source import NAMED_TEMPLATES, choose_template
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.sandbox import Limits
 

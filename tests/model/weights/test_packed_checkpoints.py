@@ -289,7 +289,7 @@ def test_experts_of_4_bits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="experts in int4"):
         load_hf_config(tmp_path)
     folder = tiny_folder(tmp_path / "dense", **more)
-    assert "'int4', which does not quantise experts as yet" in refusal(folder, quantization="int4")
+    assert "'int4', which does not support experts yet" in refusal(folder, quantization="int4")
 
 
 @pytest.mark.parametrize("layout", ["gptq, zeros", "compressed, zeros"])

@@ -313,7 +313,7 @@ def test_experts_are_not_quantised_as_yet(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, **more)
     for type in ("fp8", "int8"):
         said = refusal(folder, quantization=type)
-        assert f"'{type}', which does not quantise experts as yet" in said
+        assert f"'{type}', which does not support experts yet" in said
 
 
 def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def find_spec(model: str) -> ModelSpec:
                 raise
             raise ConfigError(f"{path} is not JSON: {error}") from None
     from twostroke.config import EngineConfig
-    from twostroke.model.load import find_model
-    from twostroke.model.opened import open_model
+    from twostroke.model.find.hub import find_model
+    from twostroke.model.load import open_model
 
     try:
         config = EngineConfig(model=model, load_format="dummy")

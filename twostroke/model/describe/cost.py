@@ -1,16 +1,16 @@
-"""FLOPs and bytes of work, from the spec alone: every token in every layer. No torch here.
+"""FLOPs and bytes of work, from the spec alone. This module does not import torch.
 
-Floors, rooflines, the memory plan and the step-time model all count with this file:
+Floors, rooflines, the memory plan and the step-time model use these counts:
 
     linear      2 FLOPs per weight of the layers and token; the head only where it is sampled
     attention   4 FLOPs per query channel and visible position (QKᵀ and PV), layer by layer; latent
                 attention has more channels in decode, and a chunk expands the latents before it
-    bytes       the weights once a step, the keys and values read, those written
-    experts     FLOPs of those that a token goes through, bytes of those that a step's tokens are
+    bytes       the weights once per step, the keys and values read and written
+    experts     FLOPs of the experts of a token, bytes of the experts that a step's tokens are
                 expected to choose (`ExpertsSpec.experts_in_use`)
 
-This is how everyone counts. Our decoders do a little less: what comes after the keys and values of
-the last layer they do for the tokens that are sampled alone.
+Every token counts in every layer, as is usual. Our decoders do a little less: in the last layer
+they compute the part after keys and values for sampled tokens only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NamedTuple
 from twostroke.model.describe.spec import LATENT_EXPANDING, ExpertsSpec, ModelSpec
 from twostroke.plan import PhaseWork
 
-# The matrices of a layer by the stage of the native decoder that multiplies with them.
-PRODUCTS = {
+# A layer's matrix → the stage of the native decoder that multiplies by it.
+STAGES = {
     "q": "qkv",
     "k": "qkv",
     "v": "qkv",
@@ -43,7 +43,7 @@ PRODUCTS = {
 
 
 class Work(NamedTuple):
-    """FLOPs and bytes, of a stage or of one token in it."""
+    """FLOPs and bytes of a stage, or of one token in a stage."""
 
     flops: float = 0.0
     num_bytes: float = 0.0
@@ -53,8 +53,8 @@ class Work(NamedTuple):
 
 
 class ModelFigures(NamedTuple):
-    """A model's size and the costs of a step, in numbers that a page can compute with: those of
-    `CostModel`, without latents and experts. All 0: unknown."""
+    """A model's size and step costs for a web page: numbers of `CostModel`, without latents and
+    experts. All 0: unknown."""
 
     parameters: float = 0.0
     layers: int = 0
@@ -78,15 +78,15 @@ class CostModel:
     layer_weight_bytes: float
     head_weight_bytes: float
     kv_bytes_per_token: float
-    # By stage, of all layers: FLOPs a token, bytes a step, experts aside.
-    products: Mapping[str, Work] = field(default_factory=dict)
-    # Of layers with latents: what decode, in their space, does more for a position it attends to;
-    # and what it takes to expand a position, which a chunk does with those before it.
+    # By stage, all layers, without experts: FLOPs per token, bytes per step.
+    linears: Mapping[str, Work] = field(default_factory=dict)
+    # Layers with latents: the extra FLOPs of decode for each attended position, and the FLOPs to
+    # expand a position, which a chunk does for earlier positions.
     more_flops_per_decode_kv_token: float = 0.0
     expand_flops_per_kv_token: float = 0.0
-    # By stage, of each mixture of experts: FLOPs a token, bytes of all experts.
+    # By stage, for each mixture of experts: FLOPs per token, bytes of all experts.
     experts: Sequence[tuple[ExpertsSpec, str, Work]] = ()
-    # Of steps that only decode, where those read other bytes than steps with prefill.
+    # For steps that only decode, if they read other bytes than steps with prefill.
     decode_only: CostModel | None = None
 
     def of_step(self, prefill_tokens: int) -> CostModel:
@@ -111,16 +111,16 @@ class CostModel:
         return (work.kv_reads + work.tokens) * self.kv_bytes_per_token
 
     def weight_bytes(self, samples: int, tokens: float = math.inf) -> float:
-        """What a step of so many tokens reads of the weights."""
+        """Return the bytes of weights that a step with `tokens` tokens reads."""
         unused = sum(work.num_bytes * _unused(spec, tokens) for spec, _, work in self.experts)
         head = self.head_weight_bytes if samples else 0.0
         return self.layer_weight_bytes - unused + head
 
     def stages(self, prefill: PhaseWork, decode: PhaseWork, samples: int) -> dict[str, Work]:
-        """What the stages of a step do, where that is known."""
+        """Return the work of each stage of a step, where it is known."""
         tokens, read = prefill.tokens + decode.tokens, prefill.kv_reads + decode.kv_reads
         found = {
-            stage: Work(tokens * one.flops, one.num_bytes) for stage, one in self.products.items()
+            stage: Work(tokens * one.flops, one.num_bytes) for stage, one in self.linears.items()
         }
         for spec, stage, one in self.experts:
             used = 1 - _unused(spec, tokens)
@@ -136,16 +136,16 @@ class CostModel:
 
 
 def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: float) -> CostModel:
-    """`weight_bytes`: of each matrix as it is stored, by canonical name."""
+    """Return the costs of a model. `weight_bytes`: canonical name → stored bytes of the matrix."""
     shapes = spec.weight_shapes()
     matrices = [
         name for name, shape in shapes.items() if len(shape) == 2 and name.startswith("layers.")
     ]
     head = "embed" if spec.tie_embeddings else "head"
-    products: dict[str, Work] = {}
+    linears: dict[str, Work] = {}
     experts: dict[tuple[int, str], Work] = {}
     for name in matrices:
-        stage = PRODUCTS[name.rpartition(".")[2]]
+        stage = STAGES[name.rpartition(".")[2]]
         one = Work(2.0 * math.prod(shapes[name]), weight_bytes[name])
         if ".experts." in name:
             number = int(name.split(".")[1])
@@ -155,11 +155,11 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
             one = Work(one.flops * share, one.num_bytes)
             experts[number, stage] = experts.get((number, stage), Work()) + one
         else:
-            products[stage] = products.get(stage, Work()) + one
+            linears[stage] = linears.get(stage, Work()) + one
     mixtures = [(spec.layers[n].mlp, stage, work) for (n, stage), work in experts.items()]
-    works = [*products.values(), *experts.values()]
-    parts = [layer.attention for layer in spec.layers]
-    channels = sum(part.prefill_channels for part in parts)
+    works = [*linears.values(), *experts.values()]
+    attentions = [layer.attention for layer in spec.layers]
+    channels = sum(attention.prefill_channels for attention in attentions)
     expanding = [name for name in matrices if name.rpartition(".")[2] in LATENT_EXPANDING]
     return CostModel(
         flops_per_token=sum(work.flops for work in works),
@@ -168,9 +168,9 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
         layer_weight_bytes=float(sum(weight_bytes[name] for name in matrices)),
         head_weight_bytes=float(weight_bytes[head]),
         kv_bytes_per_token=spec.kv_elements_per_token * kv_itemsize,
-        products=products,
+        linears=linears,
         more_flops_per_decode_kv_token=2.0
-        * (sum(part.decode_channels for part in parts) - channels),
+        * (sum(attention.decode_channels for attention in attentions) - channels),
         expand_flops_per_kv_token=2.0 * sum(math.prod(shapes[name]) for name in expanding),
         experts=tuple(mixtures),  # type: ignore[arg-type]
     )
@@ -178,24 +178,26 @@ def cost_model(spec: ModelSpec, weight_bytes: Mapping[str, float], kv_itemsize: 
 
 def model_figures(spec: ModelSpec, cost: CostModel) -> ModelFigures:
     return ModelFigures(
-        float(spec.num_parameters()),
-        spec.num_layers,
-        spec.layers[0].attention.num_heads,
-        cost.flops_per_token,
-        cost.flops_per_sample,
-        cost.flops_per_kv_token,
-        cost.layer_weight_bytes,
-        cost.head_weight_bytes,
-        cost.kv_bytes_per_token,
+        parameters=float(spec.num_parameters()),
+        layers=spec.num_layers,
+        heads=spec.layers[0].attention.num_heads,
+        flops_per_token=cost.flops_per_token,
+        flops_per_sample=cost.flops_per_sample,
+        flops_per_kv_token=cost.flops_per_kv_token,
+        layer_weight_bytes=cost.layer_weight_bytes,
+        head_weight_bytes=cost.head_weight_bytes,
+        kv_bytes_per_token=cost.kv_bytes_per_token,
     )
 
 
 def ring_bytes(
     spec: ModelSpec, ranks: int, itemsize: int, tokens: int, samples: int, last: int | None = None
 ) -> int:
-    """What a step's collectives count as (`Comm.ring_bytes` in ranks.py), of a model that `ranks`
-    share: each sends (ranks - 1) / ranks of it. `last`: tokens for which the last layer goes on
-    after its keys and values; by default all."""
+    """Return the `Comm.ring_bytes` of a step on `ranks` ranks: each sends (ranks - 1) / ranks of
+    it.
+
+    `last`: tokens that the last layer computes beyond keys and values; by default all.
+    """
     last = tokens if last is None else last
     rows = tokens * (1 + 2 * (spec.num_layers - 1)) + 2 * last  # the embedding, then o and down
     norms = sum(layer.attention.qk_norm == "full" for layer in spec.layers)
@@ -205,10 +207,10 @@ def ring_bytes(
 
 
 def _unused(spec: ExpertsSpec, tokens: float) -> float:
-    """The share of the experts that no token of a step is expected to choose."""
+    """Return the share of the experts that no token of a step is expected to choose."""
     return 1 - spec.experts_in_use(tokens) / spec.num_experts
 
 
 def dense_weight_bytes(spec: ModelSpec, itemsize: int) -> dict[str, float]:
-    """Of a model whose weights are all kept in one type."""
+    """Return the bytes of each weight, for weights that all have one type."""
     return {name: itemsize * math.prod(shape) for name, shape in spec.weight_shapes().items()}

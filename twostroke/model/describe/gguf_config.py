@@ -1,12 +1,12 @@
-"""GGUF metadata → `ModelSpec`. What we cannot run is refused here, by name. No torch.
+"""GGUF metadata → `ModelSpec`. Unsupported models are refused by name. No torch.
 
-An architecture is an entry of ARCHITECTURES: a function that reads its settings, its names for the
-weights, and what of the file it reads that others do not have (docs/ADDING_A_FAMILY.md).
-`gguf_parts.py` has what they share.
+An architecture is an entry of ARCHITECTURES: a function that reads its settings, its tensor names,
+and the settings and tensors that only this architecture reads (docs/ADDING_A_FAMILY.md).
+`gguf_parts.py` has the shared parts.
 
-Where the metadata says nothing (biases, tied embeddings, Llama 3's rope factors), the presence of
-the tensors decides. In the other direction every tensor must have its place in the spec: one that
-is left over belongs to mathematics we would silently leave out.
+For features without metadata (biases, tied embeddings, Llama 3's rope factors), the presence of
+tensors decides. Conversely every tensor must have a place in the spec: an unknown tensor belongs to
+mathematics that would silently be omitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.model.describe import gguf_parts as parts
-from twostroke.model.describe.gguf_parts import Settings
+from twostroke.model.describe.gguf_parts import GGUFSettings
 from twostroke.model.describe.spec import (
     EXPERTS,
     LAYERS,
@@ -37,8 +37,8 @@ from twostroke.model.describe.tensor_names import TensorNames
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf.gguf_file import GGUFFile
 
-# A field of the spec → where the metadata says it, under the architecture's prefix. Of what is not
-# here, the presence of tensors decides.
+# A field of the spec → its metadata key, under the architecture's prefix. For other fields the
+# presence of tensors decides.
 FIELDS = {"num_layers": "block_count", "num_heads": "attention.head_count"}
 FIELDS |= {"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
 FIELDS |= {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
@@ -83,12 +83,12 @@ NAMES = TensorNames(
     },
     layer=_LAYER,
     layer_prefix="blk.{n}.",
-    # As the first conversions of Mixtral have them.
+    # The first conversions of Mixtral.
     otherwise={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
 PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
-# Llama's conversions reorder the rows of q and k; GLM's and Cohere's files have them so.
+# Conversions of Llama reorder the rows of q and k; files of GLM and Cohere have this order anyway.
 LLAMA_NAMES = NAMES.but(rope_neighbours=True)
 GLM4_NAMES = NAMES.but(rope_neighbours=True, gate=_GATE_UP, up=_GATE_UP)
 _QKV_BIAS = "attn_qkv.bias"
@@ -104,30 +104,29 @@ CHATGLM_NAMES = GLM4_NAMES.but(
 FUSED_NAMES = NAMES.but(
     q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
 )
-# What stands before the MLP is called as if it came after attention.
+# The norm before the MLP has the name of a norm after attention.
 POST_ATTENTION_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
 
-def _llama(settings: Settings) -> ModelSpec:
-    """With experts it is Mixtral."""
+def _llama(settings: GGUFSettings) -> ModelSpec:
+    """Llama and others; with experts, Mixtral."""
     spec = _plain(settings)
     if not settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
         return spec
     return with_layers(spec, mlp=parts.experts(settings, "feed_forward_length", normalised=True))
 
 
-def _mistral3(settings: Settings) -> ModelSpec:
-    """Ministral 3 and, of later conversions, Mistral Small 3.1 and 3.2, whose queries have no
-    scales. Readers of the format know that one scale is for as many positions as the original
-    context has."""
+def _mistral3(settings: GGUFSettings) -> ModelSpec:
+    """Ministral 3 and, in later conversions, Mistral Small 3.1 and 3.2, whose queries have no
+    scales. As in llama.cpp, one scale covers as many positions as the original context."""
     beta = parts.multiplier(settings, parts.QUERY_BETA)
     return with_query_scales(_plain(settings), beta, parts.original_context(settings))
 
 
-def _qwen2_moe(settings: Settings) -> ModelSpec:
-    """The width of the shared expert is that of the dense MLP, where files do not say it."""
+def _qwen2_moe(settings: GGUFSettings) -> ModelSpec:
+    """Qwen2-MoE. The default width of the shared expert is that of the dense MLP."""
     experts = parts.experts(settings, normalised=False)
     inner = settings.integer("feed_forward_length", *WIDTH, default=5632)
     width = settings.integer("expert_shared_feed_forward_length", *WIDTH, default=inner)
@@ -136,20 +135,20 @@ def _qwen2_moe(settings: Settings) -> ModelSpec:
     return with_layers(_plain(settings), mlp=experts)
 
 
-def _qwen3_moe(settings: Settings) -> ModelSpec:
-    """Readers of the format know that weights are normalised."""
+def _qwen3_moe(settings: GGUFSettings) -> ModelSpec:
+    """Qwen3-MoE. Routing weights are normalised, which files do not say."""
     experts = parts.experts(settings, normalised=True)
     return with_layers(_plain(settings, qk_norm="head"), mlp=experts)
 
 
-def _olmoe(settings: Settings) -> ModelSpec:
+def _olmoe(settings: GGUFSettings) -> ModelSpec:
     experts = parts.experts(settings, "feed_forward_length", normalised=False)
     return with_layers(_plain(settings, qk_norm="full"), mlp=experts)
 
 
-def _gpt_oss(settings: Settings) -> ModelSpec:
-    """Files do not say that every other layer slides, that yarn is not truncated (llama.cpp does
-    that), nor the activation."""
+def _gpt_oss(settings: GGUFSettings) -> ModelSpec:
+    """gpt-oss. Files do not contain the pattern of windows, the activation, and that yarn is not
+    truncated (llama.cpp truncates it)."""
     experts = parts.experts(settings, normalised=True)
     expert = replace(experts.expert, activation=ClampedSwiglu(), bias=True)
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
@@ -162,21 +161,21 @@ def _gpt_oss(settings: Settings) -> ModelSpec:
     return replace(parts.model(settings, layers, max_context), norm_fp32=True)
 
 
-def _qwen3(settings: Settings) -> ModelSpec:
+def _qwen3(settings: GGUFSettings) -> ModelSpec:
     return _plain(settings, qk_norm="head")
 
 
-def _smollm3(settings: Settings) -> ModelSpec:
-    """Readers of the format know that every fourth layer has no rope."""
+def _smollm3(settings: GGUFSettings) -> ModelSpec:
+    """SmolLM3. Every fourth layer has no rope, which files do not say."""
     spec = _plain(settings)
     return without_rope(spec, range(3, spec.num_layers, 4))
 
 
-def _granite(settings: Settings) -> ModelSpec:
+def _granite(settings: GGUFSettings) -> ModelSpec:
     spec = _plain(settings)
-    if not settings.boolean("rope.scaling.finetuned", True):  # how its files say that it has none
+    if not settings.boolean("rope.scaling.finetuned", True):  # how files mark a model without rope
         spec = without_rope(spec, range(spec.num_layers))
-    # 0 stands for what there is without it.
+    # 0 stands for the default.
     scale = parts.multiplier(settings, parts.ATTENTION_SCALE) or spec.layers[0].attention.scale
     layers = (
         replace(layer, attention=replace(layer.attention, scale=scale)) for layer in spec.layers
@@ -190,89 +189,89 @@ def _granite(settings: Settings) -> ModelSpec:
     )
 
 
-def _granite_moe(settings: Settings) -> ModelSpec:
-    """Granite 3's, and those of 4.0 without mamba layers, which have a shared MLP besides."""
+def _granite_moe(settings: GGUFSettings) -> ModelSpec:
+    """Granite 3 with experts, and Granite 4.0 without mamba layers, which has a shared MLP, too."""
     experts = parts.experts(settings, "feed_forward_length", normalised=True)
     width = settings.integer("expert_shared_feed_forward_length", 0, WIDTH[1], default=0)
     shared = replace(experts.expert, intermediate_size=width) if width else None
     return with_layers(_granite(settings), mlp=replace(experts, shared=shared))
 
 
-def _glm4(settings: Settings) -> ModelSpec:
+def _glm4(settings: GGUFSettings) -> ModelSpec:
     if "rope.dimension_sections" in settings:
         settings.refuse("rope.dimension_sections", "absent in a GLM-4 model without images")
     return with_layers(_plain(settings), post_norm=True)
 
 
-def _exaone4(settings: Settings) -> ModelSpec:
-    """In a model with windows only layers that slide have rope."""
+def _exaone4(settings: GGUFSettings) -> ModelSpec:
+    """EXAONE 4. In a model with windows only layers with a window have rope."""
     spec = _plain(settings, qk_norm="head", period=4)
     windows = [layer.attention.window for layer in spec.layers]
     full = [n for n, window in enumerate(windows) if window is None and any(windows)]
     return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
 
 
-def _command_r(settings: Settings) -> ModelSpec:
+def _command_r(settings: GGUFSettings) -> ModelSpec:
     spec = _with_layer_norms(settings, _plain(settings, period=4, eps=parts.LAYER_NORM_EPS))
     scale = parts.multiplier(settings, "logit_scale") or 1.0
     return replace(with_layers(spec, parallel=True), logit_scale=scale, norm_fp32=True)
 
 
-def _cohere2(settings: Settings) -> ModelSpec:
-    """Only layers that slide have rope."""
+def _cohere2(settings: GGUFSettings) -> ModelSpec:
+    """Command R7B. Only layers with a window have rope."""
     spec = _command_r(settings)
     windows = [layer.attention.window for layer in spec.layers]
     return without_rope(spec, [n for n, window in enumerate(windows) if window is None])
 
 
-def _stablelm(settings: Settings) -> ModelSpec:
-    """The absence of a second norm says that attention and MLP stand side by side: the setting
-    for it is true in all files."""
+def _stablelm(settings: GGUFSettings) -> ModelSpec:
+    """StableLM. The absence of a second norm means that attention and MLP are parallel: the setting
+    is true in all files."""
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
 
 
-def _starcoder2(settings: Settings) -> ModelSpec:
+def _starcoder2(settings: GGUFSettings) -> ModelSpec:
     return _without_gate(settings, "gelu_tanh")
 
 
-def _gptneox(settings: Settings) -> ModelSpec:
-    """Pythia. Files do not say which gelu it is: the one that its models have."""
+def _gptneox(settings: GGUFSettings) -> ModelSpec:
+    """Pythia. Files do not say which gelu: its models have the exact one."""
     spec = _without_gate(settings, "gelu")
     parallel = settings.boolean("use_parallel_residual", True)
     return with_layers(spec, parallel=parallel, two_norms=parallel)
 
 
-def _gpt2(settings: Settings) -> ModelSpec:
+def _gpt2(settings: GGUFSettings) -> ModelSpec:
     spec = _without_gate(settings, "gelu_tanh")
     return replace(without_rope(spec, range(spec.num_layers)), learned_positions=True)
 
 
-def _phi2(settings: Settings) -> ModelSpec:
+def _phi2(settings: GGUFSettings) -> ModelSpec:
     spec = replace(_without_gate(settings, "gelu_tanh"), head_bias=True)
     return with_layers(spec, parallel=True)
 
 
-def _falcon(settings: Settings) -> ModelSpec:
+def _falcon(settings: GGUFSettings) -> ModelSpec:
     spec = with_layers(_without_gate(settings, "gelu"), parallel=True)
     return with_layers(spec, two_norms=settings.in_any_layer("mlp_norm"))
 
 
-def _without_gate(settings: Settings, activation: Activation) -> ModelSpec:
-    """LayerNorms, and an MLP without a gate."""
+def _without_gate(settings: GGUFSettings, activation: Activation) -> ModelSpec:
+    """Return a model with LayerNorms and an MLP without a gate."""
     mlp = replace(parts.mlp(settings, activation), gated=False)
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, mlp=mlp)
 
 
-def _with_layer_norms(settings: Settings, spec: ModelSpec) -> ModelSpec:
+def _with_layer_norms(settings: GGUFSettings, spec: ModelSpec) -> ModelSpec:
     return replace(spec, norm="layer", norm_bias=settings.has_tensor("final_norm_bias"))
 
 
 def _plain(
-    settings: Settings, qk_norm: QKNorm = "none", period: int = 0, eps: str = parts.RMS_NORM_EPS
+    settings: GGUFSettings, qk_norm: QKNorm = "none", period: int = 0, eps: str = parts.RMS_NORM_EPS
 ) -> ModelSpec:
-    """`period`: see `parts.windows`."""
+    """Return a model like Llama. `period`: see `parts.windows`."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     attention = parts.attention(settings, rope, qk_norm)
     mlp = parts.mlp(settings)
@@ -281,12 +280,12 @@ def _plain(
     return parts.model(settings, layers, max_context, eps)
 
 
-def _gemma(settings: Settings) -> ModelSpec:
+def _gemma(settings: GGUFSettings) -> ModelSpec:
     spec = with_layers(_plain(settings), mlp=parts.mlp(settings, "gelu_tanh"))
     return replace(spec, embed_scale=spec.hidden_size**0.5, norm_fp32=True)
 
 
-def _gemma2(settings: Settings) -> ModelSpec:
+def _gemma2(settings: GGUFSettings) -> ModelSpec:
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     theta = parts.theta(settings, "rope.freq_base_swa", rope.theta)
     return _gemma_2_or_3(
@@ -300,8 +299,8 @@ def _gemma2(settings: Settings) -> ModelSpec:
     )
 
 
-def _gemma3(settings: Settings) -> ModelSpec:
-    parts.theta(settings, default=REQUIRED)  # the usual one would be wrong without a word
+def _gemma3(settings: GGUFSettings) -> ModelSpec:
+    parts.theta(settings, default=REQUIRED)  # required: the usual default would be wrong
     rope, _ = parts.rope(settings, parts.heads(settings)[2])
     sliding = RopeSpec(parts.theta(settings, "rope.freq_base_swa"), rope.dim)
     return _gemma_2_or_3(
@@ -316,7 +315,7 @@ def _gemma3(settings: Settings) -> ModelSpec:
 
 
 def _gemma_2_or_3(
-    settings: Settings,
+    settings: GGUFSettings,
     windows: tuple[int | None, ...],
     ropes: tuple[RopeSpec, RopeSpec],
     max_context: int,
@@ -329,8 +328,8 @@ def _gemma_2_or_3(
     sliding, full = ropes
     attention = replace(parts.attention(settings, full), **different)
     if len(windows) == layers_of_27b:
-        # Files do not say the scale. It follows from the size of a head in all models but the
-        # largest, which readers of the format know by its number of layers.
+        # Files do not contain the scale. It follows from the head size in all models but the
+        # largest, which its number of layers identifies, as in llama.cpp.
         hidden: int = settings.integer("embedding_length", *WIDTH)
         attention = replace(attention, scale=(hidden // attention.num_heads) ** -0.5)
     mlp = parts.mlp(settings, "gelu_tanh")
@@ -344,21 +343,21 @@ def _gemma_2_or_3(
     )
 
 
-def _phi3(settings: Settings) -> ModelSpec:
+def _phi3(settings: GGUFSettings) -> ModelSpec:
     head_dim = parts.heads(settings)[2]
     if parts.ROPE_FACTORS_LONG in settings.file.tensors:
         rope, max_context = parts.longrope(settings, head_dim), parts.context(settings)
     else:
         rope, max_context = parts.rope(settings, head_dim)
     attention, mlp = parts.attention(settings, rope), parts.mlp(settings)
-    # A window as long as the context hides nothing.
+    # A window as long as the context has no effect.
     windows = [None if (w or 0) >= max_context else w for w in parts.windows(settings)]
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
     return parts.model(settings, layers, max_context)
 
 
-def _olmo2(settings: Settings) -> ModelSpec:
-    """OLMo 2 and, with windows, OLMo 3: the scaling of rope is that of layers without one."""
+def _olmo2(settings: GGUFSettings) -> ModelSpec:
+    """OLMo 2 and, with windows, OLMo 3, whose rope scaling applies to layers without a window."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     full = parts.attention(settings, rope, qk_norm="full")
     mlp, sliding = parts.mlp(settings), RopeSpec(rope.theta, rope.dim)
@@ -370,8 +369,8 @@ def _olmo2(settings: Settings) -> ModelSpec:
     return replace(spec, norm_fp32=True)
 
 
-def _deepseek2(settings: Settings) -> ModelSpec:
-    """DeepSeek V2, V2-Lite, V3 and R1, and models of their kind."""
+def _deepseek2(settings: GGUFSettings) -> ModelSpec:
+    """DeepSeek V2, V2-Lite, V3, R1 and similar models."""
     attention, max_context = parts.latent_attention(settings)
     dense = parts.mlp(settings)
     mlps: list[MLPSpec | ExpertsSpec] = [dense] * parts.num_layers(settings)
@@ -381,8 +380,8 @@ def _deepseek2(settings: Settings) -> ModelSpec:
     return parts.model(settings, [LayerSpec(attention, mlp) for mlp in mlps], max_context)
 
 
-def _minicpm3(settings: Settings) -> ModelSpec:
-    """Readers of the format know what embedding, residuals and logits are multiplied by."""
+def _minicpm3(settings: GGUFSettings) -> ModelSpec:
+    """MiniCPM3. The factors of embedding, residuals and logits are those of llama.cpp."""
     attention, max_context = parts.latent_attention(settings)
     layers = [LayerSpec(attention, parts.mlp(settings))] * parts.num_layers(settings)
     spec = parts.model(settings, layers, max_context)
@@ -391,22 +390,20 @@ def _minicpm3(settings: Settings) -> ModelSpec:
 
 
 class Architecture(NamedTuple):
-    spec: Callable[[Settings], ModelSpec]
+    spec: Callable[[GGUFSettings], ModelSpec]
     names: TensorNames | Callable[[GGUFFile], TensorNames] = NAMES
-    settings: tuple[str, ...] = ()  # of NEUTRAL_SETTINGS, those that it reads
-    tensors: tuple[str, ...] = ()  # that it reads besides weights
-    copies: tuple[
-        str, ...
-    ] = ()  # endings of tensors that some files have besides, of other weights
+    settings: tuple[str, ...] = ()  # entries of NEUTRAL_SETTINGS that it reads
+    tensors: tuple[str, ...] = ()  # tensors that it reads besides weights
+    copies: tuple[str, ...] = ()  # endings of tensors that are copies of weights in some files
 
 
 def _phi2_names(file: GGUFFile) -> TensorNames:
-    """Conversions of its first release have q, k and v in one tensor."""
+    """Return Phi-2's names. Conversions of its first release have q, k and v in one tensor."""
     return FUSED_NAMES if f"blk.0.{_QKV}" in file.tensors else NAMES
 
 
 def _falcon_names(file: GGUFFile) -> TensorNames:
-    """Where there are two norms (40B), attention has the second."""
+    """Return Falcon's names. In a model with two norms (40B), attention has the second."""
     if "blk.0.attn_norm_2.weight" not in file.tensors:
         return FUSED_NAMES
     norms = {"attn_norm": "attn_norm_2.weight", "attn_norm_bias": "attn_norm_2.bias"}
@@ -419,7 +416,7 @@ _EXPERTS = (parts.EXPERT_COUNT,)
 _ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
 _LATENTS = ("attention.kv_lora_rank", parts.YARN_LOG_MULTIPLIER)
 _SPLIT = (NAMES.layer["k_b"], NAMES.layer["v_b"])
-# SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
+# SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x have the architecture llama
 ARCHITECTURES = {
     "llama": Architecture(_llama, LLAMA_NAMES, _EXPERTS, tensors=(parts.ROPE_FACTORS,)),
     "qwen2moe": Architecture(_qwen2_moe, settings=_EXPERTS, tensors=(parts.ROPE_FACTORS,)),
@@ -460,7 +457,7 @@ ARCHITECTURES = {
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     arch = _architecture(file)
     known = ARCHITECTURES[arch]
-    settings = Settings(file, arch, names_in_gguf(file))
+    settings = GGUFSettings(file, arch, names_in_gguf(file))
     settings.refuse_unsupported(known.settings)
     spec = known.spec(settings)
     _refuse_unknown_tensors(file, spec, known)
@@ -468,7 +465,7 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
 
 
 def names_in_gguf(file: GGUFFile) -> TensorNames:
-    """What the file calls its weights."""
+    """Return the file's tensor names."""
     names = ARCHITECTURES[_architecture(file)].names
     names = names if isinstance(names, TensorNames) else names(file)
     return names.as_stored(file.tensors)

@@ -1,6 +1,6 @@
-"""Parts of a GGUF file's metadata that architectures share: heads, windows, rope and the rest.
+"""Parts of a GGUF file's metadata that architectures share: heads, windows, rope and others.
 
-No architecture is asked for here: what differs between them is an argument.
+No function here tests for an architecture: differences are arguments.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 EXPERT_COUNT = "expert_count"
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = "attn_logit_softcapping", "final_logit_softcapping"
 
-# Settings that not every architecture has, with the values at which they change nothing.
+# Settings of some architectures → their neutral values.
 NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     EXPERT_COUNT: (0,),
     ATTENTION_SOFTCAP: (0,),
@@ -72,7 +72,7 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Settings(Fields):
+class GGUFSettings(Fields):
     """The metadata under the architecture's own prefix."""
 
     def __init__(self, file: GGUFFile, arch: str, names: TensorNames) -> None:
@@ -80,7 +80,7 @@ class Settings(Fields):
         self.file, self.arch, self.tensor_names = file, arch, names
 
     def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> Any:
-        """Some are written once for each layer, and must then be the same in all of them."""
+        """Return an integer. A list with a value per layer must have equal values."""
         value = self.value(name)
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):
@@ -92,7 +92,8 @@ class Settings(Fields):
         return self._integer(name, value, low, high, default)
 
     def refuse_unsupported(self, read: Collection[str]) -> None:
-        """`read` are those that the architecture has."""
+        """Refuse settings with an effect that are not in `read`, the settings of the
+        architecture."""
         for name, neutral in NEUTRAL_SETTINGS.items():
             value = self.value(name)
             if name not in read and value is not None and value not in neutral:
@@ -104,12 +105,13 @@ class Settings(Fields):
         return self.tensor_names.tensor(canonical) in self.file.tensors
 
     def in_any_layer(self, *names: str) -> bool:
-        """One is enough to ask for all: those that are missing show when weights are checked."""
+        """Return whether any layer has one of these tensors. Missing ones show when weights are
+        checked."""
         endings = tuple(f".{self.tensor_names.layer[name]}" for name in names)
         return any(tensor.endswith(endings) for tensor in self.file.tensors)
 
 
-def num_layers(settings: Settings) -> int:
+def num_layers(settings: GGUFSettings) -> int:
     count: int = settings.integer("block_count", *LAYERS)
     num_tensors = len(settings.file.tensors)
     if count > num_tensors:
@@ -121,8 +123,8 @@ def num_layers(settings: Settings) -> int:
     return count
 
 
-def attention(settings: Settings, rope: RopeSpec, qk_norm: QKNorm = "none") -> AttentionSpec:
-    """Of every layer alike: no window, the usual scale; tensors say whether there are biases."""
+def attention(settings: GGUFSettings, rope: RopeSpec, qk_norm: QKNorm = "none") -> AttentionSpec:
+    """Return attention without a window, with the usual scale. Tensors decide on biases."""
     num_heads, num_kv_heads, head_dim = heads(settings)
     return AttentionSpec(
         num_heads,
@@ -136,8 +138,8 @@ def attention(settings: Settings, rope: RopeSpec, qk_norm: QKNorm = "none") -> A
     )
 
 
-def heads(settings: Settings) -> tuple[int, int, int]:
-    """Of queries, of keys and values, and their size."""
+def heads(settings: GGUFSettings) -> tuple[int, int, int]:
+    """Return the number of query heads, of KV heads, and the head size."""
     arch, where = settings.arch, settings.where
     hidden = settings.integer("embedding_length", *WIDTH)
     num_heads = settings.integer("attention.head_count", *HEADS)
@@ -162,9 +164,12 @@ def heads(settings: Settings) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def latent_attention(settings: Settings) -> tuple[AttentionSpec, int]:
-    """And the longest context with the scaling of its rope. In files that have kv_b in two parts,
-    the plain key and value lengths are those of latents, and heads' own end in `_mla`."""
+def latent_attention(settings: GGUFSettings) -> tuple[AttentionSpec, int]:
+    """Return latent attention, and the longest context with its rope scaling.
+
+    In files with a split kv_b, `key_length` and `value_length` refer to latents, and the keys that
+    end in `_mla` to heads.
+    """
     num_heads = settings.integer("attention.head_count", *HEADS)
     hidden = settings.integer("embedding_length", *WIDTH)
     ending = "_mla" if "attention.key_length_mla" in settings else ""
@@ -181,7 +186,7 @@ def latent_attention(settings: Settings) -> tuple[AttentionSpec, int]:
     scale = head_dim**-0.5
     sharpened = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
     if sharpened and turned.kind == "yarn":
-        # In the place of what multiplies cos and sin.
+        # This replaces the factor of cos and sin.
         turned = replace(turned, attention_factor=_attention_factor(settings))
         scale *= (1 + sharpened * math.log(turned.factor)) ** 2
     latent = LatentSpec(
@@ -193,17 +198,17 @@ def latent_attention(settings: Settings) -> tuple[AttentionSpec, int]:
     return AttentionSpec(num_heads, num_heads, head_dim, turned, scale, latent=latent), max_context
 
 
-def mlp(settings: Settings, activation: Activation = "silu") -> MLPSpec:
+def mlp(settings: GGUFSettings, activation: Activation = "silu") -> MLPSpec:
     biased = settings.in_any_layer("gate_bias", "up_bias", "down_bias")
     return MLPSpec(settings.integer("feed_forward_length", *WIDTH), activation, biased)
 
 
-# How a file numbers what the router's products go through; 0 is not said.
+# The file's number of the scoring function; 0: not set.
 SCORING: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: of the chosen alone
 
 
-def deepseek_experts(settings: Settings) -> ExpertsSpec:
-    """Scores are sigmoids with a correction, or (V2) their softmax."""
+def deepseek_experts(settings: GGUFSettings) -> ExpertsSpec:
+    """Return DeepSeek's experts. Scores are sigmoids with a correction, or (V2) a softmax."""
     found = experts(settings, normalised=False, grouped=True)
     routing, count = found.routing, found.num_experts
     groups = settings.integer("expert_group_count", 0, EXPERTS[1], default=1) or 1
@@ -227,15 +232,17 @@ def deepseek_experts(settings: Settings) -> ExpertsSpec:
 
 
 def experts(
-    settings: Settings,
+    settings: GGUFSettings,
     width: str = "expert_feed_forward_length",
     *,
     normalised: bool,
     grouped: bool = False,
 ) -> ExpertsSpec:
-    """`width`: the field that says how wide an expert is. `normalised`: where the file does not
-    say whether the weights of a token's experts add up to one. `grouped`: the caller reads groups
-    of experts and dense layers."""
+    """Return a mixture of experts.
+
+    `width`: the field of an expert's width. `normalised`: the default for whether the weights of a
+    token's experts add up to one. `grouped`: the caller reads groups of experts and dense layers.
+    """
     count = settings.integer(EXPERT_COUNT, *EXPERTS)
     if "expert_used_count" not in settings:
         raise ModelError(
@@ -270,7 +277,7 @@ def experts(
 
 
 def model(
-    settings: Settings, layers: Sequence[LayerSpec], max_context: int, eps: str = RMS_NORM_EPS
+    settings: GGUFSettings, layers: Sequence[LayerSpec], max_context: int, eps: str = RMS_NORM_EPS
 ) -> ModelSpec:
     vocabulary = settings.integer("vocab_size", *VOCABULARY, default=_num_embeddings(settings))
     low, high = NORM_EPS
@@ -285,8 +292,8 @@ def model(
     )
 
 
-def _num_embeddings(settings: Settings) -> Any:
-    """The size of the vocabulary where the metadata does not say it."""
+def _num_embeddings(settings: GGUFSettings) -> Any:
+    """Return the default size of the vocabulary."""
     embedding = settings.file.tensors.get(settings.tensor_names.tensor("embed"))
     if embedding is not None:
         return embedding.shape[0]
@@ -294,14 +301,14 @@ def _num_embeddings(settings: Settings) -> Any:
     return len(tokens) if isinstance(tokens, list) else REQUIRED
 
 
-def multiplier(settings: Settings, name: str) -> float:
-    """What something is multiplied by; 0: nothing is."""
+def multiplier(settings: GGUFSettings, name: str) -> float:
+    """Return a factor; 0: none."""
     factor: float = settings.number(name, high=MULTIPLIER_MAX, default=0.0)
     return factor
 
 
-def softcap(settings: Settings, name: str, default: float) -> float:
-    """0: none."""
+def softcap(settings: GGUFSettings, name: str, default: float) -> float:
+    """Return a softcap; 0: none."""
     cap: float = settings.number(name, high=SOFTCAP_MAX, default=default)
     return cap
 
@@ -309,9 +316,12 @@ def softcap(settings: Settings, name: str, default: float) -> float:
 # Windows
 
 
-def windows(settings: Settings, period: int = 0, default: int = 0) -> tuple[int | None, ...]:
-    """The window of each layer. The pattern says which layers have it: a list, or the period of
-    which the last layer has none (0: all have it)."""
+def windows(settings: GGUFSettings, period: int = 0, default: int = 0) -> tuple[int | None, ...]:
+    """Return the window of each layer.
+
+    The pattern is a list with a value per layer, or a period whose last layer has no window (0: all
+    layers have it).
+    """
     count = num_layers(settings)
     window = settings.integer("attention.sliding_window", 0, CONTEXT[1], default=default)
     if not window:
@@ -331,17 +341,17 @@ def windows(settings: Settings, period: int = 0, default: int = 0) -> tuple[int 
 # Rope
 
 
-def context(settings: Settings) -> int:
+def context(settings: GGUFSettings) -> int:
     positions: int = settings.integer("context_length", *CONTEXT)
     return positions
 
 
-def theta(settings: Settings, name: str = "rope.freq_base", default: Any = 10000.0) -> float:
+def theta(settings: GGUFSettings, name: str = "rope.freq_base", default: Any = 10000.0) -> float:
     base: float = settings.number(name, above=1.0, high=ROPE_THETA_MAX, default=default)
     return base
 
 
-def rope_dim(settings: Settings, head_dim: int) -> int:
+def rope_dim(settings: GGUFSettings, head_dim: int) -> int:
     dim: int = settings.integer("rope.dimension_count", *HEAD_DIM, default=head_dim)
     if dim > head_dim or dim % 2:
         raise ModelError(
@@ -351,8 +361,8 @@ def rope_dim(settings: Settings, head_dim: int) -> int:
     return dim
 
 
-def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
-    """And the longest context with its scaling."""
+def rope(settings: GGUFSettings, head_dim: int) -> tuple[RopeSpec, int]:
+    """Return the rope, and the longest context with its scaling."""
     base, dim = theta(settings), rope_dim(settings, head_dim)
     positions = context(settings)
     low, high = ROPE_FACTOR
@@ -387,8 +397,8 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
         return RopeSpec(base, dim, "linear", factor, original), max_context
     fast = settings.number("rope.scaling.yarn_beta_fast", above=0.0, high=1e6, default=32.0)
     slow = settings.number("rope.scaling.yarn_beta_slow", above=0.0, high=1e6, default=1.0)
-    # The config's mscale_all_dim; its mscale files do not say, and readers take it for 1. (With
-    # latents it means something else: see `latent_attention`.)
+    # The config's mscale_all_dim. Files do not contain its mscale, which llama.cpp takes for 1.
+    # (With latents it has another meaning: see `latent_attention`.)
     all_dim = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
     sharpened = yarn_attention_factor(factor) / yarn_attention_factor(factor, all_dim)
     return RopeSpec(
@@ -403,8 +413,8 @@ def rope(settings: Settings, head_dim: int) -> tuple[RopeSpec, int]:
     ), max_context
 
 
-def longrope(settings: Settings, head_dim: int) -> RopeSpec:
-    """From the two tensors of factors, within the original context and beyond it."""
+def longrope(settings: GGUFSettings, head_dim: int) -> RopeSpec:
+    """Return longrope from its two tensors: factors within the original context and beyond."""
     dim, positions = rope_dim(settings, head_dim), context(settings)
     original = original_context(settings)
     return RopeSpec(
@@ -419,23 +429,23 @@ def longrope(settings: Settings, head_dim: int) -> RopeSpec:
     )
 
 
-def original_context(settings: Settings) -> int:
+def original_context(settings: GGUFSettings) -> int:
     name = "rope.scaling.original_context_length"
     original: int = settings.integer(name, *CONTEXT, default=context(settings))
     return original
 
 
-def _attention_factor(settings: Settings, usual: float = 1.0) -> float:
-    """What multiplies cos and sin. Conversions of yarn write the config's own factor, which takes
-    the place of the usual one."""
+def _attention_factor(settings: GGUFSettings, usual: float = 1.0) -> float:
+    """Return the factor of cos and sin. Conversions of yarn write the config's factor, which
+    replaces the usual one."""
     factor: float = 1.0
     for key, default in (("yarn_attn_factor", usual), ("attn_factor", 1.0)):
         factor *= settings.number(f"rope.scaling.{key}", above=0.0, high=1e3, default=default)
     return factor
 
 
-def _factors(settings: Settings, tensor: str, dim: int) -> tuple[float, ...]:
-    """What divides each frequency, worked out when the model was converted."""
+def _factors(settings: GGUFSettings, tensor: str, dim: int) -> tuple[float, ...]:
+    """Return the divisor of each frequency, computed when the model was converted."""
     info = settings.file.tensors.get(tensor)
     if info is None:
         raise ModelError(

@@ -1,5 +1,5 @@
-"""What a `quantization_config` of compressed-tensors says whatever its format is, and how any of it
-is refused: by its name."""
+"""The fields that every `quantization_config` of compressed-tensors shares, and refusals by
+name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ log = logging.getLogger(__name__)
 
 INSTEAD = "Use the unquantised model, or a GGUF of it."
 
-Kind = TypeVar("Kind")
+Config = TypeVar("Config")
 
 
-def only_kind(fields: Fields, read: Callable[[Fields, Fields], Kind]) -> Kind:
-    """What `read` makes of a group of layers, and of its weights; of several groups, if they
-    agree."""
+def read_single_group(fields: Fields, read: Callable[[Fields, Fields], Config]) -> Config:
+    """Return the configuration that `read` makes of a group of layers and its weights.
+
+    All groups must give the same configuration.
+    """
     for name in ("sparsity_config", "transform_config"):
         if fields.value(name) and fields.nested(name).value("format") != "dense":
             refuse(fields, name, "dense weights are what there is")
@@ -35,7 +37,7 @@ def only_kind(fields: Fields, read: Callable[[Fields, Fields], Kind]) -> Kind:
     return found.pop()
 
 
-def _read(group: Fields, read: Callable[[Fields, Fields], Kind]) -> Kind:
+def _read(group: Fields, read: Callable[[Fields, Fields], Config]) -> Config:
     weights = group.nested("weights")
     if weights.boolean("dynamic", False):
         refuse(weights, "dynamic", "scales of weights are stored")

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` → `ModelSpec`. What we cannot run is refused here, by name."""
+"""A Hugging Face `config.json` → `ModelSpec`. Unsupported models are refused by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from twostroke.model.describe.hf_packed import PackedConfig, packed_config
 from twostroke.model.describe.hf_w8a8 import W8Config, w8_config
 from twostroke.model.describe.overrides import override_config
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import TensorNames, Variant
+from twostroke.model.describe.tensor_names import AlternativeSpec, TensorNames
 from twostroke.model.fields import Fields, read_json, shown
 
 log = logging.getLogger(__name__)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-# A field of the spec → where config.json says it.
+# A field of the spec → its name in config.json.
 FIELDS = {"family": "model_type", "num_layers": "num_hidden_layers", "qk_norm": "model_type"}
 FIELDS |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 FIELDS |= {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
@@ -37,7 +37,7 @@ FIELDS |= {
 def load_hf_config(
     folder: Path, overrides: Mapping[str, Any] | None = None
 ) -> tuple[ModelSpec, dict[str, Any]]:
-    """Return the spec and the settings of config.json, with the overrides in their place."""
+    """Return the spec and the settings of config.json, with the overrides applied."""
     path = folder / "config.json" if folder.is_dir() else folder
     try:
         config = read_json(path)
@@ -62,7 +62,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
         log.warning("%s: images are not supported; only the model's text part is run", where)
     if spec.has_experts and quantized is not None:
         raise ModelError(
-            f"{where}: experts in {quantized.name} (quantization_config) are not supported as yet. "
+            f"{where}: experts in {quantized.name} (quantization_config) are not supported yet. "
             "Use the unquantised model, or a GGUF of it."
         )
     if not spec.has_experts:
@@ -71,13 +71,13 @@ def spec_from_hf(config: Mapping[str, Any], where: str = "config.json") -> Model
 
 
 def names_in_hf(config: Mapping[str, Any]) -> TensorNames:
-    """What the model's files call its weights."""
+    """Return the tensor names of the model's files."""
     names = _family(config, "config.json").names
     return names if isinstance(names, TensorNames) else names(Fields("config.json", config))
 
 
 def quantized_in_hf(config: Mapping[str, Any], where: str) -> W8Config | PackedConfig | None:
-    """How weights are quantised, if they are; refuses what else quantization_config may say."""
+    """Return the quantisation of the weights, or None. Refuse unsupported ones."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     known = method in _family(config, where).quant_methods
@@ -85,14 +85,14 @@ def quantized_in_hf(config: Mapping[str, Any], where: str) -> W8Config | PackedC
 
 
 def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:
-    """A field of the spec → what this config.json calls it."""
+    """Return field of the spec → its name in this config.json."""
     aliases = _family(config, "config.json").aliases
     named = {**dict(zip(aliases, aliases, strict=True)), **FIELDS}
     return {field: aliases.get(name, name) for field, name in named.items()}
 
 
-def variants_in_hf(config: Mapping[str, Any]) -> Iterator[Variant]:
-    """One for each field of two values that the family reads, where it has a model with it."""
+def alternative_specs(config: Mapping[str, Any]) -> Iterator[AlternativeSpec]:
+    """Yield the model with the other value of each two-valued field, where that model exists."""
     where, family = "config.json", _family(config, "config.json")
     fields = Fields(where, config, aliases=family.aliases)
     family.spec(fields)
@@ -100,7 +100,7 @@ def variants_in_hf(config: Mapping[str, Any]) -> Iterator[Variant]:
         other = _with_entry(config, path, value)
         try:
             spec = family.spec(Fields(where, other, aliases=family.aliases))
-            yield Variant(".".join(path), spec, names_in_hf(other))
+            yield AlternativeSpec(".".join(path), spec, names_in_hf(other))
         except ModelError:
             continue
 
@@ -111,7 +111,7 @@ def _with_entry(config: Mapping[str, Any], path: Sequence[str], value: Any) -> d
 
 
 def dtype_of(config: Mapping[str, Any], where: str) -> str:
-    """The type that the weights were trained in, by torch's name for it."""
+    """Return the dtype of the weights, by torch's name."""
     fields = Fields(where, config)
     if "dtype" not in fields and "torch_dtype" not in fields:
         fields = fields.nested("text_config")
@@ -131,7 +131,7 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
-    """What no family has, or not this one."""
+    """Refuse fields that this family does not read."""
     _refuse(fields, family, "kv_lora_rank")
 
 

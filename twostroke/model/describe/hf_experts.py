@@ -1,6 +1,6 @@
-"""Mixtures of experts in a Hugging Face `config.json`: what families share of them.
+"""Mixtures of experts in a Hugging Face `config.json`: the parts that families share.
 
-No family is asked for here: what differs between them is an argument.
+No function here tests for a family: differences are arguments.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from twostroke.model.describe.spec import (
 )
 from twostroke.model.fields import Fields
 
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # all spell the same
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # synonyms
 
 
 def experts(
     fields: Fields, num_experts: int, per_token: int, width: str, width_default: Any, **routing: Any
 ) -> ExpertsSpec:
-    """Experts of `width`, the name of a field. The numbers: where the config does not say it."""
+    """Return experts. `width`: the field of an expert's width. The numbers are defaults."""
     name = next((name for name in COUNTS if name in fields), COUNTS[0])
     count = fields.integer(name, 0, EXPERTS[1], default=num_experts)
     if not count:
@@ -47,8 +47,8 @@ def experts(
 
 
 def in_every(fields: Fields, experts: ExpertsSpec) -> list[MLPSpec | ExpertsSpec]:
-    """The MLP of each layer: experts in every `decoder_sparse_step`-th that is not listed in
-    `mlp_only_layers`, a dense one in the others."""
+    """Return the MLP of each layer: experts in every `decoder_sparse_step`-th layer outside
+    `mlp_only_layers`, else a dense MLP."""
     step = fields.integer("decoder_sparse_step", 1, LAYERS[1], default=1)
     dense = set(fields.items("mlp_only_layers", int, "layer numbers"))
     sparse = [n not in dense and (n + 1) % step == 0 for n in range(parts.num_layers(fields))]
@@ -56,14 +56,14 @@ def in_every(fields: Fields, experts: ExpertsSpec) -> list[MLPSpec | ExpertsSpec
 
 
 def with_mlps(spec: ModelSpec, mlps: Sequence[MLPSpec | ExpertsSpec]) -> ModelSpec:
-    """The same with these MLPs, one for each layer."""
+    """Return the model with these MLPs, one per layer."""
     pairs = zip(spec.layers, mlps, strict=True)
     return replace(spec, layers=tuple(replace(layer, mlp=mlp) for layer, mlp in pairs))
 
 
 def deepseek(fields: Fields, v3: bool) -> list[MLPSpec | ExpertsSpec]:
-    """The MLP of each layer of DeepSeek V2 (and V2-Lite) or V3: the first `first_k_dense_replace`
-    are dense."""
+    """Return the MLP of each layer of DeepSeek V2, V2-Lite or V3. The first `first_k_dense_replace`
+    layers are dense."""
     groups = fields.integer("n_group", *EXPERTS, default=8 if v3 else 1)
     used = fields.integer("topk_group", *EXPERTS, default=4 if v3 else 1)
     methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
@@ -99,7 +99,7 @@ def deepseek(fields: Fields, v3: bool) -> list[MLPSpec | ExpertsSpec]:
 
 
 def _one_of(fields: Fields, name: str, known: Sequence[str]) -> Any:
-    """The first where the config does not say it."""
+    """Return a field, by default the first of `known`. Refuse other values."""
     value = fields.value(name) if name in fields else known[0]
     if value not in known:
         fields.refuse(name, f"one of {', '.join(known)} with this model_type")

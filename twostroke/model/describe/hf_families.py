@@ -1,7 +1,7 @@
-"""The families: a function from a Hugging Face config to a `ModelSpec` for each.
+"""The families: for each a function from a Hugging Face config to a `ModelSpec`.
 
-An entry of FAMILIES is that function and the family's names for the weights
-(docs/ADDING_A_FAMILY.md). `hf_parts.py` has what they share.
+An entry of FAMILIES is this function and the family's tensor names (docs/ADDING_A_FAMILY.md).
+`hf_parts.py` has the shared parts.
 """
 
 from __future__ import annotations
@@ -75,24 +75,25 @@ def _qwen3(fields: Fields) -> ModelSpec:
 
 
 def _ministral(fields: Fields) -> ModelSpec:
-    """Mistral with windows in some layers."""
+    """Ministral 8B: Mistral with windows in some layers."""
     window = parts.window(fields, default=4096)
     usual = parts.FULL if window is None else parts.SLIDING
-    kinds = parts.layer_kinds(fields, [usual] * parts.num_layers(fields))
+    kinds = parts.layer_types(fields, [usual] * parts.num_layers(fields))
     windows = parts.windows(kinds, window)
     return _plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
 
 
-# What the family's own code takes where a config does not describe the rope at all.
+# The default of the family's own code for a config without rope fields.
 MINISTRAL3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0}
 MINISTRAL3_ROPE |= {"original_max_position_embeddings": 16384, "mscale_all_dim": 1.0}
 MINISTRAL3_ROPE |= {"llama_4_scaling_beta": 0.1}
 
 
 def _ministral3(fields: Fields) -> ModelSpec:
-    """Beyond the original context queries are multiplied by a number of their position."""
+    """Ministral 3: beyond the original context, queries have a factor that depends on their
+    position."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
-        fields = fields.over(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
+        fields = fields.overridden_by(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
     window = parts.window(fields, default=None)
     spec = _plain(
         fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
@@ -103,7 +104,7 @@ def _ministral3(fields: Fields) -> ModelSpec:
         qkv_bias=False,
         output_bias=False,
     )
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    given = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
     if "llama_4_scaling_beta" not in given:
         raise ModelError(
             f"{fields.where}: there is no llama_4_scaling_beta in rope_parameters (or, in older "
@@ -130,7 +131,7 @@ def _mistral3(fields: Fields) -> ModelSpec:
 
 
 def _smollm3(fields: Fields) -> ModelSpec:
-    """Every fourth layer has no rope."""
+    """SmolLM3: every fourth layer has no rope."""
     count = parts.num_layers(fields)
     period = fields.integer("no_rope_layer_interval", 1, LAYERS[1], default=4)
     has_rope = [(n + 1) % period != 0 for n in range(count)]
@@ -141,7 +142,7 @@ def _smollm3(fields: Fields) -> ModelSpec:
             fields.refuse("no_rope_layers", expected)
     window = parts.window(fields, None) if fields.boolean("use_sliding_window", False) else None
     usual = [parts.FULL if turns or window is None else parts.SLIDING for turns in has_rope[:count]]
-    kinds = parts.layer_kinds(fields, usual)
+    kinds = parts.layer_types(fields, usual)
     windows = parts.windows(kinds, window)
     fields = fields.with_defaults({"num_key_value_heads": 4})
     spec = _plain(fields, "smollm3", windows, theta=2e6, tied=True)
@@ -151,7 +152,7 @@ def _smollm3(fields: Fields) -> ModelSpec:
 def _granite(
     fields: Fields, family: str = "granite", mlp: MLPSpec | ExpertsSpec | None = None
 ) -> ModelSpec:
-    """Embedding, scores, residuals and logits are multiplied."""
+    """Granite: embedding, scores, residuals and logits have factors."""
     scale = parts.multiplier(fields, "attention_multiplier")
     return replace(
         _plain(fields, family, mlp=mlp, scale=scale),
@@ -166,16 +167,16 @@ def _granite_moe(fields: Fields) -> ModelSpec:
     return _granite(fields, "granitemoe", experts)
 
 
-# The MLP of all tokens is called shared, whether there are experts beside it or not.
+# The dense MLP is called shared, with and without experts.
 GRANITE_HYBRID_ALIASES = {"intermediate_size": "shared_intermediate_size"}
 GRANITE_HYBRID_ALIASES |= {"moe_intermediate_size": "intermediate_size"}
-MAMBA = ("mamba", "linear_attention")  # the same: as published, and as transformers saves it
+MAMBA = ("mamba", "linear_attention")  # synonyms: as published, and as transformers saves it
 
 
 def _granite_moe_hybrid(fields: Fields) -> ModelSpec:
-    """Granite 4.0, of which those run whose layers all have attention."""
+    """Granite 4.0. Only models with attention in all layers are supported."""
     count = parts.num_layers(fields)
-    kinds = parts.layer_kinds(fields, ["mamba"] * count, (*MAMBA, "attention", parts.FULL))
+    kinds = parts.layer_types(fields, ["mamba"] * count, (*MAMBA, "attention", parts.FULL))
     hybrid = sum(kind in MAMBA for kind in kinds)
     if hybrid:
         raise ModelError(
@@ -199,14 +200,14 @@ def _mixtral(fields: Fields) -> ModelSpec:
 
 
 def _qwen2_moe(fields: Fields) -> ModelSpec:
-    """With a shared expert, behind a gate of its own."""
+    """Qwen2-MoE: experts and a gated shared expert."""
     count, window = parts.num_layers(fields), None
     kinds: Sequence[str] = [parts.FULL] * count
     if fields.boolean("use_sliding_window", False):  # else the size says nothing
         window = parts.window(fields, default=4096)
         first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
         usual = [parts.SLIDING if n < first and n % 2 == 0 else parts.FULL for n in range(count)]
-        kinds = parts.layer_kinds(fields, usual)
+        kinds = parts.layer_types(fields, usual)
     normalised = fields.boolean("norm_topk_prob", False)
     experts = hf_experts.experts(
         fields, 60, 4, "moe_intermediate_size", 1408, normalised=normalised
@@ -233,7 +234,7 @@ def _qwen3_moe(fields: Fields) -> ModelSpec:
 
 
 def _olmoe(fields: Fields) -> ModelSpec:
-    """Norms on all of q and of k, and the usual ones before attention and experts."""
+    """OLMoE: norms over all heads of q and of k."""
     parts.refuse_if_given(fields, "clip_qkv")
     normalised = fields.boolean("norm_topk_prob", False)
     experts = hf_experts.experts(fields, 64, 8, "intermediate_size", 2048, normalised=normalised)
@@ -269,7 +270,7 @@ GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_facto
 
 
 def _glm(fields: Fields) -> ModelSpec:
-    """Rope turns half of the channels."""
+    """GLM-4-9B: rope rotates half of the channels."""
     return _plain(
         fields.with_defaults(GLM_DEFAULTS),
         "glm",
@@ -280,7 +281,7 @@ def _glm(fields: Fields) -> ModelSpec:
 
 
 def _glm4(fields: Fields) -> ModelSpec:
-    """GLM-4-0414: as GLM-4, with norms after attention and MLP, too."""
+    """GLM-4-0414: like GLM-4-9B, with norms after attention and MLP, too."""
     return with_layers(replace(_glm(fields), family="glm4"), post_norm=True)
 
 
@@ -295,8 +296,10 @@ def _plain(
     mlp: MLPSpec | ExpertsSpec | None = None,
     **different: Any,
 ) -> ModelSpec:
-    """Llama and those whose attention is `different` in a detail. `windows`: of each layer, if any
-    has one. `theta`, `tied` and `eps`: where the config does not say it."""
+    """Return a model like Llama. `different`: fields of the attention.
+
+    `windows`: the window of each layer. `theta`, `tied` and `eps` are defaults.
+    """
     parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
     rope, max_context = parts.rope(fields, parts.heads(fields)[2], theta)
     attention = replace(parts.attention(fields, rope), **different)
@@ -308,7 +311,7 @@ def _plain(
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """As the family's own code reads its config, absent keys included."""
+    """Return the windows as Qwen's own code reads the config, with its defaults."""
     count = parts.num_layers(fields)
     window = parts.window(fields, default=4096)
     slides = fields.boolean("use_sliding_window", False)
@@ -316,7 +319,7 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     if not slides or window is None:
         return (None,) * count
     usual = [parts.SLIDING if n >= first else parts.FULL for n in range(count)]
-    kinds = parts.layer_kinds(fields, usual)
+    kinds = parts.layer_types(fields, usual)
     return parts.windows(kinds, window)
 
 
@@ -338,12 +341,12 @@ def _gemma(fields: Fields) -> ModelSpec:
 
 
 def _gemma2(fields: Fields) -> ModelSpec:
-    """Every other layer slides; scores and logits are softcapped."""
+    """Gemma 2: windows in every other layer; softcaps on scores and logits."""
     rope, max_context = parts.rope(fields, parts.heads(fields)[2])
     return _gemma_2_or_3(
         fields,
         "gemma2",
-        kinds=parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields))),
+        kinds=parts.layer_types(fields, parts.one_full_in(2, parts.num_layers(fields))),
         ropes={parts.SLIDING: rope, parts.FULL: rope},
         max_context=max_context,
         logit_softcap=parts.softcap(fields, "final_logit_softcapping", 30.0),
@@ -351,21 +354,21 @@ def _gemma2(fields: Fields) -> ModelSpec:
     )
 
 
-# What Gemma 3's own code takes for keys that are absent: configs of the models with images say
-# only what differs from it.
+# The defaults of Gemma 3's own code. Configs of models with images contain only differences.
 GEMMA3_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
 
 
 def _gemma3_text(fields: Fields) -> ModelSpec:
-    """Five layers of six slide, with a rope of their own; norms on q and k take softcaps' place."""
+    """Gemma 3: windows with a rope of their own in five of six layers; norms on q and k instead of
+    softcaps."""
     fields = fields.with_defaults(GEMMA3_DEFAULTS)
     parts.refuse_if_given(fields, "attn_logit_softcapping")
     period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=6)
     return _gemma_2_or_3(
         fields,
         "gemma3_text",
-        kinds=parts.layer_kinds(fields, parts.one_full_in(period, parts.num_layers(fields))),
+        kinds=parts.layer_types(fields, parts.one_full_in(period, parts.num_layers(fields))),
         ropes=_gemma3_ropes(fields),
         max_context=parts.context(fields),  # of the model as it is, its rope scaling included
         logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
@@ -384,7 +387,7 @@ def _gemma3(fields: Fields) -> ModelSpec:
 
 
 def _text_part(fields: Fields, otherwise: str) -> Fields:
-    """Of a model with images."""
+    """Return the fields of the text model in a model with images."""
     if "text_config" not in fields:
         raise ModelError(
             f"{fields.where}: has no text_config, which a model of model_type "
@@ -424,9 +427,9 @@ def _phi3(fields: Fields) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4."""
     parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
     fields = fields.with_defaults({"original_max_position_embeddings": 4096})
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
-    if parts.rope_kind(given) in ("su", "yarn"):  # what longrope was called at first
-        given = given.over(Fields(given.where, {"rope_type": "longrope"}))
+    given = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
+    if parts.rope_kind(given) in ("su", "yarn"):  # earlier names of longrope
+        given = given.overridden_by(Fields(given.where, {"rope_type": "longrope"}))
     head_dim = parts.heads(fields)[2]
     rope, max_context = parts.rope_of(given, fields, head_dim, parts.context(fields))
     window = parts.window(fields, default=None)
@@ -447,21 +450,21 @@ def _olmo2(fields: Fields) -> ModelSpec:
 
 
 def _olmo3(fields: Fields) -> ModelSpec:
-    """Three layers of four slide; the scaling of rope is that of the others."""
+    """OLMo 3: windows in three of four layers; rope scaling in the others."""
     theta = parts.theta(fields, "rope_theta", 500000.0)
     ropes, max_context = parts.two_ropes(fields, theta, theta)
     full = parts.attention(fields, ropes[parts.FULL])
     window = parts.window(fields, default=4096)
     sliding = replace(full, rope=ropes[parts.SLIDING], window=window)
     by_kind = {parts.FULL: full, parts.SLIDING: sliding}
-    kinds = parts.layer_kinds(fields, parts.one_full_in(4, parts.num_layers(fields)))
+    kinds = parts.layer_types(fields, parts.one_full_in(4, parts.num_layers(fields)))
     return _olmo(fields, "olmo3", [by_kind[kind] for kind in kinds], max_context)
 
 
 def _olmo(
     fields: Fields, family: str, attention: Sequence[AttentionSpec], max_context: int
 ) -> ModelSpec:
-    """Norms come after attention and MLP, and on all of q and of k."""
+    """Return a model with norms after attention and MLP, and over all heads of q and of k."""
     parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
     mlp = parts.mlp(fields, parts.activation(fields))
     layers = [
@@ -473,8 +476,8 @@ def _olmo(
 
 
 def _exaone4(fields: Fields) -> ModelSpec:
-    """Norms come after attention and MLP. In a model with windows only layers that slide have
-    rope."""
+    """EXAONE 4: norms after attention and MLP. In a model with windows only layers with a window
+    have rope."""
     count = parts.num_layers(fields)
     window = parts.window(fields, default=4096)
     pattern = fields.value("sliding_window_pattern")
@@ -484,7 +487,7 @@ def _exaone4(fields: Fields) -> ModelSpec:
     else:
         period = fields.integer("sliding_window_pattern", 0, LAYERS[1], default=4)
         usual = parts.one_full_in(period or 1, count)
-    kinds = parts.layer_kinds(fields, [parts.FULL] * count if window is None else usual)
+    kinds = parts.layer_types(fields, [parts.FULL] * count if window is None else usual)
     windows = parts.windows(kinds, window)
     spec = _plain(fields, "exaone4", windows, eps=1e-5, qk_norm="head")
     full = [n for n in range(count) if window is not None and windows[n] is None]
@@ -495,15 +498,15 @@ def _cohere(fields: Fields) -> ModelSpec:
     """Command R."""
     if "model_max_length" in fields:  # what its rope was made for
         longest = fields.integer("model_max_length", *CONTEXT)
-        fields = fields.over(Fields(fields.where, {"max_position_embeddings": longest}))
+        fields = fields.overridden_by(Fields(fields.where, {"max_position_embeddings": longest}))
     return _command_r(fields, "cohere", theta=500000.0)
 
 
 def _cohere2(fields: Fields) -> ModelSpec:
-    """Command R7B and A: three layers of four slide, and only those have rope."""
+    """Command R7B and A: windows in three of four layers, which alone have rope."""
     count, window = parts.num_layers(fields), parts.window(fields, default=4096)
     period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=4)
-    kinds = parts.layer_kinds(fields, parts.one_full_in(period, count))
+    kinds = parts.layer_types(fields, parts.one_full_in(period, count))
     windows = parts.windows(kinds, window)
     spec = _command_r(fields, "cohere2", windows)
     return without_rope(spec, [n for n in range(count) if windows[n] is None])
@@ -515,7 +518,7 @@ def _command_r(
     windows: Sequence[int | None] | None = None,
     theta: float = 10000.0,
 ) -> ModelSpec:
-    """Attention and MLP side by side, behind one LayerNorm without bias."""
+    """Return a model with attention and MLP in parallel behind one LayerNorm without bias."""
     parts.refuse_if_given(fields, "use_qk_norm")
     spec = _plain(fields, family, windows, theta, tied=True, eps=1e-5, eps_name="layer_norm_eps")
     return replace(
@@ -530,7 +533,7 @@ STABLELM_DEFAULTS = {"num_key_value_heads": 32, "partial_rotary_factor": 0.25}
 
 
 def _stablelm(fields: Fields) -> ModelSpec:
-    """LayerNorms with bias; rope turns a quarter of the channels."""
+    """StableLM: LayerNorms with bias; rope rotates a quarter of the channels."""
     parts.refuse_if_given(fields, "qk_layernorm")
     spec = _plain(
         fields.with_defaults(STABLELM_DEFAULTS),
@@ -546,7 +549,7 @@ def _stablelm(fields: Fields) -> ModelSpec:
 
 
 def _starcoder2(fields: Fields) -> ModelSpec:
-    """LayerNorms with bias, and an MLP without a gate."""
+    """StarCoder 2: LayerNorms with bias, and an MLP without a gate."""
     bias, window = fields.boolean("use_bias", True), parts.window(fields, default=None)
     gelu = parts.activation(fields, known={"gelu_pytorch_tanh": "gelu_tanh"})
     spec = _plain(
@@ -563,7 +566,7 @@ def _starcoder2(fields: Fields) -> ModelSpec:
     return replace(spec, norm="layer", norm_bias=True)
 
 
-# What the family's own code takes for keys that are absent; q_lora_rank may be null.
+# The defaults of the family's own code; q_lora_rank may be null.
 DEEPSEEK_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
 DEEPSEEK_DEFAULTS |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
 
@@ -581,7 +584,7 @@ def _deepseek_v3(fields: Fields) -> ModelSpec:
 
 
 def _deepseek(fields: Fields, family: str, v3: bool) -> ModelSpec:
-    """Latent attention, and experts in all but the first layers."""
+    """Return a model with latent attention, and with experts in all but the first layers."""
     count = parts.num_layers(fields)
     attention, max_context = parts.latent_attention(fields.with_defaults(DEEPSEEK_DEFAULTS))
     biased = not v3 and fields.boolean("mlp_bias", False)
@@ -596,13 +599,13 @@ def _deepseek(fields: Fields, family: str, v3: bool) -> ModelSpec:
 
 
 def _minicpm3(fields: Fields) -> ModelSpec:
-    """Latent attention; embedding, residuals and logits are multiplied."""
+    """MiniCPM3: latent attention; embedding, residuals and logits have factors."""
     sizes = {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64}
     sizes |= {"qk_rope_head_dim": 32}
     hidden, count = fields.integer("hidden_size", *WIDTH), parts.num_layers(fields)
     usual = hidden // fields.integer("num_attention_heads", *HEADS)
     if "v_head_dim" not in fields:
-        fields = fields.over(Fields(fields.where, {"v_head_dim": usual}))
+        fields = fields.overridden_by(Fields(fields.where, {"v_head_dim": usual}))
     attention, max_context = parts.latent_attention(fields.with_defaults(sizes))
     mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
     spec = parts.model(fields, "minicpm3", [LayerSpec(attention, mlp)] * count, max_context, True)
@@ -620,7 +623,7 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
     reads: tuple[str, ...] = ()  # fields for which other families are refused
     quant_methods: tuple[str, ...] = ()  # of quantised files that are read
-    images: bool = False  # its models read them, and we do not
+    images: bool = False  # its models read images, which are not supported
 
 
 LATENT = ("kv_lora_rank",)

@@ -1,6 +1,6 @@
 """The families with LayerNorms and MLPs without a gate: GPT-2, GPT-J, GPT-NeoX, Phi and Falcon.
 
-Functions and names as in `hf_families.py`, whose table has them. And gpt-oss.
+gpt-oss is here, too. The table `FAMILIES` of `hf_families.py` refers to these functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from twostroke.model.describe.spec import (
 from twostroke.model.describe.tensor_names import TensorNames
 from twostroke.model.fields import REQUIRED, Fields
 
-# What a family calls a field → the usual name is the key.
+# A field's usual name → the family's name.
 GPT2_ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer"}
 GPT2_ALIASES |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 GPT2_ALIASES |= {"intermediate_size": "n_inner", "hidden_act": "activation_function"}
@@ -45,7 +45,7 @@ GELU: dict[str, Activation] = {"gelu": "gelu"}
 
 
 def gpt2(fields: Fields) -> ModelSpec:
-    """Learned positions in rope's place."""
+    """GPT-2: learned positions instead of rope."""
     parts.refuse_if_given(fields, "add_cross_attention")
     spec = _model(fields, "gpt2", GELU_TANH | GELU, tied=True, qkv_bias=True, output_bias=True)
     if not fields.boolean("scale_attn_weights", True):
@@ -65,10 +65,10 @@ def _with_scales(spec: ModelSpec, scales: list[float]) -> ModelSpec:
 
 
 def gptj(fields: Fields) -> ModelSpec:
-    """Attention and MLP side by side, behind one norm; a bias on the head."""
+    """GPT-J: attention and MLP in parallel behind one norm; a bias on the head."""
     parts.refuse_if_given(fields, "tie_word_embeddings")
     head_dim = parts.heads(fields)[2]
-    default = REQUIRED if fields.given_as_null("rotary_dim") else 64
+    default = REQUIRED if fields.is_null("rotary_dim") else 64
     rotated = fields.integer("rotary_dim", 2, head_dim, default=default)
     if rotated % 2 or rotated > head_dim:
         fields.refuse("rotary_dim", f"even and at most the head's {head_dim} channels")
@@ -78,7 +78,7 @@ def gptj(fields: Fields) -> ModelSpec:
 
 
 def gpt_neox(fields: Fields) -> ModelSpec:
-    """Pythia and GPT-NeoX-20B: side by side, each with a norm, or one after another."""
+    """Pythia and GPT-NeoX-20B: attention and MLP in parallel, each with a norm, or sequential."""
     bias = fields.boolean("attention_bias", True)
     fields = fields.with_defaults({"partial_rotary_factor": 0.25})
     spec = _model(fields, "gpt_neox", GELU | GELU_TANH, qkv_bias=bias, output_bias=bias)
@@ -87,7 +87,7 @@ def gpt_neox(fields: Fields) -> ModelSpec:
 
 
 def phi(fields: Fields) -> ModelSpec:
-    """Phi-1, 1.5 and 2: side by side, behind one norm; a bias on the head."""
+    """Phi-1, 1.5 and 2: attention and MLP in parallel behind one norm; a bias on the head."""
     parts.refuse_if_given(fields, "qk_layernorm", "tie_word_embeddings")
     fields = fields.with_defaults({"partial_rotary_factor": 0.5})
     spec = _model(fields, "phi", GELU_TANH | GELU, qkv_bias=True, output_bias=True)
@@ -101,7 +101,9 @@ def falcon(fields: Fields) -> ModelSpec:
     if not is_new:
         shared = fields.boolean("multi_query", True)
         count = 1 if shared else fields.value("num_attention_heads")
-        fields = fields.over(Fields(fields.where, {fields.called("num_key_value_heads"): count}))
+        fields = fields.overridden_by(
+            Fields(fields.where, {fields.name_in_file("num_key_value_heads"): count})
+        )
     fields = fields.with_defaults({"max_position_embeddings": 2048})
     spec = _model(fields, "falcon", GELU | GELU_TANH, tied=True, mlp_bias=None)
     parallel = is_new or fields.boolean("parallel_attn", True)
@@ -125,8 +127,11 @@ def _model(
     mlp_bias: bool | None = True,
     **different: Any,
 ) -> ModelSpec:
-    """LayerNorms with bias, and an MLP without a gate. The first of `activations` is the usual
-    one; `mlp_bias`: None for as attention has it; `different`: what is of the attention."""
+    """Return a model with biased LayerNorms and an MLP without a gate.
+
+    The first of `activations` is the default. `mlp_bias`: None for the same as in attention.
+    `different`: fields of the attention.
+    """
     rope, max_context = parts.rope(fields, parts.heads(fields)[2])
     attention = replace(parts.attention(fields, rope), **different)
     bias = attention.qkv_bias if mlp_bias is None else mlp_bias
@@ -139,7 +144,7 @@ def _model(
 
 
 def gpt_oss(fields: Fields) -> ModelSpec:
-    """Every other layer slides, and each head has a sink; experts of a clamped activation."""
+    """gpt-oss: windows in every other layer, sinks, and experts with a clamped activation."""
     experts = hf_experts.experts(fields, 128, 4, "intermediate_size", 2880, bias=True)
     clamped = ClampedSwiglu(
         alpha=parts.multiplier(fields, "swiglu_alpha", 1.702),
@@ -150,7 +155,7 @@ def gpt_oss(fields: Fields) -> ModelSpec:
     rope, max_context = parts.rope(fields, parts.heads(fields)[2], default_theta=150000.0)
     bias = fields.boolean("attention_bias", True)
     attention = replace(parts.attention(fields, rope), qkv_bias=bias, output_bias=bias, sinks=True)
-    kinds = parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields)))
+    kinds = parts.layer_types(fields, parts.one_full_in(2, parts.num_layers(fields)))
     windows = parts.windows(kinds, parts.window(fields, default=128))
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
     spec = parts.model(fields, "gpt_oss", layers, max_context, eps=1e-5)

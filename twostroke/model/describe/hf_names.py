@@ -1,4 +1,4 @@
-"""What the files of each family call their weights, in a Hugging Face folder."""
+"""Tensor names of each family in a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for _part in ("gate", "up", "down"):
     _LAYER[f"shared.{_part}"] = f"mlp.shared_experts.{_part}_proj.weight"
 _LAYER |= {"router": "mlp.gate.weight", "router_correction": "mlp.gate.e_score_correction_bias"}
 _LAYER |= {"shared_gate": "mlp.shared_expert_gate.weight"}
-# As transformers holds experts in memory, and saves them if it is not told to undo that.
+# The fused layout of transformers in memory, which it also saves by default.
 _STACKED = dict.fromkeys(("experts.gate", "experts.up"), "mlp.experts.gate_up_proj")
 _STACKED |= {"experts.down": "mlp.experts.down_proj"}
 NAMES = TensorNames(
@@ -125,7 +125,7 @@ STARCODER2_NAMES = NAMES.but(
 
 
 def _biased(**tensors: str) -> dict[str, str]:
-    """Names of weights and, beside them, of their biases."""
+    """Return the names of weights and of their biases."""
     named = {part: f"{tensor}.weight" for part, tensor in tensors.items()}
     return named | {f"{part}_bias": f"{tensor}.bias" for part, tensor in tensors.items()}
 
@@ -177,13 +177,13 @@ FALCON_NAMES = replace(
     grouped_qkv=True,
 )
 FALCON_TWO_NORMS_NAMES = FALCON_NAMES.but(_biased(attn_norm="ln_attn", mlp_norm="ln_mlp"))
-# An expert's biases are named beside its matrices, and not inside of them.
+# An expert's bias has the matrix's name with a suffix.
 _GPT_OSS_LAYER = {"sinks": "self_attn.sinks"} | _biased(router="mlp.router") | _STACKED
 _GPT_OSS_LAYER |= {f"{part}_bias": f"{tensor}_bias" for part, tensor in _STACKED.items()}
 GPT_OSS_NAMES = replace(
     NAMES.but(_GPT_OSS_LAYER), interleaved=True, transposed=tuple(_STACKED), otherwise={}
 )
-# As they were published: in blocks, whose scales are in a tensor of their own.
+# As published: in MXFP4 blocks with their scales in another tensor.
 GPT_OSS_MXFP4_NAMES = replace(
     GPT_OSS_NAMES.but({part: f"{tensor}_blocks" for part, tensor in _STACKED.items()}),
     transposed=(),

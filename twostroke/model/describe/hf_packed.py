@@ -1,4 +1,4 @@
-"""What a config.json says of weights of 4 or 8 bits (`quantization_config`); the rest is refused by
+"""Weights of 4 or 8 bits in config.json (`quantization_config`). Other settings are refused by
 name.
 
     quant_method        layout of the codes                    a group has a zero of its own
@@ -6,7 +6,7 @@ name.
     awq                 `qweight` [in, out / 8], version gemm   if `zero_point`
     compressed-tensors  `weight_packed` [out, in / 8]           unless `symmetric`
 
-Activations stay as they are.
+Activations are not quantised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from twostroke.model.describe.hf_compressed import only_kind, refuse
+from twostroke.model.describe.hf_compressed import read_single_group, refuse
 from twostroke.model.fields import Fields
 
 
@@ -22,17 +22,17 @@ class PackedConfig(NamedTuple):
     layout: str  # gptq, awq, compressed
     bits: int
     group: int  # numbers of a row that share a scale; 0: all of them
-    zeros: bool  # groups have their own
-    zero_shift: int = 0  # what a stored zero lacks
+    zeros: bool  # each group has a zero point
+    zero_shift: int = 0  # added to a stored zero
 
     @property
     def name(self) -> str:
-        """As a message calls it."""
+        """The name for messages."""
         return f"int{self.bits}"
 
 
 def packed_config(config: Mapping[str, Any], where: str) -> PackedConfig | None:
-    """None if the model is not quantised so."""
+    """Return the configuration; None for a model in another format."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return None
@@ -43,7 +43,7 @@ def packed_config(config: Mapping[str, Any], where: str) -> PackedConfig | None:
     if method == "awq":
         return _awq(fields)
     if method == "compressed-tensors" and fields.value("format") == "pack-quantized":
-        return only_kind(fields, _compressed)
+        return read_single_group(fields, _compressed)
     return None
 
 
@@ -67,8 +67,7 @@ def _compressed(group: Fields, weights: Fields) -> PackedConfig:
     if weights.value("type") != "int":
         refuse(weights, "type", "packed weights are of type int")
     if group.value("input_activations"):
-        told = "activations of packed weights stay as they are: leave it out"
-        refuse(group, "input_activations", told)
+        refuse(group, "input_activations", "activations of packed weights stay as they are")
     strategy = weights.value("strategy")
     if strategy not in ("group", "channel"):
         refuse(weights, "strategy", "group and channel are")

@@ -1,6 +1,6 @@
-"""Parts of a Hugging Face `config.json` that families share: heads, windows, rope and the rest.
+"""Parts of a Hugging Face `config.json` that families share: heads, windows, rope and others.
 
-No family is asked for here: what differs between them is an argument.
+No function here tests for a family: differences are arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def num_layers(fields: Fields) -> int:
 
 
 def attention(fields: Fields, rope: RopeSpec) -> AttentionSpec:
-    """Of every layer alike: no window, the usual scale, `attention_bias` on all projections."""
+    """Return attention without a window, with the usual scale and `attention_bias` on all
+    projections."""
     num_heads, num_kv_heads, head_dim = heads(fields)
     biased = fields.boolean("attention_bias", False)
     return AttentionSpec(
@@ -61,19 +62,19 @@ def attention(fields: Fields, rope: RopeSpec) -> AttentionSpec:
 
 
 def heads(fields: Fields) -> tuple[int, int, int]:
-    """Of queries, of keys and values, and their size."""
+    """Return the number of query heads, of KV heads, and the head size."""
     hidden = fields.integer("hidden_size", *WIDTH)
     num_heads = fields.integer("num_attention_heads", *HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", *HEADS, default=num_heads)
     if "head_dim" not in fields and hidden % num_heads:
         raise ModelError(
-            f"{fields.where}: {fields.called('hidden_size')} {hidden} is not a multiple of "
-            f"{fields.called('num_attention_heads')} {num_heads} and no head_dim is given."
+            f"{fields.where}: {fields.name_in_file('hidden_size')} {hidden} is not a multiple of "
+            f"{fields.name_in_file('num_attention_heads')} {num_heads} and no head_dim is given."
         )
     if num_heads % num_kv_heads:
         raise ModelError(
-            f"{fields.where}: {fields.called('num_attention_heads')} {num_heads} is not a multiple "
-            f"of {fields.called('num_key_value_heads')} {num_kv_heads}."
+            f"{fields.where}: {fields.name_in_file('num_attention_heads')} {num_heads} is not a "
+            f"multiple of {fields.name_in_file('num_key_value_heads')} {num_kv_heads}."
         )
     return (
         num_heads,
@@ -83,18 +84,18 @@ def heads(fields: Fields) -> tuple[int, int, int]:
 
 
 def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
-    """Multi-head latent attention, and the longest context with the scaling of its rope."""
+    """Return multi-head latent attention, and the longest context with its rope scaling."""
     refuse_if_given(fields, "attention_bias")
     num_heads = fields.integer("num_attention_heads", *HEADS)
     nope = fields.integer("qk_nope_head_dim", *HEAD_DIM)
-    turned = fields.integer("qk_rope_head_dim", *HEAD_DIM)
-    if turned % 2:
+    rotated = fields.integer("qk_rope_head_dim", *HEAD_DIM)
+    if rotated % 2:
         fields.refuse("qk_rope_head_dim", "even")
-    rope_spec, max_context = rope(fields, turned)
+    rope_spec, max_context = rope(fields, rotated)
     head_dim = nope + rope_spec.dim
     scale = head_dim**-0.5
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
-    all_dim = given.number("mscale_all_dim", high=100.0, default=0.0)
+    rope_fields = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
+    all_dim = rope_fields.number("mscale_all_dim", high=100.0, default=0.0)
     if all_dim and rope_spec.kind != "none":
         scale *= yarn_attention_factor(rope_spec.factor, all_dim) ** 2
     latent = LatentSpec(
@@ -109,19 +110,19 @@ def latent_attention(fields: Fields) -> tuple[AttentionSpec, int]:
 def mlp(
     fields: Fields, activation: Activation = "silu", bias: bool = False, inner: Any = REQUIRED
 ) -> MLPSpec:
-    """`inner`: its width where the config does not say it."""
+    """Return a gated MLP. `inner`: its default width."""
     return MLPSpec(fields.integer("intermediate_size", *WIDTH, default=inner), activation, bias)
 
 
 def activation(
     fields: Fields, name: str = "hidden_act", known: Mapping[str, Activation] = SILU
 ) -> Activation:
-    """The first of `known` where the config does not say it."""
+    """Return the activation, by default the first of `known`."""
     first = next(iter(known))
     value = fields.value(name) if name in fields else first
     if not isinstance(value, str) or value not in known:
         raise ModelError(
-            f"{fields.where}: the activation {shown(value)} ({fields.called(name)}) is not "
+            f"{fields.where}: the activation {shown(value)} ({fields.name_in_file(name)}) is not "
             f"supported with this model_type, only {', '.join(map(repr, known))}."
         )
     return known[value]
@@ -136,8 +137,8 @@ def model(
     eps: float = 1e-6,
     eps_name: str = "rms_norm_eps",
 ) -> ModelSpec:
-    """`tied` and `eps`: what they are where the config does not say it."""
-    default_eps = REQUIRED if fields.given_as_null(eps_name) else eps
+    """Return the model. `tied` and `eps` are defaults."""
+    default_eps = REQUIRED if fields.is_null(eps_name) else eps
     return ModelSpec(
         family=family,
         vocab_size=fields.integer("vocab_size", *VOCABULARY),
@@ -150,25 +151,25 @@ def model(
 
 
 def multiplier(fields: Fields, name: str, default: float = 1.0) -> float:
-    """What something is multiplied by: above 0."""
+    """Return a factor above 0."""
     factor: float = fields.number(name, above=0.0, high=MULTIPLIER_MAX, default=default)
     return factor
 
 
 def softcap(fields: Fields, name: str, default: float) -> float:
-    """0 where there is none, which a config says by null."""
-    if fields.given_as_null(name):
+    """Return a softcap; 0 for null, which means none."""
+    if fields.is_null(name):
         return 0.0
     cap: float = fields.number(name, high=SOFTCAP_MAX, default=default)
     return cap
 
 
 def refuse_if_given(fields: Fields, *names: str) -> None:
-    """What would change the results and has no place in the family's mapping."""
+    """Refuse fields that change the results and that the family's mapping does not support."""
     for name in names:
         if fields.value(name):
             raise ModelError(
-                f"{fields.where}: {fields.called(name)} = {shown(fields.value(name))} is not "
+                f"{fields.where}: {fields.name_in_file(name)} = {shown(fields.value(name))} is not "
                 "supported with this model_type."
             )
 
@@ -177,41 +178,41 @@ def refuse_if_given(fields: Fields, *names: str) -> None:
 
 
 def window(fields: Fields, default: int | None) -> int | None:
-    """`sliding_window`; a config says by null that there is none."""
-    if fields.given_as_null("sliding_window"):
+    """Return `sliding_window`. In a config, null means no window."""
+    if fields.is_null("sliding_window"):
         return None
     size: int | None = fields.integer("sliding_window", 1, CONTEXT[1], default=default)
     return size
 
 
-def layer_kinds(
+def layer_types(
     fields: Fields, otherwise: Sequence[str], known: Collection[str] = (FULL, SLIDING)
 ) -> Sequence[str]:
-    """One of `known` for each layer: `layer_types`, or what the family has without it."""
+    """Return the type of each layer: `layer_types`, or `otherwise` if the field is missing."""
     if "layer_types" not in fields:
         return otherwise
-    kinds = fields.items("layer_types", str, "a text for each layer")
-    if len(kinds) != len(otherwise):
+    types = fields.items("layer_types", str, "a text for each layer")
+    if len(types) != len(otherwise):
         raise ModelError(
-            f"{fields.where}: layer_types has {len(kinds)} entries for {len(otherwise)} layers "
-            f"({fields.called('num_hidden_layers')})."
+            f"{fields.where}: layer_types has {len(types)} entries for {len(otherwise)} layers "
+            f"({fields.name_in_file('num_hidden_layers')})."
         )
-    unknown = sorted(set(kinds) - set(known))
+    unknown = sorted(set(types) - set(known))
     if unknown:
         raise ModelError(
             f"{fields.where}: the layer type {shown(unknown[0])} (layer_types) is not supported "
             "with this model_type."
         )
-    return kinds
+    return types
 
 
-def windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Of each layer, by its kind."""
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+def windows(types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer, by its type."""
+    return tuple(window if layer_type == SLIDING else None for layer_type in types)
 
 
 def one_full_in(period: int, count: int) -> list[str]:
-    """The last of every `period` layers sees everything, the others slide."""
+    """Return layer types: the last of every `period` layers has no window."""
     return [FULL if (n + 1) % period == 0 else SLIDING for n in range(count)]
 
 
@@ -224,17 +225,22 @@ def context(fields: Fields) -> int:
 
 
 def rope(fields: Fields, head_dim: int, default_theta: float = 10000.0) -> tuple[RopeSpec, int]:
-    """Rope from either spelling (`rope_parameters`, or `rope_theta` + `rope_scaling`), and the
-    longest context with its scaling."""
-    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
-    return rope_of(given, fields, head_dim, context(fields), default_theta)
+    """Return the rope and the longest context with its scaling.
+
+    A config has `rope_parameters`, or `rope_theta` and `rope_scaling`.
+    """
+    rope_fields = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
+    return rope_of(rope_fields, fields, head_dim, context(fields), default_theta)
 
 
 def rope_of(
     given: Fields, fields: Fields, head_dim: int, positions: int, default_theta: float = 10000.0
 ) -> tuple[RopeSpec, int]:
-    """`given` is the object that describes the rope; what it does not say, `fields` does."""
-    kind = given.choice(_kind_key(given), ROPE_KINDS, "default")
+    """Return the rope and the longest context. `given`: the object that describes the rope.
+
+    `fields` has the entries that `given` lacks.
+    """
+    kind = given.choice(_type_key(given), ROPE_KINDS, "default")
     smallest = 4 if kind == "dynamic" else 2  # its base is raised to dim / (dim - 2)
     base, dim = _theta_and_dim(given, fields, head_dim, default_theta, smallest)
     if kind == "default":
@@ -261,12 +267,15 @@ def rope_of(
 def two_ropes(
     fields: Fields, theta_sliding: float, theta_full: float
 ) -> tuple[dict[str, RopeSpec], int]:
-    """One for each kind of layer: under `rope_parameters`, or at the top level of older configs;
-    and the longest context with the scaling, which is that of layers that see everything."""
+    """Return the rope of each layer type, and the longest context.
+
+    The ropes are in `rope_parameters`, or at the top level of older configs. The context has the
+    scaling of the layers without a window.
+    """
     head_dim, positions = heads(fields)[2], context(fields)
     given, nothing = fields.nested("rope_parameters"), Fields(fields.where, {})
     sliding = given.nested(SLIDING)
-    full = fields.nested("rope_scaling").over(given.nested(FULL))
+    full = fields.nested("rope_scaling").overridden_by(given.nested(FULL))
     rope, max_context = rope_of(full, nothing, head_dim, positions, theta_full)
     other = rope_of(sliding, nothing, head_dim, positions, theta_sliding)[0]
     return {SLIDING: other, FULL: rope}, max_context
@@ -284,11 +293,11 @@ def original_context(given: Fields, fields: Fields, positions: int) -> int:
 
 
 def rope_kind(given: Fields) -> str | None:
-    kind: str | None = given.string(_kind_key(given), None, longest=64)
+    kind: str | None = given.string(_type_key(given), None, longest=64)
     return kind
 
 
-def _kind_key(given: Fields) -> str:
+def _type_key(given: Fields) -> str:
     return "rope_type" if "rope_type" in given else "type"
 
 
@@ -302,8 +311,8 @@ def _theta_and_dim(
     dim = int(head_dim * partial)
     if dim % 2 or dim < smallest_dim:
         raise ModelError(
-            f"{fields.where}: head_dim {head_dim} × {says.called(name)} {partial:g} must be an "
-            f"even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
+            f"{fields.where}: head_dim {head_dim} × {says.name_in_file(name)} {partial:g} must be "
+            f"an even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
             "given is the usual of the model_type)."
         )
     return base, dim
@@ -316,7 +325,7 @@ def _first(given: Fields, fields: Fields, name: str) -> Fields:
 def _divisors(given: Fields, fields: Fields, name: str, dim: int) -> tuple[float, ...]:
     values = given.items(name, (int, float), "numbers above 0")
     if len(values) != dim // 2 or not all(0 < value < math.inf for value in values):
-        partial = fields.called("partial_rotary_factor")
+        partial = fields.name_in_file("partial_rotary_factor")
         given.refuse(
             name,
             f"a list of {dim // 2} numbers above 0, one for each rotated pair (by model_type, "
@@ -326,8 +335,8 @@ def _divisors(given: Fields, fields: Fields, name: str, dim: int) -> tuple[float
 
 
 def _longrope(given: Fields, fields: Fields, base: float, dim: int, positions: int) -> RopeSpec:
-    """A divisor for each frequency: one list within the original context, another beyond it."""
-    original = original_context(fields, given, positions)  # the top level's word goes first here
+    """Return longrope: a list of frequency divisors within the original context, and one beyond."""
+    original = original_context(fields, given, positions)  # here the top level takes precedence
     factor = given.number("factor", high=ROPE_FACTOR[1], default=positions / original)
     sharpened = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeSpec(

@@ -1,4 +1,4 @@
-"""What a config.json says of weights in fp8 or int8 (`quantization_config`); the rest is refused by
+"""Weights in fp8 or int8 in config.json (`quantization_config`). Other settings are refused by
 name.
 
     quant_method        weights                                   activations
@@ -7,7 +7,7 @@ name.
     compressed-tensors  float of 8 bits: tensor, channel, block   dynamic, static, or none
     compressed-tensors  int of 8 bits: tensor, channel            dynamic, static, or none
 
-Static scales of activations are left out: a token's own scale is nearer to it.
+Static scales of activations are ignored: a scale per token is more precise.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.model.describe.hf_compressed import INSTEAD, only_kind, refuse
+from twostroke.model.describe.hf_compressed import INSTEAD, read_single_group, refuse
 from twostroke.model.fields import Fields, shown
 
 log = logging.getLogger(__name__)
 
-# A format of compressed-tensors → the types that its weights may have, and what we call them.
+# A weight type of compressed-tensors → our name; a format → the weight types that it may have.
 TYPES = {"float": "fp8", "int": "int8"}
 FORMATS = {
     "float-quantized": ("float",),
@@ -34,17 +34,17 @@ STRATEGIES = {"fp8": ("tensor", "channel", "block"), "int8": ("tensor", "channel
 
 class W8Config(NamedTuple):
     type: str = "fp8"  # or int8
-    block: tuple[int, int] | None = None  # rows and columns that share a scale, if they do so
-    weight_only: bool = False  # activations stay as they are
+    block: tuple[int, int] | None = None  # rows and columns that share a scale
+    weight_only: bool = False  # activations are not quantised
 
     @property
     def name(self) -> str:
-        """As a message calls it."""
+        """The name for messages."""
         return self.type
 
 
 def w8_config(config: Mapping[str, Any], where: str) -> W8Config | None:
-    """None if the model is not quantised."""
+    """Return the configuration; None if the model is not quantised."""
     fields = Fields(where, config)
     if not fields.value("quantization_config"):
         return None
@@ -54,7 +54,7 @@ def w8_config(config: Mapping[str, Any], where: str) -> W8Config | None:
         return _plain(fields)
     if method == "compressed-tensors":
         known = FORMATS[fields.choice("format", tuple(FORMATS), "float-quantized")]
-        return only_kind(fields, lambda group, weights: _group(group, weights, known))
+        return read_single_group(fields, lambda group, weights: _group(group, weights, known))
     raise ModelError(
         f"{where}: weights quantised by {shown(method)} (quantization_config) are not supported "
         f"with this model_type: fp8, gptq, awq and compressed-tensors are. {INSTEAD}"
@@ -62,7 +62,7 @@ def w8_config(config: Mapping[str, Any], where: str) -> W8Config | None:
 
 
 def _plain(fields: Fields) -> W8Config:
-    """As vLLM, DeepSeek and Qwen write it."""
+    """Read the layout of vLLM, DeepSeek and Qwen."""
     if fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static":
         _log_static(fields)
     if str(fields.value("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):

@@ -1,4 +1,4 @@
-"""`hf_overrides`: settings of a model that take the place of those in its files.
+"""`hf_overrides`: settings that replace those in a model's files.
 
 The names are those of config.json. For a GGUF file the settings of the rope and the context are
 translated to the metadata's names; a name with a dot is a name of the metadata itself.
@@ -12,7 +12,7 @@ from typing import Any
 from twostroke.errors import ConfigError, shown
 
 ROPE, OLD_ROPE, THETA = "rope_parameters", "rope_scaling", "rope_theta"
-FULL = "full_attention"  # the layers' kind that a scaling is for, where each kind has its own rope
+FULL = "full_attention"  # the layer type that a scaling applies to, if each has its own rope
 TOKENIZER = "tokenizer."
 # config.json's names → the metadata's, under the architecture's prefix.
 IN_GGUF = {
@@ -28,35 +28,34 @@ IN_GGUF = {
 
 
 def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json's settings with the overrides merged in, object by object. Settings of the
-    rope go where this config.json keeps its own, because a config with both spellings is read by
-    one of them."""
-    given = dict(overrides)
-    rope = _rope_settings(given)
+    """Return config.json's settings with the overrides merged in, object by object. Rope
+    settings go where this config.json has its own, because of two spellings only one is read."""
+    remaining = dict(overrides)
+    rope = _rope_settings(remaining)
     own = config.get(ROPE)
     if rope and isinstance(own, dict):
         base = own.get(FULL)
-        given[ROPE] = {FULL: rope} if isinstance(base, dict) else rope
+        remaining[ROPE] = {FULL: rope} if isinstance(base, dict) else rope
     elif rope:
         if THETA in rope:
-            given[THETA] = rope.pop(THETA)
+            remaining[THETA] = rope.pop(THETA)
         if rope:
-            given[OLD_ROPE] = rope
-    merged = _merged(config, given)
+            remaining[OLD_ROPE] = rope
+    merged = _merged(config, remaining)
     for place in (merged.get(ROPE), merged.get(OLD_ROPE)):
         if isinstance(place, dict):
-            _settle_type(place.get(FULL, place), rope)
+            _resolve_type(place.get(FULL, place), rope)
     return merged
 
 
-def _settle_type(rope: Any, given: Mapping[str, Any]) -> None:
-    """A type that is given counts in either spelling; a factor alone scales linearly, where the
-    model has no scaling of its own."""
+def _resolve_type(rope: Any, overrides: Mapping[str, Any]) -> None:
+    """Set the type of a scaling after the overrides. A factor alone scales linearly, if the model
+    has no scaling of its own."""
     if not isinstance(rope, dict):
         return
-    if "rope_type" in given:
+    if "rope_type" in overrides:
         rope.pop("type", None)
-    elif "factor" in given and rope.get("rope_type", rope.get("type")) in (None, "default"):
+    elif "factor" in overrides and rope.get("rope_type", rope.get("type")) in (None, "default"):
         rope["rope_type"] = "linear"
 
 
@@ -82,25 +81,27 @@ def override_metadata(
     return merged
 
 
-def _rope_settings(given: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings of one rope, in either spelling, out of the overrides. A rope for each
-    kind of layer stays where it is."""
+def _rope_settings(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Remove the settings of one rope, in either spelling, from the overrides and return them.
+
+    A rope for each layer type stays in the overrides.
+    """
     found: dict[str, Any] = {}
     for name in (OLD_ROPE, ROPE):
-        value = given.get(name)
+        value = overrides.get(name)
         if isinstance(value, dict) and not any(isinstance(one, dict) for one in value.values()):
-            found |= given.pop(name)
-    if THETA in given:
-        found[THETA] = given.pop(THETA)
+            found |= overrides.pop(name)
+    if THETA in overrides:
+        found[THETA] = overrides.pop(THETA)
     if "type" in found:
         found["rope_type"] = found.pop("type")
     return found
 
 
 def _flat(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    given = dict(overrides)
-    yield from _rope_settings(given).items()
-    yield from given.items()
+    remaining = dict(overrides)
+    yield from _rope_settings(remaining).items()
+    yield from remaining.items()
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

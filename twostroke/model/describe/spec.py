@@ -1,11 +1,11 @@
-"""`ModelSpec`: a decoder-only transformer as data, and everything derived from it.
+"""`ModelSpec`: a decoder-only transformer as data, with the properties derived from it.
 
     layer       x += post_norm(attention(pre_norm(x)));  x += post_norm(mlp(pre_norm(x)))
                 parallel: x += attention(pre_norm(x)) + mlp(pre_norm(x))
     attention   q, k, v → q/k norm → rope → softmax(softcap(scale · q kᵀ)) v → output projection
-                queries may be multiplied by a number of their position, after rope
-                with a sink, one score more in the softmax, which has no value
-                latent: k and v are made from a vector that all heads share, and only it is cached
+                queries may have a factor that depends on their position, after rope
+                sinks: the softmax has one more score per head, without a value
+                latent: k and v are made from a vector that all heads share; only it is cached
     mlp         down(activation(gate x) · up x), or down(activation(up x)); see `ClampedSwiglu`
     experts     Σ weight · mlp(x) over the experts that a router chooses for the token, + shared mlp
 
@@ -30,7 +30,7 @@ Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standar
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2_sum"]  # of the scores of a group's experts
 
-# What every model is well within, lowest and highest: a wrong number is refused where it is read.
+# Bounds of all known models, lowest and highest. A number outside is refused when it is read.
 LAYERS: Final = (1, 1024)
 VOCABULARY: Final = (1, 1 << 22)
 WIDTH: Final = (1, 1 << 20)  # of the hidden state, and of the layer between up and down
@@ -38,7 +38,7 @@ HEADS: Final = (1, 1 << 12)
 HEAD_DIM: Final = (1, 1 << 12)
 LATENT_RANK: Final = (1, 1 << 14)
 EXPERTS: Final = (1, 1 << 10)  # of a layer
-CONTEXT: Final = (2, 1 << 24)  # tokens: one to read and one to write
+CONTEXT: Final = (2, 1 << 24)  # tokens: at least one of prompt and one of output
 NORM_EPS: Final = (1e-20, 1.0)
 ROPE_THETA_MAX: Final = 1e15  # and above 1
 ROPE_FACTOR: Final = (1.0, 1e6)
@@ -48,7 +48,7 @@ MULTIPLIER_MAX: Final = 1e6  # of embeddings, scores, residuals and logits; and 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding over the first `dim` channels of a head, halves paired (i, i + dim/2)."""
+    """Rotary embedding of the first `dim` channels of a head, in pairs (i, i + dim/2)."""
 
     theta: float
     dim: int
@@ -62,50 +62,54 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cos and sin
     freq_factors: tuple[float, ...] = ()  # "factors": frequency i is divided by freq_factors[i]
-    # "longrope": these for an engine whose max_model_len is within original_context, else the above
+    # "longrope": used instead if the engine's max_model_len is within original_context
     short_factors: tuple[float, ...] = ()
-    # Queries at position p are multiplied by 1 + query_beta · log(1 + ⌊p / query_span⌋) after rope:
-    # the first query_span ones by 1, the next as many by 1 + query_beta · log 2. Not with latents.
-    query_beta: float = 0.0  # 0: by nothing
+    # A query at position p is multiplied by 1 + query_beta · log(1 + ⌊p / query_span⌋) after rope:
+    # the first query_span queries by 1, the next by 1 + query_beta · log 2. Not with latents.
+    query_beta: float = 0.0  # 0: no factor
     query_span: int = 0
 
 
-# Of a layer without rope: all angles are 0, of as few channels as kernels take.
+# The rope of a layer without rope: angles of 0 for the fewest channels that kernels accept.
 NO_ROPE: Final = RopeSpec(1.0, 2, "still")
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's recommended sharpening of attention for a context stretched by `factor`."""
+    """Return YaRN's recommended factor of attention for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Multi-head latent attention (MLA): how keys and values are made, and what is cached of them.
+    """Multi-head latent attention (MLA): the projections of keys and values, and the cached vector.
 
         x ─ kv_a ─▶ [ latent: kv_lora_rank │ rope key: rope.dim ]        one of each for all heads
         latent ─ norm ─ kv_b ─▶ of each head [ key without rope │ value ]
         x ─ q_a ─▶ norm ─ q_b ─▶ of each head [ query without rope │ query with rope ]
 
-    The cache holds the latent, normed, and the rope key, turned. Prefill computes attention in the
-    expanded form, with the keys and values above. Decode does it in the latents' space: a head's
-    query goes through its rows of kv_b, q · (W latent) = (qᵀ W) · latent, so that the latent is the
-    key of all heads, and their value, which kv_b expands once a query and not once a position.
+    The cache holds the normed latent and the rotated rope key. Prefill computes attention in the
+    expanded form, with the keys and values above. Decode computes it in the space of the latents: a
+    head's query is multiplied by its rows of kv_b, q · (W latent) = (qᵀ W) · latent. So the latent
+    is the key and the value of all heads, and kv_b expands the value once per query and not once
+    per position.
     """
 
     kv_lora_rank: int
-    q_lora_rank: int  # 0: queries are made from x directly
+    q_lora_rank: int  # 0: queries are projected from x directly
     value_dim: int  # of a head
-    norm_eps: float = 1e-6  # of the norms of the two latents, whatever the other norms have
-    # kv_b comes as two weights: its keys' part, each head's transposed (k_b), and its values'.
+    norm_eps: float = 1e-6  # of the norms of both latents, independent of the other norms
+    # kv_b is stored as two weights: k_b for keys, transposed for each head, and v_b for values.
     split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Heads that share keys and values in groups. `window`: a query sees itself and window − 1
-    positions before it. `scale` multiplies the scores, `softcap` bends them towards ±softcap.
-    `latent`: the heads as above, of which the last `rope.dim` channels are those with rope."""
+    """The attention of a layer: heads that share keys and values in groups.
+
+    `window`: a query sees itself and window − 1 positions before it. `scale` multiplies the scores,
+    `softcap` limits them to ±softcap. With `latent`, the last `rope.dim` channels of a head have
+    rope.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -117,7 +121,7 @@ class AttentionSpec:
     qk_norm: QKNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False
-    sinks: bool = False  # each head has a learned score that no key has
+    sinks: bool = False  # each head has a learned score without a key
     latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
@@ -143,35 +147,35 @@ class AttentionSpec:
 
     @property
     def output_size(self) -> int:
-        """What attention leaves for the output projection."""
+        """Channels of attention's output, before the output projection."""
         return self.num_heads * self.value_dim
 
     @property
     def nope_dim(self) -> int:
-        """Channels of a latent layer's head that have no rope."""
+        """Channels without rope in a head of a latent layer."""
         return self.head_dim - self.rope.dim
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Heads of a cached token, their channels, and how many of those are a latent."""
+        """Heads of a cached token, their channels, and the channels of the latent."""
         if self.latent is None:
             return self.num_kv_heads, self.head_dim, 0
         return 1, self.latent.kv_lora_rank + self.rope.dim, self.latent.kv_lora_rank
 
     @property
     def prefill_channels(self) -> int:
-        """Multiplications of one query, all heads, with one cached token's keys and values."""
+        """Multiplications of one query, all heads, with the keys and values of one cached token."""
         return self.q_size + self.output_size
 
     @property
     def decode_channels(self) -> int:
-        """The same in the form that decode computes."""
+        """`prefill_channels` in the form that decode computes."""
         if self.latent is None:
             return self.prefill_channels
         return self.num_heads * (2 * self.latent.kv_lora_rank + self.rope.dim)
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Matrices as (out, in), and norms over all of a latent."""
+        """Return the shapes of matrices, (out, in), and of the norms of latents."""
         h, q, kv, latent = hidden_size, self.q_size, self.kv_size, self.latent
         if latent is None:
             return {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q)}
@@ -189,14 +193,14 @@ class AttentionSpec:
         return shapes | {"o": (h, self.output_size)}
 
 
-LATENT_EXPANDING: Final = ("kv_b", "k_b", "v_b")  # what makes keys and values of a latent
+LATENT_EXPANDING: Final = ("kv_b", "k_b", "v_b")  # the projections from a latent to keys and values
 
 
-def projections(part: AttentionSpec) -> tuple[str, ...]:
-    """The matrices of attention that read the hidden state."""
-    if part.latent is None:
+def projections(spec: AttentionSpec) -> tuple[str, ...]:
+    """Return the matrices of attention that read the hidden state."""
+    if spec.latent is None:
         return "q", "k", "v"
-    return "q_a" if part.latent.q_lora_rank else "q", "kv_a"
+    return "q_a" if spec.latent.q_lora_rank else "q", "kv_a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +212,12 @@ class MLPSpec:
 
     @property
     def width(self) -> int:
-        """Of what one token has between the two products."""
+        """Channels of a token between the up and the down projection."""
         return self.intermediate_size
 
     @property
     def gate_up(self) -> tuple[str, ...]:
-        """The matrices that are one product."""
+        """The matrices that one matmul computes."""
         return ("gate", "up") if self.gated else ("up",)
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -227,26 +231,27 @@ class MLPSpec:
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """How a router chooses the experts of a token, and what it multiplies their outputs by.
+    """The routing rule: the choice of a token's experts, and the weights of their outputs.
 
-    Scores are the softmax or the sigmoid of the router's product. The `experts_per_token` best are
-    chosen by score + correction bias; with groups, out of the `groups_used` best groups alone. An
-    expert's weight is its score, divided by the sum of the chosen ones (`normalised`), times
-    `scale`. A softmax over the chosen experts alone is the same as a normalised one over all.
+    Scores are the softmax or the sigmoid of the router's output. The `experts_per_token` experts
+    with the highest score + correction bias are chosen; with groups, only from the `groups_used`
+    best groups. An expert's weight is its score, divided by the sum of the chosen scores
+    (`normalised`), times `scale`. A softmax over the chosen experts equals a normalised softmax
+    over all.
     """
 
     experts_per_token: int
     scoring: Scoring = "softmax"
     normalised: bool = True
     scale: float = 1.0
-    bias: bool = False  # of the router's product
+    bias: bool = False  # of the router's matrix
     correction_bias: bool = False
     num_groups: int = 1
     groups_used: int = 1
     group_score: GroupScore = "max"
 
     def rule(self) -> dict[str, Any]:
-        """All but which weights there are: what `Kernels.route` is told."""
+        """Return the arguments of `Kernels.route`: all fields but those about weights."""
         found = asdict(self)
         del found["bias"], found["correction_bias"]
         return found
@@ -254,8 +259,11 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts in the place of an MLP: of `num_experts` MLPs each token goes through a
-    few, and through the `shared` one besides (times the sigmoid of a product, if `shared_gate`)."""
+    """A mixture of experts instead of an MLP.
+
+    Each token uses a few of `num_experts` MLPs and, if there is one, the `shared` MLP. With
+    `shared_gate` the shared output is multiplied by the sigmoid of a projection.
+    """
 
     num_experts: int
     expert: MLPSpec
@@ -265,13 +273,12 @@ class ExpertsSpec:
 
     @property
     def width(self) -> int:
-        """Of what one token has between the two products, in all experts that it goes through."""
+        """Channels of a token between up and down projection, in all its experts."""
         chosen = self.routing.experts_per_token * self.expert.intermediate_size
         return chosen + (0 if self.shared is None else self.shared.intermediate_size)
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """An expert's matrices are weights of their own, `experts.7.gate`, however a file keeps
-        them."""
+        """Return the shapes. Each expert has its own weights, `experts.7.gate`, in any file."""
         shapes: dict[str, tuple[int, ...]] = {"router": (self.num_experts, hidden_size)}
         shapes |= {"router_bias": (self.num_experts,)} if self.routing.bias else {}
         shapes |= {"router_correction": (self.num_experts,)} if self.routing.correction_bias else {}
@@ -284,15 +291,17 @@ class ExpertsSpec:
         return shapes | ({"shared_gate": (hidden_size,)} if self.shared_gate else {})
 
     def experts_in_use(self, tokens: float) -> float:
-        """How many different ones so many tokens are expected to choose, all being as likely."""
+        """Return the expected number of distinct experts of `tokens` tokens, if all are equally
+        likely."""
         missed = 1 - self.routing.experts_per_token / self.num_experts
         return float(self.num_experts * (1 - missed**tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer. Norms sit before attention and MLP, after them (before the residual), or both.
-    `parallel`: the MLP reads what attention reads, through the same norm or (`two_norms`) its own.
+    """A layer. Norms are before attention and MLP, after them (before the residual), or both.
+    `parallel`: the MLP reads the input of attention, through the same norm or (`two_norms`) its
+    own.
     """
 
     attention: AttentionSpec
@@ -329,12 +338,12 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose cached keys and values have one shape and live equally long: they share block
-    tables and a pool, and a block holds the tokens of all of them.
+    """Layers whose cached keys and values have one shape and one window. They share block tables
+    and a pool, and a block holds the tokens of all these layers.
 
-        heads     a token leaves `num_kv_heads` keys and as many values, of `head_dim` channels
-        latent    it leaves one vector of `head_dim` channels: the first `latent_dim` are the latent
-                  and the value, all of them the key
+        heads     a token caches `num_kv_heads` keys and as many values, of `head_dim` channels
+        latent    a token caches one vector of `head_dim` channels: all are the key, and the first
+                  `latent_dim` are the latent, which is also the value
     """
 
     layers: tuple[int, ...]
@@ -345,38 +354,38 @@ class KVGroup:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Of a token in a layer: keys and values or one vector, heads, channels."""
+        """A token's shape in a layer: keys and values (2) or one vector (1), heads, channels."""
         return 1 if self.latent_dim else 2, self.num_kv_heads, self.head_dim
 
     @property
     def elements_per_token(self) -> int:
-        """Of all that is cached, in all layers of the group."""
+        """Cached elements per token in all layers of the group."""
         return math.prod(self.block_shape) * len(self.layers)
 
     def block_bytes(self, block_size: int, itemsize: int, scaled: bool = False) -> int:
-        """Of a block, all its layers. `scaled`: of int8, with a scale a head and token."""
+        """Return the bytes of a block in all layers. `scaled`: int8, a scale per head and token."""
         sides, heads, channels = self.block_shape
         return len(self.layers) * sides * side_bytes(block_size, heads, channels, itemsize, scaled)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    family: str  # for people: no code asks
+    family: str  # for messages; no code depends on it
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
-    max_context: int  # longest sequence the model was made for, rope scaling included
+    max_context: int  # longest sequence of the model, rope scaling included
     tie_embeddings: bool = False
     head_bias: bool = False
-    learned_positions: bool = False  # an embedding for each of max_context, added to the token's
+    learned_positions: bool = False  # an embedding per position, added to the token's
     embed_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP add to the residual
+    residual_scale: float = 1.0  # of the outputs of attention and MLP
     logit_scale: float = 1.0  # before the softcap
     logit_softcap: float = 0.0  # 0: none
     norm: Norm = "rms"
     norm_bias: bool = False
-    # Norms multiply by their weight in fp32 and round after, and the weights are kept in fp32.
+    # Norms multiply by their weight in fp32 before rounding, and their weights are stored in fp32.
     norm_fp32: bool = False
 
     @property
@@ -385,7 +394,7 @@ class ModelSpec:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements that one token leaves in the cache, in all layers."""
+        """Cached elements per token in all layers."""
         return sum(group.elements_per_token for group in self.kv_groups())
 
     @property
@@ -398,24 +407,24 @@ class ModelSpec:
 
     @property
     def expanded_kv_elements_per_token(self) -> int:
-        """The same if every layer cached the keys and values of its heads, none a latent."""
-        parts = [layer.attention for layer in self.layers]
-        return sum(part.num_kv_heads * (part.head_dim + part.value_dim) for part in parts)
+        """Elements per token if every layer cached keys and values of heads instead of latents."""
+        specs = [layer.attention for layer in self.layers]
+        return sum(spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in specs)
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """In the order of their first layers."""
-        found: dict[tuple[int | None, int, int, int], list[int]] = {}
+        """Return the KV groups in the order of their first layers."""
+        groups: dict[tuple[int | None, int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
-            part = layer.attention
-            found.setdefault((part.window, *part.cached), []).append(index)
-        return tuple(KVGroup(tuple(layers), *kind) for kind, layers in found.items())
+            spec = layer.attention
+            groups.setdefault((spec.window, *spec.cached), []).append(index)
+        return tuple(KVGroup(tuple(layers), *shape) for shape, layers in groups.items())
 
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The different ones, in the order of their first layers."""
+        """Return the distinct ropes in the order of their first layers."""
         return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight of the model under its canonical name, matrices as (out, in)."""
+        """Return canonical name → shape of every weight, matrices as (out, in)."""
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
         if self.learned_positions:
             shapes["positions"] = (self.max_context, self.hidden_size)
@@ -432,7 +441,7 @@ class ModelSpec:
         return shapes
 
     def shaped_by(self, name: str) -> tuple[str, ...]:
-        """The fields of this spec that decide whether there is a weight, and its shape."""
+        """Return the fields of this spec that decide whether a weight exists, and its shape."""
         part = name.rpartition(".")[2]
         fields = ("num_layers",) if name.startswith("layers.") else ()
         if ".experts." in name or ".shared." in name:
@@ -446,7 +455,7 @@ class ModelSpec:
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
     def num_active_parameters(self) -> int:
-        """Those that one token meets: of each layer's experts only as many as it goes through."""
+        """Return the parameters that one token uses: only the chosen experts of each layer."""
         idle = 0
         for layer in self.layers:
             if isinstance(layer.mlp, ExpertsSpec):
@@ -457,19 +466,19 @@ class ModelSpec:
 
 
 def with_layers(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """The same with other values in every layer."""
+    """Return the model with these fields changed in every layer."""
     return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
 
 
 def without_rope(spec: ModelSpec, layers: Collection[int]) -> ModelSpec:
-    """The same, with these layers without rope."""
+    """Return the model with these layers without rope."""
     still = (replace(one, attention=replace(one.attention, rope=NO_ROPE)) for one in spec.layers)
     pairs = enumerate(zip(spec.layers, still, strict=True))
     return replace(spec, layers=tuple(pair[n in layers] for n, pair in pairs))
 
 
 def with_query_scales(spec: ModelSpec, beta: float, span: int) -> ModelSpec:
-    """The same, with the queries of every layer multiplied as `RopeSpec` says, if at all."""
+    """Return the model with `RopeSpec`'s query factors in every layer, if `beta` is not 0."""
 
     def scaled(layer: LayerSpec) -> LayerSpec:
         rope = replace(layer.attention.rope, query_beta=beta, query_span=span)

@@ -1,4 +1,4 @@
-"""What a kind of file calls the weights of a `ModelSpec`, and where in its tensors they lie."""
+"""The tensor names of a `ModelSpec`'s weights in a file, and each weight's place in its tensor."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Place(NamedTuple):
-    """A weight is rows of a tensor: all of them, but for tensors that hold several weights.
+    """The place of a weight: rows of a tensor, all of them unless the tensor holds several weights.
 
-    Of a tensor that all experts share, [experts, …], the expert's own part is looked at alone.
+    For a tensor of all experts, [experts, …], the place refers to the part of one expert.
     """
 
     tensor: str
     first_row: int = 0
     rows_of_others: int = 0
-    weights: tuple[str, ...] = ()  # all that the tensor holds
-    # Of the tensor's rows, where ours are not those from the first on. Made when it is needed: a
-    # config may promise any number of rows.
+    weights: tuple[str, ...] = ()  # all weights in the tensor
+    # Indices of the weight's rows in the tensor, if they are not consecutive. Computed when needed,
+    # because a config may claim any number of rows.
     order: Callable[[], Order] | None = None
     transposed: bool = False  # the tensor is (in, out): its columns are our rows
     dims: int = 2  # of the weight
@@ -40,27 +40,29 @@ class Place(NamedTuple):
     num_experts: int = 0  # that share the tensor
 
     def part(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the expert's part of a tensor, or of all of it, as rows of its weights."""
+        """Return the shape of the expert's part of a tensor, or of the tensor, as rows of
+        weights."""
         if self.num_experts:
             return stored[1:]
         extra = len(stored) - self.dims
         return stored if extra <= 0 else (math.prod(stored[: extra + 1]), *stored[extra + 1 :])
 
     def part_of(self, data: Bytes) -> Bytes:
-        """The bytes of that part."""
+        """Return the bytes of that part."""
         if not self.num_experts:
             return data
         size = data.size // self.num_experts
         return data[self.expert * size : (self.expert + 1) * size]
 
     def rows_in(self, stored: Any, rows: slice) -> Any:
-        """Some of the weight's rows, of all those of its tensor."""
+        """Return some of the weight's rows from all rows of the tensor."""
         if self.order is not None:
             return stored[self.order()[rows]]
         return stored[self.first_row : len(stored) - self.rows_of_others + self.first_row][rows]
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The weight's shape in a tensor of that shape; not the expected one if rows lack."""
+        """Return the weight's shape in a tensor of shape `stored`; fewer rows if the tensor has
+        fewer."""
         if self.num_experts and (len(stored) != self.dims + 1 or stored[0] != self.num_experts):
             return stored
         stored = self.part(stored)
@@ -72,22 +74,25 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Canonical name → the file's. Weights of a layer under one name lie in that tensor one after
-    another, in the order of the table: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. An expert's name has
-    {e} for its number; without it all experts lie in one tensor, one after another."""
+    """Canonical name → tensor name in a file.
+
+    Weights of a layer with the same tensor name lie in that tensor one after another, in the order
+    of the table: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. An expert's tensor name has {e} for its
+    number; without {e} one tensor holds all experts one after another.
+    """
 
     model: Mapping[str, str]
     layer: Mapping[str, str]  # after `layer_prefix`
     layer_prefix: str  # with {n} for the layer's number
-    norm_offset: float = 0.0  # the file has norm weights without it: 1 where it has w for 1 + w
-    # The rows of q and k (of what makes them, with latents) are such that the channels rope turns
-    # together are neighbours.
+    norm_offset: float = 0.0  # added to norm weights: 1 if the file has w for 1 + w
+    # The rows of q and k (or of the latent projections) have the channels of a rope pair side by
+    # side.
     rope_neighbours: bool = False
-    # q, k and v are in one tensor, in which each KV head has its queries, its key and its value.
+    # One tensor holds q, k and v: for each KV head its queries, its key and its value.
     grouped_qkv: bool = False
-    interleaved: bool = False  # gate and up of an expert are in one tensor, a row of each in turn
-    transposed: Collection[str] = ()  # which matrices of a layer are (in, out)
-    # Names that take the place of the others in files which have one of them.
+    interleaved: bool = False  # gate and up of an expert alternate row by row
+    transposed: Collection[str] = ()  # matrices of a layer that are (in, out)
+    # Alternative names, used if the file has one of them.
     otherwise: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, canonical: str) -> str:
@@ -99,14 +104,14 @@ class TensorNames:
         return self.layer_prefix.format(n=number) + self.layer[stem].format(e=expert)
 
     def as_stored(self, tensors: Iterable[str]) -> TensorNames:
-        """With the other names, if these are the tensors of a file that has them."""
+        """Return these names, with the alternative names if `tensors` has one of them."""
         endings = tuple(name.format(e=0) for name in self.otherwise.values())
         if not endings or not any(tensor.endswith(endings) for tensor in tensors):
             return self
         return replace(self, layer={**self.layer, **self.otherwise}, otherwise={})
 
     def places(self, spec: ModelSpec) -> dict[str, Place]:
-        """Where each weight of the model is."""
+        """Return the place of each weight of the model."""
         order = {part: number for number, part in enumerate(self.layer)}
         shapes = spec.weight_shapes()
         inside: dict[str, list[str]] = defaultdict(list)
@@ -129,19 +134,19 @@ class TensorNames:
                     turned = dims == 2 and _split_expert(name)[0] in self.transposed
                     places[name] = Place(
                         tensor,
-                        end - rows,
-                        ends[-1] - rows,
-                        weights,
-                        moved,
-                        turned,
-                        dims,
-                        expert,
-                        self._experts_in_one(name, spec),
+                        first_row=end - rows,
+                        rows_of_others=ends[-1] - rows,
+                        weights=weights,
+                        order=moved,
+                        transposed=turned,
+                        dims=dims,
+                        expert=expert,
+                        num_experts=self._experts_in_one(name, spec),
                     )
         return places
 
     def _experts_in_one(self, canonical: str, spec: ModelSpec) -> int:
-        """How many experts share the tensor of a weight; 0 if it is no expert's, or one's alone."""
+        """Return the number of experts in a weight's tensor; 0 if it does not hold all of them."""
         stem = _split_expert(canonical)[0]
         if not stem.startswith("experts.") or "{e}" in self.layer[stem]:
             return 0
@@ -180,7 +185,7 @@ class TensorNames:
         rope_neighbours: bool = False,
         **more: str,
     ) -> TensorNames:
-        """These names with some of a layer's changed."""
+        """Return these names with some names of a layer replaced."""
         return replace(
             self,
             layer={**self.layer, **layer, **more},
@@ -189,19 +194,19 @@ class TensorNames:
         )
 
 
-class Variant(NamedTuple):
-    """The model that its description would be of, had one field of two values the other one."""
+class AlternativeSpec(NamedTuple):
+    """The model that results if one two-valued field of the description had its other value."""
 
     field: str
     spec: ModelSpec
     names: TensorNames
 
 
-Variants = Callable[[], Iterable[Variant]]  # called for a message alone
+AlternativeSpecs = Callable[[], Iterable[AlternativeSpec]]  # called only for error messages
 
 
 def _split_expert(canonical: str) -> tuple[str, int]:
-    """`layers.3.experts.7.gate` → `experts.gate`, 7. Of what is no expert's, the number is 0."""
+    """`layers.3.experts.7.gate` → `experts.gate`, 7. Other weights have the number 0."""
     part = canonical.split(".", 2)[-1]
     found = re.match(r"experts\.(\d+)\.", part)
     return (part, 0) if found is None else (f"experts.{part[found.end() :]}", int(found[1]))
@@ -210,8 +215,10 @@ def _split_expert(canonical: str) -> tuple[str, int]:
 def halves_from_neighbours(
     num_heads: int, head_dim: int, rope_dim: int, first_row: int = 0, skipped: int = 0
 ) -> Order:
-    """Row order that takes rope's pairs from (2i, 2i + 1) to (i, i + rope_dim/2) in each head.
-    `skipped`: channels of a head before those that rope turns."""
+    """Return the row order that moves rope pairs from (2i, 2i + 1) to (i, i + rope_dim/2).
+
+    `skipped`: channels of a head before the rotated ones.
+    """
     rows = first_row + np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
     before, rotated, rest = np.split(rows, [skipped, skipped + rope_dim], axis=1)
     halves = [before, rotated[:, 0::2], rotated[:, 1::2], rest]
@@ -219,7 +226,7 @@ def halves_from_neighbours(
 
 
 def part_of_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
-    """The rows of q, k or v, where each KV head has its queries, its key and its value."""
+    """Return the rows of q, k or v, if each KV head has its queries, its key and its value."""
     rows = np.arange(num_kv_heads * (group_size + 2) * head_dim)
     first = {"q": 0, "k": group_size, "v": group_size + 1}[part]
     end = group_size if part == "q" else first + 1

@@ -1,16 +1,16 @@
-"""Tensor parallelism: what each of several ranks holds of a model, and how they put it together.
+"""Tensor parallelism: the shard of a model on each rank, and the collectives between ranks.
 
     q, k, v, gate, up   rows split: a rank has whole heads, and channels of the MLP
-    o, down             columns split: the ranks' products add up                    all_reduce
-    experts             each as an MLP, on every rank: one sum, the shared one in it all_reduce
+    o, down             columns split: the ranks' outputs are summed                 all_reduce
+    experts             each split like an MLP; one sum with the shared expert       all_reduce
     embed               rows split: zeros for the tokens of other ranks' rows        all_reduce
-    head                rows split: the first rank puts the logits side by side      gather
+    head                rows split: the first rank concatenates the logits           gather
 
-A rank runs the model of `rank_spec`, which has fewer heads and a narrower MLP. How a weight is
-split follows from its two shapes, in the model and in the rank's: along the axis in which they
-differ (`part_of`), or not at all. So a new weight is split where its shape counts heads or channels
-of the MLP, and is on every rank where it does not. Key and value heads that are fewer than the
-ranks are on several of them.
+A rank runs the model of `rank_spec`, which has fewer heads and a narrower MLP. The split of a
+weight follows from its shapes in the model and in the rank: along the axis in which they differ
+(`part_of`), or none. So a new weight is split if its shape depends on heads or on channels of the
+MLP, and replicated otherwise. If there are fewer key and value heads than ranks, heads are
+replicated.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from twostroke.model.describe.spec import ExpertsSpec, LayerSpec, MLPSpec, Model
 if TYPE_CHECKING:
     import torch
 
-Part = tuple[slice, ...]  # of each axis of a weight
+Part = tuple[slice, ...]  # a slice for each axis of a weight
 WHOLE: Part = ()
 
 
 class Comm(NamedTuple):
-    """What went to collectives, on this rank."""
+    """Time and bytes of this rank's collectives."""
 
     seconds: float = 0.0
-    # Twice what is summed, once what is gathered or broadcast: a rank sends (n - 1) / n of that,
-    # the mean over n ranks in a ring.
+    # Twice the bytes of sums, once the bytes of gathers and broadcasts. In a ring of n ranks, each
+    # sends (n - 1) / n of this on average.
     ring_bytes: int = 0
 
     def plus(self, other: Comm) -> Comm:
         return Comm(self.seconds + other.seconds, self.ring_bytes + other.ring_bytes)
 
     def sent_bytes(self, ranks: int) -> float:
-        """By each of so many, the mean over them."""
+        """Return the bytes that each rank sends, the mean over `ranks` ranks."""
         return self.ring_bytes * (ranks - 1) / ranks
 
     def since(self, before: Comm) -> Comm:
@@ -50,31 +50,36 @@ class Comm(NamedTuple):
 
 
 class Ranks:
-    """Which rank this is, of how many, and what it does with the others. This class does nothing
-    with them: it is for one rank alone, and for tensors without memory."""
+    """This rank's number, the number of ranks, and the collectives.
 
-    per_device = 1  # ranks on this one's GPU
+    The collectives of this base class do nothing: it is for one rank, and for tensors without
+    memory.
+    """
+
+    per_device = 1  # ranks on the GPU of this rank
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self.alone = size == 1  # whether there is nothing to put together
+        self.alone = size == 1  # no collectives are needed
         self.comm = Comm()  # so far
-        # Set while a graph is recorded: ends it, has this done at every replay, begins another.
+        # Set while a graph is recorded: ends the graph, runs its argument at every replay, and
+        # begins the next graph.
         self.cut: Callable[[Callable[[], None]], None] | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place."""
+        """Sum over the ranks, in place."""
         return x
 
     def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What each rank has, in order; on other ranks than the first, nothing of use."""
+        """Return each rank's tensor in order, on the first rank. Other ranks get undefined
+        values."""
         return [x] * self.size
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """What the first rank has, in place."""
+        """Copy the first rank's tensor to all ranks, in place."""
 
     def all_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, in order."""
+        """Return the numbers of each rank, in order."""
         return [list(numbers)] * self.size
 
 
@@ -82,7 +87,7 @@ ONE_RANK = Ranks()
 
 
 def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
-    """The model that each of `size` ranks runs."""
+    """Return the model that each of `size` ranks runs."""
     if size == 1:
         return spec
     return replace(spec, layers=tuple(_rank_layer(layer, size) for layer in spec.layers))
@@ -113,11 +118,11 @@ def _rank_dense(mlp: MLPSpec, size: int) -> MLPSpec:
 
 
 def check_ranks(spec: ModelSpec, size: int) -> None:
-    """Refuse a number of ranks that the model cannot be shared out to."""
+    """Refuse a number of ranks that does not divide the model."""
     problem = _unequal(spec, size)
     if problem:
-        most = min(layer.attention.num_heads for layer in spec.layers)
-        fit = [str(n) for n in range(2, most + 1) if not _unequal(spec, n)]
+        max_size = min(layer.attention.num_heads for layer in spec.layers)
+        fit = [str(n) for n in range(2, max_size + 1) if not _unequal(spec, n)]
         instead = f"use {' or '.join(fit)}, or leave it out" if fit else "leave it out"
         raise ConfigError(
             f"tensor_parallel_size is {size}, but the model has {problem}, which {size} ranks "
@@ -126,7 +131,7 @@ def check_ranks(spec: ModelSpec, size: int) -> None:
 
 
 def _unequal(spec: ModelSpec, size: int) -> str:
-    """What cannot be shared out, with its number; "" if all can."""
+    """Return the number that `size` does not divide, described; "" if it divides all."""
     for layer in dict.fromkeys(spec.layers):
         heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
         if heads % size:
@@ -146,31 +151,32 @@ def _dense(mlp: MLPSpec | ExpertsSpec) -> list[MLPSpec]:
 
 
 def part_of(whole: tuple[int, ...], own: tuple[int, ...], ranks: Ranks) -> Part:
-    """Which part of a weight of shape `whole` is this rank's, of shape `own`."""
+    """Return the part of a weight of shape `whole` that is this rank's, of shape `own`."""
     if whole == own:
         return WHOLE
     parts = []
     for full, size in zip(whole, own, strict=True):
-        number = ranks.rank * (full // size) // ranks.size  # of a part that may be on several ranks
+        number = (
+            ranks.rank * (full // size) // ranks.size
+        )  # of a part, which several ranks may share
         parts.append(slice(number * size, (number + 1) * size))
     return tuple(parts)
 
 
 def is_summed(whole: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether the products with a matrix (…, out, in) are parts of a sum."""
+    """Return whether the ranks' outputs of a matrix (…, out, in) must be summed."""
     return whole[-1] != own[-1] and len(whole) > 1
 
 
 def vocab_rows(vocab_size: int, ranks: Ranks) -> slice:
-    """The rows of embedding and head that are this rank's. Each has places for as many as the
-    first; the last may have fewer."""
+    """Return this rank's rows of embedding and head. The last rank may have fewer."""
     places = -(-vocab_size // ranks.size)
     first = min(vocab_size, ranks.rank * places)
     return slice(first, min(vocab_size, first + places))
 
 
 def rank_parameters(spec: ModelSpec, size: int) -> int:
-    """Numbers that a rank holds at most."""
+    """Return the largest number of parameters of a rank."""
     shapes = rank_spec(spec, size).weight_shapes()
     vocab = -(-spec.vocab_size // size)
     for name in ("embed", "head"):

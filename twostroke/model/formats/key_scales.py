@@ -12,9 +12,9 @@ Rope turns channels i and i + dim/2 as a pair, so both have the same s. The cach
     native   queries and keys are multiplied in fp32, between rope and the cache
     torch    rows of the weights, biases and norms are multiplied when they are loaded
 
-The size of a channel follows from the weights alone. Where keys have a norm, its weight is the
-size. Otherwise a key is a constant (its bias, and the projection of the norm's bias) and a sum over
-inputs of about the norm's size, of which `DEVIATIONS` standard deviations count.
+The size of a channel follows from the weights alone. If keys have a norm, its weight is the size.
+Otherwise a key is a constant (its bias, and the projection of the norm's bias) plus a sum over
+inputs of about the norm's size, for which `DEVIATIONS` standard deviations count.
 """
 
 from __future__ import annotations
@@ -28,34 +28,33 @@ from twostroke.model.weights import WeightSource
 Floats = npt.NDArray[np.float32]
 
 DEVIATIONS = 3.0
-LARGEST = 2.0**10  # of a scale; the smallest is 1 / LARGEST
+MAX_SCALE = 2.0**10  # the smallest scale is 1 / MAX_SCALE
 
 
 def key_scales(spec: ModelSpec, source: WeightSource, layer: int) -> Floats:
-    """What a layer's keys are divided by and its queries multiplied by, [KV heads, channels]."""
-    part = spec.layers[layer].attention
-    sizes = _pair_sizes(_channel_sizes(spec, source, layer), part)
+    """Return the divisors of a layer's keys, which multiply its queries, [KV heads, channels]."""
+    sizes = _pair_sizes(_channel_sizes(spec, source, layer), spec.layers[layer].attention)
     typical = np.median(sizes, axis=1, keepdims=True)
     ratio = np.maximum(sizes, 1e-30) / np.maximum(typical, 1e-30)
-    return ratio.clip(1 / LARGEST, LARGEST).astype(np.float32)
+    return ratio.clip(1 / MAX_SCALE, MAX_SCALE).astype(np.float32)
 
 
-def query_scales_of_heads(scales: Floats, part: AttentionSpec) -> Floats:
-    """The same for each query head, [heads, channels]: those of its KV head."""
-    repeated: Floats = scales.repeat(part.num_heads // part.num_kv_heads, axis=0)
+def query_scales_of_heads(scales: Floats, spec: AttentionSpec) -> Floats:
+    """Return the scales for each query head, [heads, channels]: those of its KV head."""
+    repeated: Floats = scales.repeat(spec.num_heads // spec.num_kv_heads, axis=0)
     return repeated
 
 
 def _channel_sizes(
     spec: ModelSpec, source: WeightSource, layer: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The constant and the deviation of each key channel, [KV heads, channels] each."""
+    """Return the constant and the deviation of each key channel, [KV heads, channels] each."""
     layer_spec, at = spec.layers[layer], f"layers.{layer}."
-    part = layer_spec.attention
-    shape = (part.num_kv_heads, part.head_dim)
-    if part.qk_norm != "none":
+    attention = layer_spec.attention
+    shape = (attention.num_kv_heads, attention.head_dim)
+    if attention.qk_norm != "none":
         weight = source.floats(f"{at}k_norm").astype(np.float64)
-        own = shape if part.qk_norm == "full" else (1, part.head_dim)
+        own = shape if attention.qk_norm == "full" else (1, attention.head_dim)
         deviation = np.broadcast_to(np.abs(weight).reshape(own), shape)
         return np.zeros(shape), deviation
     names = layer_spec.weight_shapes(spec.hidden_size, spec.norm_bias)
@@ -72,17 +71,16 @@ def _channel_sizes(
 
 
 def _pair_sizes(
-    sizes: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], part: AttentionSpec
+    sizes: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], spec: AttentionSpec
 ) -> npt.NDArray[np.float64]:
-    """About the largest value of each channel, the same for the two that rope turns into each
-    other."""
+    """Return about the largest value of each channel, equal for the two channels of a rope pair."""
     constant, deviation = sizes
-    half = part.rope.dim // 2
-    found = np.abs(constant) + DEVIATIONS * deviation
+    half = spec.rope.dim // 2
+    largest = np.abs(constant) + DEVIATIONS * deviation
     if half:
         first, second = slice(0, half), slice(half, 2 * half)
         both = np.hypot(constant[:, first], constant[:, second])
-        # The mean square of two, since a turned pair mixes them.
+        # The mean square of both channels, because rotation mixes them.
         spread = np.hypot(deviation[:, first], deviation[:, second]) / np.sqrt(2)
-        found[:, first] = found[:, second] = both + DEVIATIONS * spread
-    return found
+        largest[:, first] = largest[:, second] = both + DEVIATIONS * spread
+    return largest

@@ -1,12 +1,12 @@
-"""A precision a phase: weights that are kept twice, in a format for prefill and one for decode.
+"""A precision per phase: weights that are stored twice, in a prefill and a decode format.
 
-    a step with chunks        prefill's formats, for all of its tokens: what decodes beside a chunk
-                              rides on weights that are read anyway
+    a step with chunks        prefill's formats for all tokens: decode rows in the step use weights
+                              that are read anyway
     a step that only decodes  decode's formats, in graphs or not
 
-So a step reads every weight once. The phase is that of the step, never a number of rows; the
-decoder has a list of layers for each (`Decoder._layers`, `_decode_layers`), and nobody else knows.
-Embedding, head, norms and what neither phase quantises are there once.
+So a step reads every weight once. The phase is a property of the step, not a number of rows. Only
+the decoder knows of it: it has a list of layers for each phase (`Decoder._layers`,
+`_decode_layers`). Embedding, head, norms and weights that neither phase quantises exist once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.formats.registry import Format, weight_formats
-from twostroke.model.formats.w8a8_weights import DENSE, products
+from twostroke.model.formats.w8a8_weights import DENSE, linear_groups
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
@@ -28,13 +28,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class PhaseFormats(NamedTuple):
-    """Those of weights that are not kept in the model's dtype, as `weight_formats` gives them."""
+    """The formats of weights that are not stored in the model's dtype, from `weight_formats`."""
 
     prefill: Mapping[str, Format]
     decode: Mapping[str, Format]
 
     def differ(self, name: str) -> bool:
-        """Whether this weight is kept twice."""
+        """Return whether this weight is stored twice."""
         one, other = self.prefill.get(name), self.decode.get(name)
         return type(one) is not type(other) or one != other
 
@@ -42,7 +42,7 @@ class PhaseFormats(NamedTuple):
         return chain(self.prefill.values(), self.decode.values())
 
     def own_bytes(self, shapes: Shapes, itemsize: int) -> tuple[int, int]:
-        """Of the weights that are kept twice: prefill's and decode's."""
+        """Return the bytes of the weights that are stored twice: prefill's and decode's."""
         names = [name for name in shapes if self.differ(name)]
         each = (
             sum(num_bytes(formats.get(name), shapes[name], itemsize) for name in names)
@@ -58,35 +58,37 @@ def num_bytes(format: Format | None, shape: tuple[int, ...], itemsize: int) -> i
 def phase_formats(
     spec: ModelSpec, source: WeightSource, config: EngineConfig, blocks: bool = False
 ) -> PhaseFormats:
-    """Raises `ConfigError` where the phases are to differ and cannot."""
+    """Return the formats of both phases. Raise `ConfigError` if they cannot differ as
+    configured."""
     if not config.phases_differ:
         formats = weight_formats(spec, source, config.quantization, blocks=blocks)
         return PhaseFormats(formats, formats)
-    asked = (config.prefill_quantization, config.decode_quantization)
-    _check_source(spec, source, asked)
+    wanted = (config.prefill_quantization, config.decode_quantization)
+    _check_source(spec, source, wanted)
     prefill, decode = (
-        weight_formats(spec, source, None if one == "none" else one, blocks=blocks) for one in asked
+        weight_formats(spec, source, None if one == "none" else one, blocks=blocks)
+        for one in wanted
     )
     return PhaseFormats(prefill, decode)
 
 
 def _check_source(
-    spec: ModelSpec, source: WeightSource, asked: tuple[str | None, str | None]
+    spec: ModelSpec, source: WeightSource, wanted: tuple[str | None, str | None]
 ) -> None:
-    said = "prefill_quantization is {!r} and decode_quantization {!r}, ".format(*asked)
+    setting = "prefill_quantization is {!r} and decode_quantization {!r}, ".format(*wanted)
     do = "leave both out"
     if spec.has_experts:
-        raise ConfigError(f"{said}which do not quantise experts as yet; {do}")
+        raise ConfigError(f"{setting}which do not support experts yet; {do}")
     known = source.quantized if isinstance(source, SafetensorsWeights) else None
     if known is not None:
         raise ConfigError(
-            f"{said}which are made from unquantised weights, but this model is quantised already "
-            f"({known.name}); {do}, or use the unquantised model"
+            f"{setting}which are made from unquantised weights, but this model is quantised "
+            f"already ({known.name}); {do}, or use the unquantised model"
         )
-    for name in chain.from_iterable(products(spec)):
+    for name in chain.from_iterable(linear_groups(spec)):
         stored = source.stored_type(name)
         if stored not in DENSE:
             raise ConfigError(
-                f"{said}which are made from unquantised weights, but {source.label(name)} is "
+                f"{setting}which are made from unquantised weights, but {source.label(name)} is "
                 f"quantised already ({stored}); {do}, or use the unquantised model"
             )

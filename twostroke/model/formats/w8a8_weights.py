@@ -1,4 +1,4 @@
-"""Which weights torch's backends keep in fp8 or int8, and what they take there."""
+"""The weights that the torch backends store in fp8 or int8, and their bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twostroke.model.weights import WeightSource
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 SCALE_BYTES = 4
-TYPES = ("fp8", "int8")  # of --quantization
+TYPES = ("fp8", "int8")  # values of --quantization
 DENSE = (None, BlockType.F32, BlockType.F16, BlockType.BF16)
 
 
@@ -24,7 +24,7 @@ class W8Format(NamedTuple):
 
     @property
     def needs_fp8(self) -> bool:
-        """Of a GPU's matrix units."""
+        """Return whether the GPU's matrix units must support fp8."""
         return self.type == "fp8"
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -34,17 +34,19 @@ class W8Format(NamedTuple):
 def w8_matrices(
     spec: ModelSpec, source: WeightSource, quantization: str | None
 ) -> dict[str, W8Format]:
-    """The weights that are kept in fp8 or int8, as their file has them or as `quantization` asks.
-    Matrices that are one product are so together or not at all; embedding, head, routers and
-    experts never. In a file that is in one of them, what is not is left."""
+    """Return the formats of the weights in fp8 or int8, from their file or from `quantization`.
+
+    The matrices of one linear group have such a format together or not at all. Embedding, head,
+    routers and experts never have one. In a file with weights in fp8 or int8, the others stay.
+    """
     found: dict[str, W8Format] = {}
     wanted = quantization if quantization in TYPES and not _is_quantized(source) else None
     if wanted and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
         raise ConfigError(
-            f"quantization is {wanted!r}, which does not quantise experts as yet; leave "
+            f"quantization is {wanted!r}, which does not support experts yet; leave "
             "quantization out"
         )
-    for names in products(spec):
+    for names in linear_groups(spec):
         stored = [format for name in names if (format := _stored_format(source, name))]
         if len(stored) == len(names):
             found |= dict(zip(names, stored, strict=True))
@@ -55,19 +57,19 @@ def w8_matrices(
 
 
 def is_weight_only(source: WeightSource) -> bool:
-    """Whether the model was made for activations as they are."""
+    """Return whether the checkpoint is for unquantised activations."""
     quantized = _quantized(source)
     return quantized is not None and quantized.weight_only
 
 
-def products(spec: ModelSpec) -> Iterator[Sequence[str]]:
-    """The matrices that are multiplied with as one, of each layer."""
+def linear_groups(spec: ModelSpec) -> Iterator[Sequence[str]]:
+    """Yield the groups of matrices that one matmul computes, layer by layer."""
     for number, layer in enumerate(spec.layers):
-        for names in _layer_products(layer):
+        for names in _linear_groups_of_layer(layer):
             yield [f"layers.{number}.{name}" for name in names]
 
 
-def _layer_products(layer: LayerSpec) -> Iterator[Sequence[str]]:
+def _linear_groups_of_layer(layer: LayerSpec) -> Iterator[Sequence[str]]:
     latent, mlp = layer.attention.latent, layer.mlp
     yield projections(layer.attention)
     if latent is not None and latent.q_lora_rank:
@@ -88,12 +90,12 @@ def _quantized(source: WeightSource) -> W8Config | None:
 
 
 def _is_quantized(source: WeightSource) -> bool:
-    """By its maker, in any format that leaves some of its matrices in floats."""
+    """Return whether the checkpoint is quantised, in any format."""
     return isinstance(source, SafetensorsWeights) and source.quantized is not None
 
 
 def _stored_format(source: WeightSource, name: str) -> W8Format | None:
-    """None if the file does not have it so."""
+    """Return the format of a matrix in its file; None if it is not in fp8 or int8."""
     known = _quantized(source)
     if known is None or not isinstance(source, SafetensorsWeights):
         return None
@@ -101,11 +103,11 @@ def _stored_format(source: WeightSource, name: str) -> W8Format | None:
     return W8Format(known.type, scales) if scales else None
 
 
-def refuse_quantised(source: WeightSource, names: Sequence[str], asked: str) -> None:
+def refuse_quantised(source: WeightSource, names: Sequence[str], wanted: str) -> None:
     for name in names:
         stored = source.stored_type(name)
         if stored not in DENSE:
             raise ConfigError(
-                f"quantization is {asked!r}, but {source.label(name)} is quantised already "
+                f"quantization is {wanted!r}, but {source.label(name)} is quantised already "
                 f"({stored}); leave quantization out, or use the model's own weights"
             )

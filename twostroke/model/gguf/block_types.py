@@ -69,7 +69,7 @@ LAYOUTS: dict[BlockType, BlockLayout] = {
 
 
 def num_bytes(block_type: BlockType, num_elements: int) -> int:
-    """Bytes of `num_elements` values, which must fill whole blocks."""
+    """Return the bytes of `num_elements` values, which must fill whole blocks."""
     layout = LAYOUTS[block_type]
     if num_elements % layout.elements:
         raise ValueError(f"{num_elements} elements do not fill blocks of {layout.elements}")

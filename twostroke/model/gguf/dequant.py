@@ -1,9 +1,14 @@
-"""The values of GGUF blocks as float32. Numpy only.
+"""GGUF blocks → float32 values. Numpy only.
 
-A tensor is a run of blocks. A quantised block holds 32 or 256 neighbours of a row as small whole
-numbers `q` with the scales (and, for some types, offsets) that give the values back:
-`scale · q`, `scale · (q − centre)`, `scale · q + offset` or `scale · q − offset`. The types whose
-whole numbers come from a table or a grid are in `dequant_iq.py`.
+A tensor is a run of blocks. A quantised block holds 32 or 256 neighbours of a row as small integers
+`q` with scales and, for some types, offsets. Its values are `scale · q`, `scale · (q − centre)`,
+`scale · q + offset` or `scale · q − offset`. `dequant_iq.py` has the types whose integers come from
+a table or a grid.
+
+The package `gguf` has the same conversion (`gguf.quants`), and the tests compare every type with it
+to the bit. This module remains because the core does not depend on `gguf`, because `grouped`
+returns integers and scales, which the packed formats store and `gguf.quants` does not offer, and
+because it takes half the time for K-quants and a third for IQ types.
 """
 
 from __future__ import annotations
@@ -21,12 +26,12 @@ from twostroke.model.gguf.block_types import LAYOUTS, BlockType, num_bytes
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-# Temporaries of a slice take a few times its 4 bytes per element, so that they stay near the cache.
+# The temporaries of a slice take a few times 4 bytes per element and should fit into the cache.
 ELEMENTS_PER_SLICE = 1 << 18
 
 
 def dequantize(raw: Bytes | memoryview, block_type: BlockType, shape: tuple[int, ...]) -> Floats:
-    """The values of a tensor, or of any rows of it, from its bytes."""
+    """Return the values of a tensor, or of some of its rows, from their bytes."""
     layout = LAYOUTS[block_type]
     raw = np.frombuffer(raw, np.uint8)
     if raw.size != num_bytes(block_type, math.prod(shape)):
@@ -37,14 +42,16 @@ def dequantize(raw: Bytes | memoryview, block_type: BlockType, shape: tuple[int,
     blocks_per_slice = max(1, ELEMENTS_PER_SLICE // layout.elements)
     for first in range(0, len(blocks), blocks_per_slice):
         part = slice(first, first + blocks_per_slice)
-        with np.errstate(invalid="ignore"):  # an infinite scale: whoever loads weights refuses it
+        with np.errstate(invalid="ignore"):  # loading refuses an infinite scale
             values[part] = unpack(blocks[part])
     return values.reshape(shape)
 
 
 class Grouped(NamedTuple):
-    """Blocks as groups of neighbours that share a scale: scale · (q − centre), or
-    scale · q + offset."""
+    """Blocks as groups of neighbours that share a scale.
+
+    A value is scale · (q − centre), or scale · q + offset.
+    """
 
     q: Bytes  # (n, groups, numbers of a group)
     scales: Floats  # (n, groups)
@@ -53,25 +60,24 @@ class Grouped(NamedTuple):
 
 
 def grouped(raw: Bytes, block_type: BlockType) -> Grouped:
-    """The whole numbers and scales of whole blocks, of one of the types in `GROUPED`."""
+    """Return the integers and scales of whole blocks, for the types in `GROUPED`."""
     return GROUPED[block_type](raw.reshape(-1, LAYOUTS[block_type].num_bytes))
 
 
-def _values(found: Grouped) -> Floats:
-    scales = found.scales[:, :, None]
-    if found.offsets is None:
-        values = scales * (found.q - np.float32(found.centre))
+def _values(groups: Grouped) -> Floats:
+    scales = groups.scales[:, :, None]
+    if groups.offsets is None:
+        values = scales * (groups.q - np.float32(groups.centre))
     else:
-        values = scales * found.q + found.offsets[:, :, None]
+        values = scales * groups.q + groups.offsets[:, :, None]
     return values.reshape(len(values), -1)
 
 
-def _then_values(found: Callable[[Bytes], Grouped]) -> Callable[[Bytes], Floats]:
-    return lambda blocks: _values(found(blocks))
+def _then_values(unpack: Callable[[Bytes], Grouped]) -> Callable[[Bytes], Floats]:
+    return lambda blocks: _values(unpack(blocks))
 
 
-# Each function below takes (n, bytes of a block) and gives (n, elements of a block), or what is to
-# be made of them.
+# Each function below takes (n, bytes of a block) and returns (n, elements of a block) or `Grouped`.
 
 
 def _f32(blocks: Bytes) -> Floats:
@@ -83,30 +89,30 @@ def _f16(blocks: Bytes) -> Floats:
 
 
 def _bf16(blocks: Bytes) -> Floats:
-    """bfloat16 is the upper half of a float32."""
+    """Shift bfloat16 into the upper 16 bits of a float32."""
     return (_contiguous(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 def _q4_0(blocks: Bytes) -> Grouped:
     """scale f16 · 16 bytes of nibbles, centred on 8."""
-    return Grouped(_halves_of_nibbles(blocks[:, 2:])[:, None], _f16(blocks[:, :2]), 8)
+    return Grouped(_low_then_high(blocks[:, 2:])[:, None], _f16(blocks[:, :2]), 8)
 
 
 def _q4_1(blocks: Bytes) -> Grouped:
     """scale f16 · offset f16 · 16 bytes of nibbles."""
-    q = _halves_of_nibbles(blocks[:, 4:])[:, None]
+    q = _low_then_high(blocks[:, 4:])[:, None]
     return Grouped(q, _f16(blocks[:, :2]), offsets=_f16(blocks[:, 2:4]))
 
 
 def _q5_0(blocks: Bytes) -> Grouped:
     """scale f16 · 32 fifth bits · 16 bytes of nibbles, centred on 16."""
-    q = _halves_of_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    q = _low_then_high(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
     return Grouped(q[:, None], _f16(blocks[:, :2]), 16)
 
 
 def _q5_1(blocks: Bytes) -> Grouped:
     """scale f16 · offset f16 · 32 fifth bits · 16 bytes of nibbles."""
-    q = _halves_of_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    q = _low_then_high(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
     return Grouped(q[:, None], _f16(blocks[:, :2]), offsets=_f16(blocks[:, 2:4]))
 
 
@@ -127,9 +133,9 @@ def _q2_k(blocks: Bytes) -> Floats:
 def _q3_k(blocks: Bytes) -> Floats:
     """32 bytes of third bits · 64 bytes of bit pairs · 12 bytes of scales · f16 scale of those.
 
-    Bit s of the third bits belongs to values 32 · s and on; the whole is centred on 4. Of the 16
-    scales of 6 bits, centred on 32, the first 8 bytes hold the low nibbles and the last 4 the upper
-    bit pairs.
+    Bit s of the third bits belongs to the values from 32 · s on. Values are centred on 4. The 16
+    scales have 6 bits and are centred on 32: the first 8 bytes hold the low nibbles, the last 4 the
+    upper bit pairs.
     """
     run = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     third = (blocks[:, :32].reshape(-1, 1, 32) >> run) & np.uint8(1)
@@ -143,14 +149,14 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 def _q4_k(blocks: Bytes) -> Grouped:
     """f16 scale of the scales and of the offsets · 12 bytes of both · 128 bytes of nibbles."""
-    return _scale_eights(blocks, _eights_of_nibbles(blocks[:, 16:]))
+    return _scale_sub_blocks(blocks, _sub_blocks(blocks[:, 16:]))
 
 
 def _q5_k(blocks: Bytes) -> Grouped:
-    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit s belongs to sub-block s."""
+    """Like Q4_K, with 32 bytes of fifth bits before the nibbles: bit s belongs to sub-block s."""
     sub_block = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     fifth = (blocks[:, 16:48].reshape(-1, 1, 32) >> sub_block) & np.uint8(1)
-    return _scale_eights(blocks, _eights_of_nibbles(blocks[:, 48:]) | fifth * np.uint8(16))
+    return _scale_sub_blocks(blocks, _sub_blocks(blocks[:, 48:]) | fifth * np.uint8(16))
 
 
 def _q6_k(blocks: Bytes) -> Grouped:
@@ -170,34 +176,34 @@ def _q6_k(blocks: Bytes) -> Grouped:
 
 
 def _contiguous(part: Bytes) -> Bytes:
-    """Columns of a block lie apart in memory, and only neighbours can be viewed as wider types."""
+    """Copy columns of blocks, so that they can be viewed as wider types."""
     return np.ascontiguousarray(part)
 
 
-def _halves_of_nibbles(packed: Bytes) -> Bytes:
-    """32 values from 16 bytes: the low nibbles are the first half, the high ones the second."""
+def _low_then_high(packed: Bytes) -> Bytes:
+    """Return 32 values from 16 bytes: the low nibbles, then the high nibbles."""
     return np.concatenate([packed & 0xF, packed >> 4], axis=1)
 
 
 def _fifth_bits(packed: Bytes) -> Bytes:
-    """32 values of 0 or 16 from 4 bytes, lowest bit first."""
+    """Return 32 values of 0 or 16 from 4 bytes, lowest bit first."""
     return np.unpackbits(_contiguous(packed), axis=1, bitorder="little") * np.uint8(16)
 
 
-def _eights_of_nibbles(packed: Bytes) -> Bytes:
-    """8 sub-blocks of 32 from 128 bytes: each 32 bytes hold one sub-block low and the next high."""
+def _sub_blocks(packed: Bytes) -> Bytes:
+    """Return 8 sub-blocks of 32 from 128 bytes: 32 bytes hold one sub-block low, the next high."""
     quarters = packed.reshape(-1, 4, 1, 32)
     return np.concatenate([quarters & 0xF, quarters >> 4], axis=2).reshape(-1, 8, 32)
 
 
 def _bit_pairs(packed: Bytes) -> Bytes:
-    """8 runs of 32 from 64 bytes: each 32 bytes hold four runs, the first in their lowest bits."""
+    """Return 8 runs of 32 from 64 bytes: 32 bytes hold four runs, the first in the lowest bits."""
     pair = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
     return ((packed.reshape(-1, 2, 1, 32) >> pair) & np.uint8(3)).reshape(-1, 8, 32)
 
 
-def _scale_eights(blocks: Bytes, q: Bytes) -> Grouped:
-    """Q4_K and Q5_K from their whole numbers `q`, (n, 8, 32).
+def _scale_sub_blocks(blocks: Bytes, q: Bytes) -> Grouped:
+    """Return Q4_K or Q5_K blocks with the integers `q`, (n, 8, 32).
 
     The 12 bytes hold 8 scales and 8 offsets of 6 bits. The first four of each are the low six bits
     of bytes 0–3 and 4–7. The last four have their low nibbles in bytes 8–11 (scales low, offsets
@@ -210,15 +216,15 @@ def _scale_eights(blocks: Bytes, q: Bytes) -> Grouped:
 
 
 def _iq4_nl(blocks: Bytes) -> Grouped:
-    """By a table, whose numbers are those of signed bytes."""
-    return _of_table(*dequant_iq.iq4_nl(blocks))
+    """Table values are signed bytes."""
+    return _from_table(*dequant_iq.iq4_nl(blocks))
 
 
 def _iq4_xs(blocks: Bytes) -> Grouped:
-    return _of_table(*dequant_iq.iq4_xs(blocks))
+    return _from_table(*dequant_iq.iq4_xs(blocks))
 
 
-def _of_table(scales: Floats, q: npt.NDArray[np.int8]) -> Grouped:
+def _from_table(scales: Floats, q: npt.NDArray[np.int8]) -> Grouped:
     return Grouped(q.view(np.uint8) ^ np.uint8(128), scales, 128)
 
 
@@ -241,5 +247,5 @@ _UNPACK: dict[BlockType, Callable[[Bytes], Floats]] = {
     BlockType.Q2_K: _q2_k,
     BlockType.Q3_K: _q3_k,
     **dequant_iq.UNPACK,
-    **{name: _then_values(found) for name, found in GROUPED.items()},
+    **{name: _then_values(unpack) for name, unpack in GROUPED.items()},
 }

@@ -1,9 +1,9 @@
-"""GGUF blocks whose whole numbers come from a table (IQ4, MXFP4), from a grid (the other IQ types)
-or are −1, 0 and 1 (TQ). Numpy only.
+"""GGUF blocks whose integers come from a table (IQ4, MXFP4), from a grid (the other IQ types) or
+are −1, 0 and 1 (TQ). Numpy only.
 
-Each function takes (n, bytes of a block) and gives (n, elements of a block). A grid (`grids.py`)
-is a list of groups of 8 or 4 neighbours; a block has the number of an entry for each group, the
-signs of its values or which way they are moved, and a scale for each 32 or 16 values.
+Each function takes (n, bytes of a block) and returns (n, elements of a block). A grid
+(`iq_grids.py`) is a list of groups of 8 or 4 neighbours. A block has the index of a grid entry for
+each group, the signs (or the direction of a shift) of its values, and a scale for 32 or 16 values.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Whole = npt.NDArray[np.integer]
 IQ4_TABLE = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
-# Four bits as a sign, two of exponent and one of fraction; doubled, so that they are whole.
+# fp4: a sign bit, two exponent bits and a fraction bit; doubled, so that the values are integers.
 E2M1_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 # Seven signs are stored: the eighth makes the number of negative ones even.
 EIGHT_SIGNS = np.array([seven | seven.bit_count() % 2 << 7 for seven in range(128)], np.uint8)
 
 
 def iq4_nl(blocks: Bytes) -> tuple[Floats, Ints8]:
-    """scale f16 · 16 bytes of nibbles. The scales, and what they are multiplied with, in groups."""
+    """scale f16 · 16 bytes of nibbles. Return the scales and the table values in groups."""
     return _fp16(blocks[:, :2]).astype(np.float32), IQ4_TABLE[_nibbles(blocks[:, 2:])]
 
 
 def iq4_xs(blocks: Bytes) -> tuple[Floats, Ints8]:
-    """f16 scale of the scales · 2 bytes of their upper bit pairs · 4 of their low nibbles ·
-    128 bytes of nibbles. The eight scales of 6 bits are centred on 32."""
+    """f16 scale of the scales · 2 bytes of upper bit pairs and 4 bytes of low nibbles of the scales
+    · 128 bytes of nibbles. The eight 6-bit scales are centred on 32."""
     upper = _words(blocks[:, 2:4]) >> np.arange(0, 16, 2, dtype=np.uint16)
     low = _low_and_high(blocks[:, 4:8])
     scales = _fp16(blocks[:, :2]) * ((low | (upper & 3) << 4) - np.float32(32))
@@ -50,7 +50,7 @@ def _mxfp4(blocks: Bytes) -> Floats:
     exponent = blocks[:, :1].astype(np.uint32)
     subnormal = np.uint32(0x200000) << np.minimum(exponent, 1)
     bits = np.where(exponent < 2, subnormal, (exponent - 1) << 23).astype(np.uint32)
-    with np.errstate(over="ignore"):  # whoever loads weights refuses what is infinite
+    with np.errstate(over="ignore"):  # loading refuses infinite weights
         return bits.view(np.float32) * E2M1_TABLE[_nibbles(blocks[:, 1:])].reshape(-1, 32)
 
 
@@ -60,13 +60,13 @@ def _tq1_0(blocks: Bytes) -> Floats:
     The k-th digits of 32 bytes stand together, then those of 16 bytes, then those of the last four.
     """
     parts = ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
-    moved = [
+    shifted = [
         (part[:, None, :] * (3 ** np.arange(digits, dtype=np.uint8))[:, None]).reshape(
             len(blocks), -1
         )
         for part, digits in parts
     ]
-    q = (np.concatenate(moved, axis=1).astype(np.uint16) * np.uint16(3) >> 8) - np.float32(1)
+    q = (np.concatenate(shifted, axis=1).astype(np.uint16) * np.uint16(3) >> 8) - np.float32(1)
     return _fp16(blocks[:, 52:54]) * q
 
 
@@ -81,7 +81,7 @@ def _iq2_xxs(blocks: Bytes) -> Floats:
     """f16 scale of the scales · for each 32 values four entries of 8 bits, then 32 bits: four times
     seven signs, and a scale on top."""
     parts = blocks[:, 2:].reshape(-1, 8, 8)
-    entries, word = parts[:, :, :4], _wide(parts[:, :, 4:])
+    entries, word = parts[:, :, :4], _uint32(parts[:, :, 4:])
     q = _entries(BlockType.IQ2_XXS, entries) * _signs(EIGHT_SIGNS[_sevens(word)])
     return _scaled(_iq2_scales(blocks, word >> 28), q)
 
@@ -106,7 +106,7 @@ def _iq2_s(blocks: Bytes) -> Floats:
 def _iq3_xxs(blocks: Bytes) -> Floats:
     """f16 scale of the scales · 64 entries of 4 values · for each 32 values 32 bits: four times
     seven signs, and a scale on top."""
-    word = _wide(blocks[:, 66:].reshape(-1, 8, 4))
+    word = _uint32(blocks[:, 66:].reshape(-1, 8, 4))
     q = _entries(BlockType.IQ3_XXS, blocks[:, 2:66]) * _signs(EIGHT_SIGNS[_sevens(word)])
     scales = _fp16(blocks[:, :2]) * (np.float32(0.5) + (word >> 28)) * np.float32(0.5)
     return _scaled(scales.astype(np.float32), q)
@@ -123,7 +123,7 @@ def _iq3_s(blocks: Bytes) -> Floats:
 
 def _iq1_s(blocks: Bytes) -> Floats:
     """f16 scale of the scales · 32 entries' low bytes · for each 32 values 16 bits: four times
-    three upper bits, a scale of three bits, and whether the values are moved down instead of up."""
+    three upper bits, a scale of three bits, and a bit that shifts the values down instead of up."""
     words = _words(blocks[:, 34:])
     upper = words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16)
     entries = blocks[:, 2:34] | (upper.reshape(-1, 32) & np.uint16(7)) << 8
@@ -132,12 +132,12 @@ def _iq1_s(blocks: Bytes) -> Floats:
 
 
 def _iq1_m(blocks: Bytes) -> Floats:
-    """32 entries' low bytes · a nibble for each: three upper bits, and whether its 8 values are
-    moved down instead of up · four times 16 bits: four scales of three bits, each for 16 values,
+    """32 entries' low bytes · a nibble for each: three upper bits, and a bit that shifts its 8
+    values down instead of up · four times 16 bits: four scales of three bits, each for 16 values,
     and on top a nibble of their f16 scale."""
     words = _words(blocks[:, 48:])
-    half = (words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
-    scale = half.view(np.float16).astype(np.float32)[:, None]
+    bits = (words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
+    scale = bits.view(np.float16).astype(np.float32)[:, None]
     threes = (words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16)).reshape(-1, 16) & 7
     nibbles = _low_and_high(blocks[:, 32:48])
     entries = blocks[:, :32] | (nibbles & np.uint16(7)) << 8
@@ -146,7 +146,7 @@ def _iq1_m(blocks: Bytes) -> Floats:
 
 
 def _contiguous(part: Bytes) -> Bytes:
-    """Columns of a block lie apart in memory, and only neighbours can be viewed as wider types."""
+    """Copy columns of blocks, so that they can be viewed as wider types."""
     return np.ascontiguousarray(part)
 
 
@@ -158,36 +158,36 @@ def _words(part: Bytes) -> Words:
     return _contiguous(part).view("<u2")
 
 
-def _wide(part: Bytes) -> npt.NDArray[np.uint32]:
-    """Four bytes each → one number."""
+def _uint32(part: Bytes) -> npt.NDArray[np.uint32]:
+    """Return each four bytes as one number."""
     return _contiguous(part).view("<u4")[:, :, 0]
 
 
 def _low_and_high(packed: Bytes) -> Bytes:
-    """Two nibbles of each byte, the low one first."""
+    """Return the two nibbles of each byte, the low nibble first."""
     return np.stack([packed & 0xF, packed >> 4], axis=2).reshape(len(packed), -1)
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """32 values from each 16 bytes: the low nibbles are the first half, the high ones the rest."""
+    """Return 32 values for each 16 bytes: the low nibbles, then the high nibbles."""
     runs = packed.reshape(len(packed), -1, 16)
     return np.concatenate([runs & 0xF, runs >> 4], axis=2)
 
 
 def _sevens(word: npt.NDArray[np.uint32]) -> Whole:
-    """The four groups of seven bits of each number."""
+    """Return the four groups of seven bits of each number."""
     return (word[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32)) & 127
 
 
 def _entries(block_type: BlockType, numbers: Whole) -> Ints8:
-    """The grid's values in groups of 8."""
+    """Return the grid's values in groups of 8."""
     grid = grid_of(block_type)
     assert grid is not None
     return grid[numbers].reshape(len(numbers), -1, 8)
 
 
 def _signs(bits: Bytes) -> Ints8:
-    """A byte for each group of 8: 1, or −1 where its bit is set."""
+    """Return 8 signs for each byte: −1 where the bit is set, else 1."""
     ones = np.unpackbits(_contiguous(bits), axis=-1, bitorder="little").view(np.int8)
     return (1 - 2 * ones).reshape(len(bits), -1, 8)
 
@@ -202,7 +202,7 @@ def _iq2_scales(blocks: Bytes, nibbles: Whole) -> Floats:
 
 
 def _scaled(scales: npt.NDArray[np.floating], q: Ints8 | Floats) -> Floats:
-    """Equal parts of a block, each with its scale."""
+    """Multiply equal parts of each block by their scales."""
     n, parts = scales.shape
     scales = scales.astype(np.float32, copy=False)[:, :, None]
     return (scales * q.reshape(n, parts, -1)).reshape(n, -1)

@@ -1,10 +1,11 @@
-"""Reads GGUF files: metadata, the list of tensors, and their bytes. No numpy, no torch: a process
-that only speaks reads its vocabulary with this.
+"""A reader of GGUF files: metadata, the list of tensors, and their bytes.
 
-A file is a header (magic, version, counts), key–value metadata, one entry per tensor, padding,
-and the tensors' bytes. All lengths come from the file, so every one is checked against the bytes
-that are left before it is believed. A model may be split into several files, of which the first has
-the metadata and each some of the tensors.
+It imports neither numpy nor torch, because the HTTP process reads its vocabulary with it.
+
+A file is a header (magic, version, counts), key–value metadata, one entry per tensor, padding, and
+the tensors' bytes. All lengths come from the file, so each is checked against the remaining bytes
+before use. A model may be split into several files: the first has the metadata, and each has some
+tensors.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import Any, NamedTuple, NoReturn
 
 from twostroke.errors import ModelError
 from twostroke.model.fields import shown
-from twostroke.model.find.on_disk import GGUF_PART, forget_pages, gguf_parts
+from twostroke.model.find.on_disk import SPLIT_NAME, forget_pages, split_files
 from twostroke.model.gguf.block_types import LAYOUTS, BlockType, num_bytes
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
-# What no model needs. Without these a file of some megabytes could be many millions of Python
-# objects; a large vocabulary has about 10⁶ values (tokens, types, scores and merges together).
+# Limits beyond any known model. Without them a file of some megabytes could become many millions of
+# Python objects. A large vocabulary has about 10⁶ values (tokens, types, scores and merges).
 MAX_PAIRS = MAX_TENSORS = 1 << 16
 MAX_VALUES = 1 << 23  # in all arrays together
 MAX_NAME_BYTES = 1024  # of a metadata key or a tensor's name
-MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal and unused; without a bound they could recurse
+MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal, unused and recursive
 MAX_NESTED = 1 << 12  # arrays inside arrays
 
-# The number of a type in the file → its name. The names we do not read are for the message.
+# The number of a type in the file → its name. Names of unsupported types are for the message.
 TYPE_NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
 TYPE_NAMES |= {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
 TYPE_NAMES |= {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
@@ -64,19 +65,22 @@ SMALLEST_TENSOR = SMALLEST_STRING + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`shape` has the last dimension contiguous, as in torch; `offset` counts from byte 0 of the
-    file, which is the `part`-th of a split model."""
+    """An entry of the list of tensors.
+
+    The last dimension of `shape` is contiguous, as in torch. `offset` counts from byte 0 of the
+    file. `file_index` is the file's number in a split model.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: BlockType
     offset: int
     num_bytes: int
-    part: int = 0
+    file_index: int = 0
 
 
-class _Part(NamedTuple):
-    """One file of a model."""
+class _OpenFile(NamedTuple):
+    """A file of a model."""
 
     path: Path
     metadata: dict[str, Any]
@@ -85,55 +89,58 @@ class _Part(NamedTuple):
 
 
 class GGUFFile:
-    """An open GGUF model, of one file or of several. Only the headers have been read; the tensors'
-    bytes stay on disk. `path` and `metadata` are the first file's."""
+    """An open GGUF model of one or several files.
 
-    def __init__(self, parts: list[_Part]) -> None:
-        self.path, self.metadata = parts[0].path, parts[0].metadata
-        self.tensors = {name: info for part in parts for name, info in part.tensors.items()}
-        self._paths = [part.path for part in parts]
-        self._buffers = [part.buffer for part in parts]
-        self._data = [memoryview(part.buffer) for part in parts]
+    Only the headers have been read. The tensors' bytes stay on disk. `path` and `metadata` are the
+    first file's.
+    """
+
+    def __init__(self, files: list[_OpenFile]) -> None:
+        self.path, self.metadata = files[0].path, files[0].metadata
+        self.tensors = {name: info for file in files for name, info in file.tensors.items()}
+        self._paths = [file.path for file in files]
+        self._buffers = [file.buffer for file in files]
+        self._data = [memoryview(file.buffer) for file in files]
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """`path` is the only file or the first of several, which are found by their names."""
+        """Open a model. `path`: the only file, or the first file of a split model."""
         first = _read(path, 0)
         count = _split_field(first, "split.count", 1)
-        return cls([first] if count <= 1 else _read_parts(first, count))
+        return cls([first] if count <= 1 else _read_split(first, count))
 
     def path_of(self, name: str) -> Path:
-        """The file that holds a tensor; the first one for a tensor that there is not."""
+        """Return the file that holds a tensor; the first file for an unknown tensor."""
         info = self.tensors.get(name)
-        return self.path if info is None else self._paths[info.part]
+        return self.path if info is None else self._paths[info.file_index]
 
     def raw(self, name: str) -> memoryview:
-        """The bytes of a tensor: a read-only view of the mapped file, nothing is copied."""
+        """Return the bytes of a tensor as a read-only view of the mapped file."""
         info = self.tensors[name]
-        return self._data[info.part][info.offset : info.offset + info.num_bytes]
+        return self._data[info.file_index][info.offset : info.offset + info.num_bytes]
 
     def forget(self, name: str) -> None:
-        """The tensor has been read: its pages need no memory until someone reads it again."""
+        """Release the memory of a tensor's pages until the next read."""
         info = self.tensors[name]
-        forget_pages(self._buffers[info.part], info.offset, info.offset + info.num_bytes)
+        forget_pages(self._buffers[info.file_index], info.offset, info.offset + info.num_bytes)
 
 
-def _read(path: Path, part: int) -> _Part:
+def _read(path: Path, file_index: int) -> _OpenFile:
     buffer = _map(path)
-    metadata, tensors = _Header(path, buffer, part).read()
-    return _Part(path, metadata, tensors, buffer)
+    metadata, tensors = _Header(path, buffer, file_index).read()
+    return _OpenFile(path, metadata, tensors, buffer)
 
 
-def _read_parts(first: _Part, count: int) -> list[_Part]:
-    """All parts of a split model, found to be of one."""
-    match = GGUF_PART.fullmatch(first.path.name)
+def _read_split(first: _OpenFile, count: int) -> list[_OpenFile]:
+    """Return all files of a split model, checked to belong together."""
+    match = SPLIT_NAME.fullmatch(first.path.name)
     if match is None or int(match[3]) != count or int(match[2]) != 1:
         raise ModelError(
             f"{first.path}: is one of {count} parts of a split GGUF (split.count), which are found "
             f"by their names: the first is to be called NAME-00001-of-{count:05}.gguf, and the "
-            "others stand beside it. Give the file the name that it was published under."
+            "others lie beside it. Give the file the name that it was published under."
         )
-    paths = [first.path.with_name(name) for name in gguf_parts(first.path.name)]
+    paths = [first.path.with_name(name) for name in split_files(first.path.name)]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise ModelError(
             f"{first.path.with_name(missing[0])}: there is no such file, which is one of {count} "
@@ -173,8 +180,8 @@ def _read_parts(first: _Part, count: int) -> list[_Part]:
     return parts
 
 
-def _split_field(part: _Part, key: str, default: int | None) -> Any:
-    """One of the numbers that say how a model is split."""
+def _split_field(part: _OpenFile, key: str, default: int | None) -> Any:
+    """Return one of the metadata numbers that describe the split."""
     value = part.metadata.get(key, default)
     if value is not None and (type(value) is not int or not 0 <= value <= MAX_TENSORS):
         raise ModelError(
@@ -205,11 +212,11 @@ def _map(path: Path) -> mmap.mmap:
 
 
 class _Header:
-    """Walks through the header once, from the first byte to the last."""
+    """A parser that reads the header once, from the first byte to the last."""
 
-    def __init__(self, path: Path, buffer: mmap.mmap, part: int) -> None:
+    def __init__(self, path: Path, buffer: mmap.mmap, file_index: int) -> None:
         self.path = path
-        self.part = part
+        self.file_index = file_index
         self.buffer = buffer
         self.size = len(buffer)
         self.at = len(MAGIC)
@@ -244,31 +251,32 @@ class _Header:
                 "Use a conversion of the model in one of these."
             )
 
-    def _value(self, kind: int, key: str, depth: int = 0) -> Any:
-        if kind == STRING:
+    def _value(self, value_type: int, key: str, depth: int = 0) -> Any:
+        if value_type == STRING:
             return self._string()
-        if kind == ARRAY:
+        if value_type == ARRAY:
             return self._array(key, depth)
-        return self._number(self._scalar_code(kind, key))
+        return self._number(self._scalar_code(value_type, key))
 
     def _array(self, key: str, depth: int) -> list[Any]:
         if depth == MAX_ARRAY_DEPTH:
             self._fail(f"the metadata entry {key!r} nests arrays deeper than {MAX_ARRAY_DEPTH}")
-        kind = self._number("I")
-        if kind == STRING:
+        value_type = self._number("I")
+        if value_type == STRING:
             return self._strings(self._values(f"strings of {key!r}", SMALLEST_STRING))
-        if kind == ARRAY:
+        if value_type == ARRAY:
             count = self._count(f"arrays of {key!r}", SMALLEST_ARRAY, self.nested_left)
             self.nested_left -= count
             return [self._array(key, depth + 1) for _ in range(count)]
-        code = self._scalar_code(kind, key)
+        code = self._scalar_code(value_type, key)
         width = struct.calcsize(f"<{code}")
         count = self._values(f"values of {key!r}", width)
         start = self._advance(count * width)
         return list(struct.unpack_from(f"<{count}{code}", self.buffer, start))
 
     def _strings(self, count: int) -> list[str]:
-        """A vocabulary has 10⁵ strings, so this loop spends nothing on calls of our own."""
+        """Return an array of strings. A vocabulary has 10⁵, so this loop makes no calls of our
+        own."""
         buffer, at, size = self.buffer, self.at, self.size
         read_length = struct.Struct("<Q").unpack_from
         strings = []
@@ -286,7 +294,7 @@ class _Header:
         return strings
 
     def _tensor(self) -> TensorInfo:
-        """An entry as the file has it: the offset still counts from the start of the data."""
+        """Return the next tensor entry. Its offset still counts from the start of the data."""
         name = self._name("tensor name")
         num_dims = self._number("I")
         if not 1 <= num_dims <= MAX_DIMS:
@@ -324,7 +332,7 @@ class _Header:
         return alignment
 
     def _place(self, entries: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """Turn the entries' offsets into places in the file, which must hold all of them."""
+        """Turn the entries' offsets into file offsets. The file must hold all tensors."""
         data_start = -(-self.at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         needed_bytes = 0
@@ -338,7 +346,7 @@ class _Header:
                 )
             offset = data_start + entry.offset
             needed_bytes = max(needed_bytes, offset + entry.num_bytes)
-            tensors[entry.name] = replace(entry, offset=offset, part=self.part)
+            tensors[entry.name] = replace(entry, offset=offset, file_index=self.file_index)
         if needed_bytes > self.size:
             raise ModelError(
                 f"{self.path}: the file is truncated: {needed_bytes - self.size} bytes are "
@@ -346,7 +354,7 @@ class _Header:
             )
         return tensors
 
-    # The primitives: each takes its bytes from the file and moves on.
+    # The primitives: each reads its bytes and advances.
 
     def _advance(self, length: int) -> int:
         start = self.at
@@ -365,7 +373,8 @@ class _Header:
         return self.buffer[start : start + length]
 
     def _string(self) -> str:
-        """Bytes that are not UTF-8 are replaced: a vocabulary may hold pieces of characters."""
+        """Return the next string. Bytes that are not UTF-8 are replaced, because a vocabulary may
+        hold parts of characters."""
         return self._bytes().decode("utf-8", "replace")
 
     def _name(self, what: str) -> str:
@@ -377,12 +386,12 @@ class _Header:
         except UnicodeDecodeError:
             self._fail(f"a {what} is not UTF-8: {raw[:40]!r}")
 
-    def _count(self, what: str, smallest_bytes: int, most: int) -> int:
+    def _count(self, what: str, smallest_bytes: int, maximum: int) -> int:
         count: int = self._number("Q")
         if count * smallest_bytes > self.size - self.at:
             self._fail(f"it announces {count} {what}, more than the rest of the file can hold")
-        if count > most:
-            self._fail(f"it announces {count} {what}, where at most {most} are read")
+        if count > maximum:
+            self._fail(f"it announces {count} {what}, where at most {maximum} are read")
         return count
 
     def _values(self, what: str, smallest_bytes: int) -> int:
@@ -390,10 +399,10 @@ class _Header:
         self.values_left -= count
         return count
 
-    def _scalar_code(self, kind: int, key: str) -> str:
-        if kind not in SCALARS:
-            self._fail(f"the metadata entry {key!r} has the unknown value type {kind}")
-        return SCALARS[kind]
+    def _scalar_code(self, value_type: int, key: str) -> str:
+        if value_type not in SCALARS:
+            self._fail(f"the metadata entry {key!r} has the unknown value type {value_type}")
+        return SCALARS[value_type]
 
     def _truncated(self) -> NoReturn:
         self._fail(f"the file ends within its header, after {self.size} bytes")

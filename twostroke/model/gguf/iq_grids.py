@@ -1,9 +1,8 @@
-"""The grids of GGUF's IQ types: which groups of neighbours a code can stand for. Numpy only. The
-numbers are those of ggml (MIT licence), which the types are defined by.
+"""The grids of GGUF's IQ types: the groups of neighbours that a code can represent. Numpy only.
 
-An entry is 8 (or 4) digits, each of which names a magnitude. Read as one number, the first digit in
-the lowest bits, the entries of a grid come in ascending order: what is kept here is how far each
-lies above the last, as 16 bits, compressed.
+The numbers are those of ggml (MIT licence), which defines the types. An entry is 8 (or 4) digits,
+each of which is the index of a magnitude. As numbers with the first digit in the lowest bits, the
+entries of a grid ascend. This file has their differences as 16 bits, compressed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAGNITUDES: dict[BlockType, tuple[int, ...]] = {
 
 @cache
 def grid_of(block_type: BlockType) -> Grid | None:
-    """(entries, columns) numbers; None for a type that has no grid."""
+    """Return (entries, columns) numbers; None for a type without a grid."""
     if block_type not in MAGNITUDES:
         return None
     magnitudes = np.array(MAGNITUDES[block_type], np.int8)

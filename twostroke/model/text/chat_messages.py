@@ -1,8 +1,8 @@
-"""A conversation as it is sent → as chat templates read it, for every route and for `LLM.chat`.
+"""Messages of a client → messages for a chat template, for every route and for `LLM.chat`.
 
-What clients send has many shapes: a content that is null beside tool calls, fields that are null, a
-content in parts, arguments of a call as JSON in a string. After `read_messages` a message has a
-role, a content (a text, or a list of parts of the type 'text') and no field that is null.
+Clients send null contents with tool calls, other null fields, contents in parts, and the arguments
+of a call as a JSON string. After `read_messages` a message has a role, a content (a text, or a list
+of parts of the type 'text') and no null field.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from twostroke.errors import RequestError
 
 Messages = list[dict[str, Any]]
 
-TEXT_PARTS: Final = {  # the field that has the text
+TEXT_PARTS: Final = {  # type of a part → the field with its text
     "text": "text",
     "input_text": "text",
     "output_text": "text",
     "refusal": "refusal",
 }
-# What OpenAI's and Anthropic's clients send with a part that is nothing to a template.
+# Fields that OpenAI's and Anthropic's clients send and templates ignore.
 PART_FIELDS: Final = {"type", *TEXT_PARTS.values(), "annotations", "logprobs", "cache_control"}
-THINKING: Final = ("reasoning_content", "reasoning", "thinking")  # one thing in three dialects
+THINKING: Final = ("reasoning_content", "reasoning", "thinking")  # three names for the same field
 MAY_BE_EMPTY: Final = ("assistant", "tool", "function")  # roles whose content may be null
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Raises `RequestError` for what is no conversation. The caller's messages stay as they are."""
+    """Return the messages for a template. Raise `RequestError` for invalid ones.
+
+    The caller's messages are not changed.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise RequestError("messages: expected a list of messages, each with a role and a content.")
     if not messages:
@@ -38,14 +41,14 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def join_parts(content: Any) -> Any:
-    """A content in parts as one text, with a new line between them; another as it is."""
+    """Join a content in parts with newlines. Return any other content unchanged."""
     if not isinstance(content, list):
         return content
     return "\n".join([part["text"] for part in content])
 
 
 def with_end(messages: Messages, text: str) -> Messages:
-    """With a text added to the end of the last message."""
+    """Return the messages with a text appended to the last one."""
     last = dict(messages[-1])
     if isinstance(last["content"], str):
         last["content"] += text
@@ -64,7 +67,7 @@ def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: the role is {'missing' if role is None else f'{role!r}'}; expected a text "
             "such as 'system', 'user' or 'assistant'."
         )
-    # Templates ask whether a field is there, so one that is null must not be.
+    # Templates test whether a field is defined, so null fields are removed.
     read = {name: value for name, value in message.items() if value is not None}
     read["content"] = _content(read, role, where)
     calls = read.pop("tool_calls", None)
@@ -100,7 +103,7 @@ def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[
 
 
 def _other_fields(part: Any) -> dict[str, Any]:
-    """For templates that know them, such as a translator's, which wants to be told languages."""
+    """Return the extra fields of a part, which some templates read (a translator's languages)."""
     if isinstance(part, str):
         return {}
     return {name: value for name, value in part.items() if name not in PART_FIELDS}
@@ -109,22 +112,23 @@ def _other_fields(part: Any) -> dict[str, Any]:
 def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in TEXT_PARTS:
+    part_type = part.get("type") if isinstance(part, Mapping) else None
+    if part_type not in TEXT_PARTS:
         raise RequestError(
-            f"{where}: parts of the type {kind!r} are not supported; this model reads text only, "
-            "given as {'type': 'text', 'text': ...}."
+            f"{where}: parts of the type {part_type!r} are not supported; this model reads text "
+            "only, given as {'type': 'text', 'text': ...}."
         )
-    text = part.get(TEXT_PARTS[kind])
+    text = part.get(TEXT_PARTS[part_type])
     if not isinstance(text, str):
         raise RequestError(
-            f"{where}: a part of the type {kind!r} needs its text in {TEXT_PARTS[kind]!r}."
+            f"{where}: a part of the type {part_type!r} needs its text in "
+            f"{TEXT_PARTS[part_type]!r}."
         )
     return text
 
 
 def _tool_calls(calls: Any, where: str) -> Messages:
-    """The API sends a call's arguments as JSON in a string; templates write them out themselves."""
+    """Parse the arguments of each call, which the API sends as a JSON string."""
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(f"{where}.tool_calls: expected a list of calls.")
     read = []
@@ -133,7 +137,7 @@ def _tool_calls(calls: Any, where: str) -> Messages:
         if isinstance(function, Mapping):
             arguments = function.get("arguments") or {}
             if isinstance(arguments, str):
-                with suppress(ValueError, RecursionError):  # cut short: as the model wrote them
+                with suppress(ValueError, RecursionError):  # truncated arguments stay as they are
                     arguments = json.loads(arguments) or {}
             call = {**call, "function": {**function, "arguments": arguments}}
         read.append(dict(call))

@@ -1,9 +1,9 @@
-"""Messages → the text a model was trained to answer, by the model's own Jinja template.
+"""Messages → the prompt text of a chat model, rendered by the model's own Jinja template.
 
-A template is a program that came with somebody's weights, or with a request. It runs in Jinja's
-immutable sandbox (no attributes with underscores, no imports, no changes to what it is given),
-which does not bound the time and the memory that it takes: it is rendered in processes that are
-limited in both (`renderer`, run by `engine/rendering.py`).
+A template is an untrusted program: it comes with downloaded weights or with a request. It runs in
+Jinja's immutable sandbox (no attributes with underscores, no imports, no changes to its arguments).
+The sandbox does not limit time and memory. Therefore templates are rendered in processes that limit
+both (`renderer`, run by `engine/rendering.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from twostroke.errors import ModelError, RequestError
 from twostroke.model.text.chat_messages import Messages, join_parts, read_messages, with_end
 from twostroke.model.text.template_source import template_name
 
-COMPILED: Final = 8  # templates that a renderer keeps
-END: Final = "[[the message ends here]] "  # marks it in a rendered text
+MAX_COMPILED: Final = 8  # templates that a renderer caches
+END: Final = "[[the message ends here]] "  # marks the end of the last message in a rendered text
 
 
 class ChatTemplate:
@@ -40,7 +40,7 @@ class ChatTemplate:
         advice = "Correct it." if of_request else "Give another one with --chat-template FILE."
         self._advice = advice
         try:
-            self._template = _Environment().from_string(source)
+            self._template = _TemplateEnvironment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
                 f"{self._name} has an error in line {error.lineno}: {error.message}. {advice}"
@@ -56,8 +56,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """`continue_final_message`: the text ends where the last message does, for the model to
-        write on. `kwargs` are further variables of the template, such as `enable_thinking`."""
+        """Return the prompt of a conversation.
+
+        `continue_final_message`: the prompt ends with the last message, which the model continues.
+        `kwargs`: further variables of the template, such as `enable_thinking`.
+        """
         variables: dict[str, Any] = {
             "messages": None,
             "tools": tools,
@@ -65,38 +68,42 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **self._tokens,
         }
-        taken = sorted((variables.keys() - {"documents"}) & kwargs.keys())
-        if taken:
+        reserved = sorted((variables.keys() - {"documents"}) & kwargs.keys())
+        if reserved:
             raise RequestError(
-                f"{', '.join(taken)}: set by the server; a chat template's extra variables need "
+                f"{', '.join(reserved)}: set by the server; a chat template's extra variables need "
                 "other names."
             )
         variables |= kwargs
-        given = self._with_developers_shown(read_messages(messages), variables)
+        shown = self._with_developer_messages(read_messages(messages), variables)
         if not continue_final_message:
-            return self._render(given, variables)
-        content = given[-1]["content"]
+            return self._render(shown, variables)
+        content = shown[-1]["content"]
         content = content if isinstance(content, str) else content[-1]["text"]
-        text = self._render(with_end(given, END), variables)
+        text = self._render(with_end(shown, END), variables)
         end = text.rfind(END.strip())
         if end < 0 or content.strip() not in text:
             raise RequestError(
                 f"continue_final_message: {self._name} does not show the last message's content",
                 param="continue_final_message",
             )
-        # A template that trims a message has trimmed the space of END, and not what is before it.
+        # A template that trims messages has trimmed the space in END instead of the message's end.
         return text[:end] if text.startswith(END, end) else text[:end].rstrip()
 
-    def _with_developers_shown(self, messages: Messages, variables: dict[str, Any]) -> Messages:
-        """Messages of the role 'developer' as they are, if the template shows them; else with the
-        role 'system', else as part of the first message of that role."""
+    def _with_developer_messages(self, messages: Messages, variables: dict[str, Any]) -> Messages:
+        """Return the messages in a form whose 'developer' messages the template shows.
+
+        The forms, in order: unchanged; with the role 'system'; merged into one system message.
+        """
         if all(message["role"] != "developer" for message in messages):
             return messages
         system = [_with_role(message, "developer", "system") for message in messages]
-        for given in (messages, system, _with_one_system_message(system)):
-            if self._shows(given, ("developer", "system"), variables):
-                return given
-        if self._shows(messages, ("developer",), variables):  # a template that drops the others
+        for candidate in (messages, system, _with_one_system_message(system)):
+            if self._shows(candidate, ("developer", "system"), variables):
+                return candidate
+        if self._shows(
+            messages, ("developer",), variables
+        ):  # a template that drops system messages
             return messages
         raise RequestError(
             f"{self._name} does not show messages of the role 'developer'; send them as 'system' "
@@ -104,7 +111,7 @@ class ChatTemplate:
         )
 
     def _shows(self, messages: Messages, roles: Sequence[str], variables: dict[str, Any]) -> bool:
-        """Whether all messages of these roles are in the text."""
+        """Return whether the rendered text contains all messages of these roles."""
         marked, marks = list[dict[str, Any]](), []
         for n, message in enumerate(messages):
             if message["role"] in roles:
@@ -124,18 +131,18 @@ class ChatTemplate:
             raise RequestError(f"{self._name} refuses these messages: {error}") from None
         except SecurityError as error:
             raise RequestError(
-                f"{self._name} does what templates may not ({error}). {self._advice}"
+                f"{self._name} does something that templates may not ({error}). {self._advice}"
             ) from None
         except MemoryError:
             raise
-        except Exception as error:  # the template's code is not ours: anything can come out of it
+        except Exception as error:  # a template's code can raise any exception
             raise RequestError(
                 f"{self._name} fails on these messages ({type(error).__name__}: "
                 f"{error}). Check their roles and their order, and that the template knows tools "
                 "if there are any."
             ) from None
 
-    # ── what this template wants to be given ────────────────────────────────────────────────
+    # ── the message shapes that this template reads ───────────────────────────────────────────────
 
     def _shaped(self, messages: Messages) -> Messages:
         shaped = []
@@ -149,8 +156,9 @@ class ChatTemplate:
 
     @cached_property
     def _call_shape(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """How messages with tool calls are given: the first way in which the template shows a
-        call's arguments. Most want an empty content and an object, some null or JSON in a string.
+        """Return the first shape of a message with tool calls whose arguments the template shows.
+
+        Most templates read an empty content and an object, some null or a JSON string.
         """
         for shape in CALL_SHAPES:
             if "[[shown]]" in self._try([PROBE_USER, shape(PROBE_CALL), PROBE_RESULT]):
@@ -158,47 +166,50 @@ class ChatTemplate:
         return CALL_SHAPES[0]
 
     def _reads_parts(self, message: dict[str, Any]) -> bool:
-        """Whether the template takes a content apart that is a list."""
+        """Return whether the template iterates over a content that is a list."""
         role = message["role"]
         if role not in ("system", "developer", "user", "assistant"):
             return False
         if role not in self._parts_read:
             self._parts_read[role] = self._reads_probe(role)
         reads = self._parts_read[role]
-        # A template that takes none of ours may want parts with fields of its own.
+        # A template that renders no probe may require parts with fields of its own.
         return any(len(part) > 2 for part in message["content"]) if reads is None else reads
 
     def _reads_probe(self, role: str) -> bool | None:
-        """None if it takes our content neither in parts nor as one text."""
+        """Return whether the template reads parts; None if it renders neither parts nor a text."""
         parts = [{"type": "text", "text": text} for text in ("[[one]]", "[[two]]")]
 
-        def tried(content: Any) -> str:
+        def render(content: Any) -> str:
             probe = {"role": role, "content": content}
             others = {"user": [probe], "assistant": [PROBE_USER, probe]}
             return self._try(others.get(role, [probe, PROBE_USER]))
 
-        text = tried(parts)
-        if not text and not tried(join_parts(parts)):
+        text = render(parts)
+        if not text and not render(join_parts(parts)):
             return None
         as_code = "'[[one]]'" in text or '"[[one]]"' in text
         return "[[one]]" in text and "[[two]]" in text and not as_code
 
     def _try(self, messages: Messages) -> str:
-        """The text of a conversation of ours, empty if the template does not take it."""
+        """Return the text of a probe conversation, empty if the template raises."""
         variables = {"tools": [PROBE_TOOL], "documents": None, "add_generation_prompt": False}
         try:
             return self._template.render({"messages": messages, **variables, **self._tokens})
         except MemoryError:
             raise
-        except Exception:  # as in `_render`
+        except Exception:  # see `_render`
             return ""
 
 
 def renderer(hello: bytes) -> Callable[[bytes], bytes]:
-    """Work of a limited process (`engine/rendering.py`): a template and the arguments of
-    `ChatTemplate.render` → a text's length and, unless it is too long to be wanted, the text."""
+    """Return the request handler of a sandboxed process (`engine/rendering.py`).
 
-    @functools.lru_cache(maxsize=COMPILED)
+    A request is a template with the arguments of `ChatTemplate.render`. The answer is the length of
+    the text, and the text unless it is longer than the requested limit.
+    """
+
+    @functools.lru_cache(maxsize=MAX_COMPILED)
     def compiled(source: str, *settings: Any) -> ChatTemplate:
         try:
             return ChatTemplate(source, *settings)
@@ -210,8 +221,8 @@ def renderer(hello: bytes) -> Callable[[bytes], bytes]:
             return b""
         template, (messages, generate, tools, continued, variables), max_chars = json.loads(request)
         text = compiled(*template).render(messages, generate, tools, continued, **variables)
-        wanted = max_chars is None or len(text) <= max_chars
-        return json.dumps([len(text), text if wanted else None]).encode()
+        fits = max_chars is None or len(text) <= max_chars
+        return json.dumps([len(text), text if fits else None]).encode()
 
     return render
 
@@ -263,7 +274,7 @@ PROBE_CALL: Final = {
     "content": "",
     "tool_calls": [
         {
-            "id": "a1b2c3d4e",  # as Mistral's templates want it
+            "id": "a1b2c3d4e",  # the length that Mistral's templates require
             "type": "function",
             "function": {"name": "look", "arguments": {"where": "[[shown]]"}},
         }
@@ -278,11 +289,11 @@ PROBE_RESULT: Final = {
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
-    """`raise_exception(message)` in a template: its way to refuse what it was given."""
+    """Raised by `raise_exception(message)` in a template, which refuses the messages."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what a model wrote, for training; here it only shows its body."""
+    """The tag `{% generation %}`, which marks a model's text for training. It renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -292,7 +303,7 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
@@ -319,7 +330,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes `<` and the like for HTML; a model should read what was meant."""
+    """The filter `tojson`. Jinja's own filter escapes `<` and others for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,17 +1,17 @@
-"""Token ids → text, a few at a time.
+"""Token ids → text, incrementally.
 
-Whatever pieces `push` hands out, joined with `flush` they are the text that `tokenizers` decodes
-from the whole sequence at once; but no step looks back further than the character it is in.
+The texts of all `push` calls, joined with the text of `flush`, equal the text that `tokenizers`
+decodes from the whole sequence. No step looks back further than the current character.
 
-Most vocabularies allow a table from id to what the id contributes:
+Most vocabularies allow a table from an id to its text:
 
 - byte-level BPE: bytes, which an incremental UTF-8 decoder turns into characters;
-- SentencePiece-like: text (`▁` is a space), or one raw byte (`<0xE2>`). `tokenizers` judges a run
-  of raw bytes as a whole: text if the run is UTF-8, otherwise one `�` per byte. The run is
-  therefore held until it ends.
+- SentencePiece-like: text (`▁` is a space), or one raw byte (`<0xE2>`). `tokenizers` decodes a run
+  of raw bytes as a whole: text if the run is UTF-8, otherwise one `�` per byte. Therefore the run
+  is held until it ends.
 
-Any other decoder is asked itself, over a short window of ids; that is exact unless an id changes
-the text of those before it, as an invalid byte after valid ones may.
+Any other decoder decodes a short window of ids. The result is exact unless an id changes the text
+of earlier ids, as an invalid byte after valid ones may.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ import tokenizers
 
 SPACE_MARK: Final = "▁"
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-# Ids kept as context when a decoder is asked for the text of the next one. One is enough to tell
-# it that the text has begun; the others are for decoders that look at their neighbours.
+# Context ids for decoding the next id. One id tells the decoder that the text has begun; the others
+# are for decoders that look at neighbours.
 WINDOW_CONTEXT: Final = 4
-# A character has at most four bytes, so that a longer run of ids without one is not going to
-# become valid; emitting it keeps the window short.
+# A character has at most four bytes: a longer run of ids without a character never becomes valid.
+# Emitting the run keeps the window short.
 WINDOW_MAX_PENDING: Final = 16
 
 
 class Detokenizer(ABC):
-    """One text being written. Made by `Tokenizer.detokenizer`."""
+    """The text of one token stream. Made by `Tokenizer.detokenizer`."""
 
     @abstractmethod
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with these ids; never half a character."""
+        """Add ids. Return the text that is now certain, in whole characters."""
 
     @abstractmethod
     def flush(self) -> str:
-        """What is still held when no more ids will come; an unfinished character becomes `�`."""
+        """End the stream. Return the text still held; an unfinished character becomes `�`."""
 
 
 class ByteDetokenizer(Detokenizer):
@@ -61,7 +61,10 @@ class ByteDetokenizer(Detokenizer):
 
 
 class PieceDetokenizer(Detokenizer):
-    """`pieces[id]` is a text, one raw byte (an int), or None for an id that is not shown."""
+    """A detokenizer for SentencePiece-like vocabularies.
+
+    `pieces[id]` is a text, one raw byte (an int), or None for a hidden id.
+    """
 
     def __init__(self, pieces: list[str | int | None], drop_leading_space: bool) -> None:
         self._pieces = pieces
@@ -102,14 +105,15 @@ class PieceDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Asks the tokenizer itself: the text of a few ids with the new one, less that without it."""
+    """A detokenizer for any decoder: the text of a few ids with the new id, less the text
+    without."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, hidden: frozenset[int], after: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
-        # self._ids = [context, whose text was handed out | pending, whose text was not]
+        # self._ids = [context: its text has been returned | pending: its text has not]
         self._ids = [n for n in after if n not in hidden][-WINDOW_CONTEXT:]
         self._num_context = len(self._ids)
         self._context_text = self._decode(self._ids)
@@ -143,7 +147,7 @@ class WindowDetokenizer(Detokenizer):
 
 
 class TokenTable:
-    """What every id of one tokenizer contributes to a text; shared by all its detokenizers."""
+    """The text of every id of one tokenizer. All its detokenizers share the table."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -153,9 +157,9 @@ class TokenTable:
 
     def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
         if self.is_byte_level:
-            return ByteDetokenizer(self._spoken_bytes if skip_special_tokens else self._bytes)
+            return ByteDetokenizer(self._visible_bytes if skip_special_tokens else self._bytes)
         if self.is_sentencepiece:
-            pieces = self._spoken_pieces if skip_special_tokens else self._pieces
+            pieces = self._visible_pieces if skip_special_tokens else self._pieces
             size = len(pieces)
             begun = any(0 <= n < size and pieces[n] is not None for n in after)
             return PieceDetokenizer(pieces, drop_leading_space=self._strips and not begun)
@@ -163,7 +167,7 @@ class TokenTable:
         return WindowDetokenizer(self._tokenizer, hidden, after)
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of one token in the middle of a text; None for an id without a token."""
+        """Return the bytes of one token in the middle of a text; None for an id without a token."""
         token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return None
@@ -174,8 +178,10 @@ class TokenTable:
         return _piece_bytes(sentencepiece_piece(token))
 
     def all_bytes(self) -> list[bytes]:
-        """What every id adds in the middle of a text, empty for an id without a token; of a
-        tokenizer for which there is a table."""
+        """Return the bytes of every id in the middle of a text, empty for an id without a token.
+
+        Only for byte-level and SentencePiece-like tokenizers.
+        """
         if self.is_byte_level:
             return self._bytes
         assert self.is_sentencepiece
@@ -187,7 +193,8 @@ class TokenTable:
 
     @cached_property
     def is_sentencepiece(self) -> bool:
-        """Replace `▁`, bytes, join and, in most, drop one space at the very beginning."""
+        """Return whether the decoder replaces `▁`, decodes bytes, joins, and may drop a first
+        space."""
         mark_to_space = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
         steps = [mark_to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
         return self._steps[:3] == steps and (self._strips or len(self._steps) == 3)
@@ -201,7 +208,7 @@ class TokenTable:
         return [b"" if token is None else byte_level_bytes(token) for token in self._tokens()]
 
     @cached_property
-    def _spoken_bytes(self) -> list[bytes]:
+    def _visible_bytes(self) -> list[bytes]:
         return [b"" if n in self.special_ids else piece for n, piece in enumerate(self._bytes)]
 
     @cached_property
@@ -209,26 +216,28 @@ class TokenTable:
         return [None if token is None else sentencepiece_piece(token) for token in self._tokens()]
 
     @cached_property
-    def _spoken_pieces(self) -> list[str | int | None]:
+    def _visible_pieces(self) -> list[str | int | None]:
         return [None if n in self.special_ids else piece for n, piece in enumerate(self._pieces)]
 
     def _tokens(self) -> list[str | None]:
-        # The highest id can lie beyond the number of tokens: added tokens may leave gaps.
+        # The highest id may exceed the number of tokens, because added tokens may leave gaps.
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return [self._tokenizer.id_to_token(n) for n in range(size)]
 
 
 def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The tokenizer's decoder as tokenizer.json writes it, a sequence unrolled into its steps."""
+    """Return the decoder's steps in the form of tokenizer.json, a sequence unrolled."""
     if tokenizer.decoder is None:
         return []
-    # The pickle state is that JSON; serialising the whole tokenizer would write the vocabulary.
+    # The pickle state is this JSON. Serialising the whole tokenizer would write the vocabulary,
+    # too.
     config = json.loads(tokenizer.decoder.__getstate__())
     return config["decoders"] if config["type"] == "Sequence" else [config]
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Character → byte for byte-level BPE: printable Latin-1 is itself, the rest follows U+0100."""
+    """Return character → byte of byte-level BPE: printable Latin-1 maps to itself, the rest follows
+    U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: byte for byte in printable}
@@ -237,13 +246,13 @@ def _byte_level_alphabet() -> dict[int, int]:
 
 
 BYTE_OF_CHARACTER: Final = _byte_level_alphabet()
-# For str.translate: to the Latin-1 character of the byte. The unprintable Latin-1 characters are
-# not in the alphabet: they go to one that Latin-1 cannot encode.
+# For str.translate: character → the Latin-1 character of its byte. Unprintable Latin-1 characters
+# are not in the alphabet and map to a character that Latin-1 cannot encode.
 _TO_LATIN_1: Final = dict.fromkeys(range(256), 65535) | BYTE_OF_CHARACTER
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes a byte-level token stands for; a token outside the alphabet is text as it is."""
+    """Return the bytes of a byte-level token. A token outside the alphabet is plain text."""
     try:
         return token.translate(_TO_LATIN_1).encode("latin-1")
     except UnicodeEncodeError:
@@ -255,7 +264,7 @@ def _piece_bytes(piece: str | int | None) -> bytes:
 
 
 def sentencepiece_piece(token: str) -> str | int:
-    """The text of a token, or the byte's value for `<0xNN>`."""
+    """Return the text of a token, or the byte value of `<0xNN>`."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)

@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF header → a `tokenizers.Tokenizer`. Other kinds are refused by name."""
+"""The vocabulary in a GGUF header → a `tokenizers.Tokenizer`. Unsupported kinds are refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from twostroke.model.text.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
 from twostroke.model.text.template_source import choose_template
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token_type; 5 is unused, 6 a byte
-WAY_OUT: Final = (
+ADVICE: Final = (
     "Give a tokenizer.json of the model instead: --tokenizer FOLDER, or use another GGUF."
 )
 
-# Vocabularies have tokens of up to some hundred characters (runs of spaces), 7 on average. Looking
-# for all ways to cut a SentencePiece token in two takes the square of its length.
+# Known tokens have up to some hundred characters (runs of spaces), 7 on average. Finding all ways
+# to split a SentencePiece token in two takes the square of its length.
 MAX_TOKEN_CHARS: Final = 1024
 MAX_PIECES_CHARS: Final = 1 << 23  # of all tokens together
 MAX_TEMPLATE_CHARS: Final = 1 << 20
@@ -33,13 +33,13 @@ class GGUFVocab:
     tokenizer: tokenizers.Tokenizer
     bos_id: int | None
     eos_id: int | None
-    end_ids: frozenset[int]  # where the header says that a text, a turn or a message ends
+    end_ids: frozenset[int]  # tokens that end a text, a turn or a message
     chat_template: str | None
 
 
 def vocab_from_gguf(metadata: Mapping[str, Any], where: str = "the GGUF header") -> GGUFVocab:
-    """`where` is the file, for messages."""
-    header = _Header(metadata, where)
+    """Return the vocabulary of a GGUF header. `where`: the file, for messages."""
+    header = _VocabHeader(metadata, where)
     tokenizer = _sentencepiece_bpe(header) if header.is_sentencepiece else _byte_level_bpe(header)
     _add_tokens(tokenizer, header)
     _add_bos_and_eos(tokenizer, header)
@@ -52,7 +52,7 @@ def vocab_from_gguf(metadata: Mapping[str, Any], where: str = "the GGUF header")
     )
 
 
-class _Header(Fields):
+class _VocabHeader(Fields):
     """The `tokenizer.ggml.*` keys, checked."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
@@ -61,16 +61,16 @@ class _Header(Fields):
         if kind not in ("gpt2", "llama"):
             raise ModelError(
                 f"{where}: holds a vocabulary of the kind {shown(kind)} (tokenizer.ggml.model), "
-                f"which is not supported. Supported: 'gpt2', 'llama'. {WAY_OUT}"
+                f"which is not supported. Supported: 'gpt2', 'llama'. {ADVICE}"
             )
         self.is_sentencepiece = kind == "llama"
         self.adds_space = self.is_sentencepiece and self.boolean("add_space_prefix", True)
         self.tokens: list[str] = self.items("tokens", str, "texts")
         if not self.tokens:
-            raise ModelError(f"{where}: has no tokenizer.ggml.tokens. {WAY_OUT}")
+            raise ModelError(f"{where}: has no tokenizer.ggml.tokens. {ADVICE}")
         self._check_lengths()
         self.types: list[int] = self.array("token_type", int, [NORMAL] * len(self.tokens))
-        # SentencePiece models begin with <unk> <s> </s>, and their headers may leave that out.
+        # SentencePiece models begin with <unk> <s> </s>, and their headers may omit these ids.
         usual = (1, 2) if self.is_sentencepiece else (None, None)
         self.bos_id = self.token_id("bos_token_id", usual[0])
         self.eos_id = self.token_id("eos_token_id", usual[1])
@@ -78,7 +78,7 @@ class _Header(Fields):
         self.end_ids = frozenset(n for n in ends if n is not None)
 
     def array(self, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        """One value per token."""
+        """Return a list with one value per token."""
         values = self.items(name, kind, f"{kind.__name__} values, one for each token")
         if name not in self and default is not None:
             return default
@@ -86,7 +86,7 @@ class _Header(Fields):
             found = str(len(values)) if name in self else "none"
             raise ModelError(
                 f"{self.where}: has {len(self.tokens)} tokenizer.ggml.tokens and should have as "
-                f"many values in tokenizer.ggml.{name}; it has {found}. {WAY_OUT}"
+                f"many values in tokenizer.ggml.{name}; it has {found}. {ADVICE}"
             )
         return values
 
@@ -102,30 +102,30 @@ class _Header(Fields):
         if longest > MAX_TOKEN_CHARS:
             raise ModelError(
                 f"{self.where}: token {lengths.index(longest)} of tokenizer.ggml.tokens has "
-                f"{longest} characters, where at most {MAX_TOKEN_CHARS} are read. {WAY_OUT}"
+                f"{longest} characters, where at most {MAX_TOKEN_CHARS} are read. {ADVICE}"
             )
         if total > MAX_PIECES_CHARS:
             raise ModelError(
                 f"{self.where}: tokenizer.ggml.tokens has {total} characters in all, where at most "
-                f"{MAX_PIECES_CHARS} are read. {WAY_OUT}"
+                f"{MAX_PIECES_CHARS} are read. {ADVICE}"
             )
 
     def vocab(self) -> dict[str, int]:
-        """Token → id; of a token written twice the first id is the one that encodes."""
+        """Return token → id. The first id of a repeated token counts."""
         vocab: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
             vocab.setdefault(token, token_id)
         return vocab
 
 
-def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
+def _byte_level_bpe(header: _VocabHeader) -> tokenizers.Tokenizer:
     named = header.string("pre", "default", longest=64)
     kind = PRE_TOKENIZERS.get(named)
     if kind is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(
             f"{header.where}: names the pre-tokenizer {named!r} (tokenizer.ggml.pre), which is "
-            f"not supported{nearest(named, PRE_TOKENIZERS) or '.'} Supported: {known}. {WAY_OUT}"
+            f"not supported{nearest(named, PRE_TOKENIZERS) or '.'} Supported: {known}. {ADVICE}"
         )
     tokenizer = _bpe(header, _merges(header), ignore_merges=kind.ignore_merges)
     if kind.nfc:
@@ -135,18 +135,18 @@ def _byte_level_bpe(header: _Header) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _merges(header: _Header) -> list[tuple[str, str]]:
+def _merges(header: _VocabHeader) -> list[tuple[str, str]]:
     cut = (merge.partition(" ") for merge in header.items("merges", str, "texts"))
     pairs = [(left, right) for left, _, right in cut]
     if not pairs or not all(right for _, right in pairs):
         raise ModelError(
             f"{header.where}: should list in tokenizer.ggml.merges pairs of tokens with a space "
-            f"between, one pair for each merge of its byte-level vocabulary. {WAY_OUT}"
+            f"between, one pair for each merge of its byte-level vocabulary. {ADVICE}"
         )
     return pairs
 
 
-def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(header: _VocabHeader) -> tokenizers.Tokenizer:
     unknown_id = header.token_id("unknown_token_id", 0)
     scores = header.array("scores", float)
     if not all(map(math.isfinite, scores)):
@@ -158,7 +158,7 @@ def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:
         fuse_unk=True,
         byte_fallback=True,
     )
-    # Each stretch of text between special tokens gets its own leading space.
+    # Each text segment between special tokens gets its own leading space.
     marks = [normalizers.Prepend(SPACE_MARK)] if header.adds_space else []
     tokenizer.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", SPACE_MARK)])
     steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -171,10 +171,11 @@ def _sentencepiece_bpe(header: _Header) -> tokenizers.Tokenizer:
 def merges_from_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], spaced: bool
 ) -> list[tuple[str, str]]:
-    """SentencePiece joins the two neighbours whose union scores best; BPE reads a list of pairs.
+    """Return the merges of a SentencePiece vocabulary, which has scores instead.
 
-    Every way to cut a piece into two pieces is a merge, ranked by the score of the whole. `spaced`:
-    user-defined runs of spaces are merged, too.
+    SentencePiece joins the two neighbours whose union has the best score. So every way to split a
+    piece into two pieces is a merge, ranked by the score of the whole. `spaced`: user-defined runs
+    of spaces are merged, too.
     """
     mergeable = {
         token: token_id
@@ -191,30 +192,32 @@ def merges_from_scores(
 
 
 def _is_spaced(token: str, kind: int) -> bool:
-    """A user-defined run of spaces, as the normalised text has them."""
+    """Return whether a token is a user-defined run of spaces in the normalised text."""
     return kind == USER_DEFINED and SPACE_MARK in token
 
 
-def _bpe(header: _Header, merges: list[tuple[str, str]], **settings: Any) -> tokenizers.Tokenizer:
+def _bpe(
+    header: _VocabHeader, merges: list[tuple[str, str]], **settings: Any
+) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=header.vocab(), merges=merges, **settings))
-    except Exception as error:  # tokenizers raises nothing more particular
+    except Exception as error:  # tokenizers raises no narrower class
         raise ModelError(
             f"{header.where}: tokenizer.ggml.tokens and tokenizer.ggml.merges do not fit together "
-            f"({error}). {WAY_OUT}"
+            f"({error}). {ADVICE}"
         ) from None
 
 
-def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
-    """Control and user-defined tokens are found in a text before anything is merged.
+def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _VocabHeader) -> None:
+    """Add control and user-defined tokens, which are matched in a text before merges.
 
-    SentencePiece looks for its user-defined ones where spaces are `▁` already. Where a space is put
-    before each text the library would put one before such a token, too: there they are looked for
-    in the raw text, and those with a `▁` can only be merged.
+    SentencePiece matches user-defined tokens in the normalised text, where a space is `▁`. A
+    vocabulary that adds a space before each text would also add it before such a token. For such a
+    vocabulary tokens are matched in the raw text, and tokens with `▁` are merged instead.
     """
     in_normalised = header.is_sentencepiece and not header.adds_space
-    # What ends a text is control, even in headers that call it normal. No other id is trusted
-    # over its type: a header may name an ordinary sign as its unknown or padding token.
+    # An end token is a control token, even in headers that call it normal. For other named ids the
+    # type counts: a header may name an ordinary character as its unknown or padding token.
     added = []
     for token_id, token in enumerate(header.tokens):
         kind = header.types[token_id]
@@ -227,7 +230,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
     tokenizer.add_tokens(added)
 
 
-def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
+def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _VocabHeader) -> None:
     kind = PRE_TOKENIZERS.get(header.string("pre", "default", longest=64))
     begins = header.is_sentencepiece or (kind is not None and kind.begins)
     bos_id = header.bos_id if header.boolean("add_bos_token", begins) else None
@@ -242,10 +245,10 @@ def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _Header) -> None:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=single, pair=pair, special_tokens=sorted(set(around))
             )
-        except Exception as error:  # tokenizers raises nothing more particular
+        except Exception as error:  # tokenizers raises no narrower class
             raise ModelError(
                 f"{header.where}: the tokens of tokenizer.ggml.bos_token_id and eos_token_id "
-                f"cannot be put around a prompt ({error}). {WAY_OUT}"
+                f"cannot be put around a prompt ({error}). {ADVICE}"
             ) from None
 
 

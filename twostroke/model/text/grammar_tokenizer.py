@@ -1,12 +1,11 @@
-"""A model's tokenizer as llguidance wants it: the bytes of every token, and a text's tokens.
+"""A model's tokenizer for llguidance: the bytes of every token, and the tokens of a text.
 
-llguidance can read a tokenizer.json by itself, but then takes every added token that looks like
-`<tag>` for one that no text holds, while its tokenizer finds just that token in a text: a grammar
-with the tag in a literal could not be followed. What tokenizer.json calls special is the
-difference that counts. An added token that is not special (Qwen's `<tool_call>`) is text like any
-other token, and the one the tokenizer would choose for that text. A special one is not: where a
-grammar asks for its text, that is written with ordinary tokens, or it would be missing from the
-answer. No torch.
+llguidance can read a tokenizer.json itself. Then it treats every added token that looks like
+`<tag>` as special, although the tokenizer finds this token in ordinary text, and no output could
+match a grammar with the tag in a literal. Here the flag `special` of tokenizer.json counts. An
+added token without the flag (Qwen's `<tool_call>`) is text like any other token. A special token is
+not text: if a grammar requires its text, the text is written with ordinary tokens, because special
+tokens are removed from the answer. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from twostroke.model.text.detokenizer import TokenTable
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# Settings by which a tokenizer puts a space before a text; what a grammar asks for is the middle
-# of one.
+# Settings that stop a tokenizer from adding a space before a text. Text in a grammar is the middle
+# of a text.
 NO_SPACE_BEFORE: Final = {"prepend_scheme": "never", "add_prefix_space": False}
 
 
 class GrammarTokenizer:
-    """What `LLTokenizer` asks of a tokenizer that is not its own.
+    """The tokenizer interface that `LLTokenizer` requires.
 
-    llguidance calls it, with the GIL, while it holds the lock that the matchers of one grammar
-    share: two threads must not use them.
+    llguidance calls it with the GIL while it holds the lock that the matchers of one grammar share:
+    two threads must not use these matchers.
     """
 
     is_tokenizer_wrapper = True
@@ -52,18 +51,19 @@ class GrammarTokenizer:
         self.tokens = table.all_bytes()
         self.special_token_ids = sorted(table.special_ids | set(end_ids))
         self.eos_token_id = [*end_ids, *self.special_token_ids, 0][0]
-        self.longest_first: Callable[[str], list[int]] | None = None  # llguidance's
+        self.longest_first: Callable[[str], list[int]] | None = None  # set by `make_tokenizer`
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens that the tokenizer would choose for a text, unless a normaliser has changed it
-        before: then the longest that fit, one after the other."""
+        """Return the tokens of a text. If a normaliser changes the text, choose the longest
+        matching tokens one after another instead."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         same = b"".join([self.tokens[n] for n in ids]) == text.encode()
         return ids if same or self.longest_first is None else self.longest_first(text)
 
 
 def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
-    """For `compile_grammar`. `end_ids` may end a text wherever the grammar allows that."""
+    """Return the tokenizer for `compile_grammar`. `end_ids` end a text where the grammar may
+    end."""
     from llguidance import LLTokenizer
 
     ours: Any = GrammarTokenizer(tokenizer_json, end_ids)
@@ -71,14 +71,15 @@ def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
         tokenizer = LLTokenizer(ours, eos_token=end_ids or None)
         ours.longest_first = tokenizer.greedy_tokenize
         return tokenizer
-    except Exception as error:  # llguidance raises nothing more particular
+    except Exception as error:  # llguidance raises no narrower class
         raise RequestError(
             f"structured_outputs cannot be used with this model's tokenizer ({error})"
         ) from None
 
 
 def _put_no_space_before(backend: tokenizers.Tokenizer) -> None:
-    """Read back from a tokenizer without a vocabulary, which takes no time to write and parse."""
+    """Change the settings that add a space, by way of a tokenizer without a vocabulary: its JSON is
+    small."""
     steps = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
     bare = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     for name, step in steps.items():

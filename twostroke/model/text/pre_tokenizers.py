@@ -1,7 +1,7 @@
-"""How byte-level vocabularies cut a text into words before merging: a kind for each name that GGUF
-headers use (`tokenizer.ggml.pre`).
+"""Pre-tokenizers of byte-level vocabularies, which split a text into words before merging: one for
+each name in GGUF headers (`tokenizer.ggml.pre`).
 
-The cuts are those of the models' own tokenizers; where these are not known, llama.cpp's.
+The splits are those of the models' own tokenizers; where these are unknown, those of llama.cpp.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QWEN2_PATTERN: Final = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}|{_BLANKS}"  # 
 
 
 def _cased(numbers: str, contraction: str = "", upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Words are cut where their letters turn from small to capital."""
+    """Return a pattern that splits words where lower case turns into upper case."""
     before = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{upper}*{lower}+{contraction}|{before}{upper}+{lower}*{contraction}"
     return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
@@ -33,8 +33,9 @@ def _cased(numbers: str, contraction: str = "", upper: str = _UPPER, lower: str 
 GPT4O_PATTERN: Final = _cased(r"\p{N}{1,3}", _CONTRACTION + "?")
 GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT_PATTERN: Final = r"\p{N}"
-# A run of digits, cut off before, in threes from its end. (As others write it, to look at each
-# place for what follows up to the end, takes the square of its length: 15 s for 40,000 digits.)
+# Groups of three from the end of a run of digits, which is a word of its own here. (The usual
+# pattern looks ahead to the end at each place and takes the square of the length: 15 s for 40,000
+# digits.)
 _THREES: Final = r"\A\d{1,2}(?=(?>(?:\d{3})+)\z)|\d{3}"
 BLOOM_PATTERN: Final = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
@@ -43,7 +44,7 @@ _KIMI_WORDS: Final = _cased(
     r"\p{N}{1,3}", _CONTRACTION + "?", _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN
 ).replace("[\\r\\n/]*", "[\\r\\n]*")
 
-# DeepSeek's. Letters that have a case, as their first tokenizers list them:
+# Letters that have a case, from the list in DeepSeek's first tokenizers:
 _DEEPSEEK_LETTERS: Final = (
     "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 "
     "388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA "
@@ -77,10 +78,10 @@ def _class_of(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    patterns: tuple[str, ...]  # one after the other: each cuts what those before left in one piece
-    ignore_merges: bool = False  # a word that is a token is taken whole, whatever its merges say
-    begins: bool = False  # a text begins with the BOS token, where the header does not say
-    nfc: bool = False  # composed characters first
+    patterns: tuple[str, ...]  # applied in order, each to the pieces of the one before
+    ignore_merges: bool = False  # a word that is a token is not merged
+    begins: bool = False  # a text begins with the BOS token unless the header says otherwise
+    nfc: bool = False  # normalise to composed characters first
 
 
 GPT2, DIGITS_GPT2 = PreTokenizer((GPT2_PATTERN,)), PreTokenizer((DIGIT_PATTERN, GPT2_PATTERN))
@@ -95,8 +96,8 @@ BAILING = PreTokenizer(
 )
 
 PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {
-    # llama.cpp's, for a header that names none: signs apart from all else, then as GPT-2, then
-    # digits apart from the space before them and by threes.
+    # llama.cpp's default, for a header without a name: punctuation apart, then GPT-2's pattern,
+    # then digits apart from the space before them and in groups of three.
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", r"[0-9]{3}")),
     **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4"), GPT2),
     **dict.fromkeys(("mpt", "olmo", "jais", "trillion", "granite-docling"), GPT2),
@@ -178,8 +179,8 @@ PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {
 
 
 def pre_tokenizer_of(kind: PreTokenizer) -> pre_tokenizers.PreTokenizer:
-    """What cuts a text into words, and writes the words in the byte-level alphabet."""
-    last_is_gpt2 = kind.patterns[-1] == GPT2_PATTERN  # which the alphabet's step has built in
+    """Return the step that splits a text into words in the byte-level alphabet."""
+    last_is_gpt2 = kind.patterns[-1] == GPT2_PATTERN  # built into the step `ByteLevel`
     steps: list[pre_tokenizers.PreTokenizer] = []
     for pattern in kind.patterns[:-1] if last_is_gpt2 else kind.patterns:
         if pattern == DIGIT_PATTERN:

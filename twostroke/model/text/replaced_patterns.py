@@ -1,9 +1,9 @@
-"""Regular expressions in the replacements of a tokenizer.json: which of them the library can match
-in bounded work, and which match between letters.
+"""Checks of the regular expressions in a tokenizer.json's replacements: bounded work, and matches
+between letters.
 
-A backtracking matcher can take hours over a word: each point at which a match can go on in more
-than one way multiplies the work, and a repeated group repeats that. Replacements of known
-tokenizers, such as ` {2,}` and `\\s+`, have one such point.
+A backtracking matcher can take hours over a word: each point with more than one way to continue
+multiplies the work, and a repeated group repeats it. Replacements of known tokenizers, such as
+` {2,}` and `\\s+`, have one such point.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 
 import tokenizers
 
-MAX_REPEATS: Final = 2  # without an upper end
+MAX_REPEATS: Final = 2  # without an upper bound
 MAX_CHOICES: Final = 8  # repeats, optional letters, and alternatives in groups
 ESCAPE: Final = re.compile(r"\\(?:[pP]\{\^?\w+\}|x\{\w+\}|.)", re.DOTALL)
 CLASS: Final = re.compile(r"\[\^?\]?(?:\[:\^?\w+:\]|[^\]])*\]")
-# Lookarounds, conditions and what is absent; groups and repeats that are repeated.
+# Lookarounds, conditions and absence operators; repeated groups and repeats.
 ENDLESS: Final = re.compile(r"\(\?<?[=!]|\(\?[~(]|\)\??[*+{]|[*+?}][*{]")
 REPEAT: Final = re.compile(r"[*+]|\{\d*,\}")
 OPTIONAL: Final = re.compile(r"(?<!\()\?|\{\d*,\d+\}")
@@ -27,7 +27,7 @@ LETTER: Final = "\ue000"
 def is_bounded(pattern: str) -> bool:
     """Return whether matching a pattern takes a bounded number of tries per place in a text."""
     if any(escape[1] in "gk123456789" for escape in ESCAPE.findall(pattern)):
-        return False  # groups that are called, or compared with
+        return False  # subexpression calls and back-references
     outline = _outline(pattern)
     if ENDLESS.search(outline):
         return False

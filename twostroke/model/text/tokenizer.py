@@ -1,6 +1,6 @@
-"""Text ↔ token ids, and what a model's tokenizer files say about a chat.
+"""The tokenizer of a model: text ↔ token ids, special tokens, stop tokens and the chat template.
 
-Reads a model folder's tokenizer.json with the files around it, or the header of a GGUF file.
+It is read from a model folder's tokenizer.json and the files beside it, or from a GGUF header.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from twostroke.model.text.gguf_vocab import MAX_TEMPLATE_CHARS, vocab_from_gguf
 from twostroke.model.text.template_source import choose_template
 from twostroke.model.text.tokenizer_json import library_error, read_backend
 
-# What ends a turn, a message or a text in the families we know. It counts only where the
-# vocabulary has it as a special token: written out of ordinary tokens it is just text.
+# Tokens that end a turn, a message or a text in known families. One counts only if the vocabulary
+# has it as a special token: as ordinary tokens it is text.
 END_TOKENS: Final = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -35,7 +35,7 @@ END_TOKENS: Final = (
     "<|eot|>",
     "<EOT>",
 )
-LONG: Final = 4096  # ids; from here on as a batch, which lets other threads run
+LONG: Final = 4096  # ids; longer ones are decoded as a batch, which releases the GIL
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 ADDED_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -49,8 +49,8 @@ class Tokenizer:
         end_ids: Iterable[int] = (),
         chat_template: str | None = None,
     ) -> None:
-        """`end_ids` are stops besides `eos_id` and the well-known ends of a turn."""
-        # A tokenizer.json keeps the settings of its training, which would cut or pad prompts.
+        """`end_ids`: stop tokens besides `eos_id` and `END_TOKENS`."""
+        # A tokenizer.json keeps training settings, which would truncate or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -68,13 +68,13 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF header") -> Tokenizer:
-        """`where` is the file, for messages."""
+        """Return the tokenizer of a GGUF header. `where`: the file, for messages."""
         vocab = vocab_from_gguf(metadata, where)
         return cls(vocab.tokenizer, vocab.bos_id, vocab.eos_id, vocab.end_ids, vocab.chat_template)
 
     @property
     def bos_token(self) -> str:
-        """The text of `bos_id`, empty if there is none: what a chat template is given."""
+        """The text of `bos_id` for a chat template, empty if there is none."""
         return self._token(self.bos_id)
 
     @property
@@ -82,13 +82,13 @@ class Tokenizer:
         return self._token(self.eos_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written in the text become their ids.
+        """Return the ids of a text. The text of a special token becomes its id.
 
-        A rendered chat template holds its special tokens already: encode it with
-        `add_special_tokens=False`, or it begins twice.
+        A rendered chat template contains its special tokens: encode it with
+        `add_special_tokens=False`, or it has two BOS tokens.
         """
         try:
-            # Of the backend's calls this one lets other threads run, and keeps no offsets.
+            # The backend's only call that releases the GIL and keeps no offsets.
             (found,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -116,14 +116,14 @@ class Tokenizer:
         return text
 
     def to_json(self) -> str:
-        """The whole tokenizer as the text of a tokenizer.json."""
+        """Return the tokenizer as the text of a tokenizer.json."""
         text: str = self._backend.to_str()
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token as people read it; part of a character is written as its bytes."""
+        """Return one token for people. A part of a character is written as bytes."""
         raw = self._table.token_bytes(token_id)
-        if raw is None:  # a model may have more rows than its vocabulary has tokens
+        if raw is None:  # a model may have more embedding rows than its vocabulary has tokens
             return f"<token {token_id}>"
         try:
             return raw.decode()
@@ -131,7 +131,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """One token as the vocabulary writes it ("Ġthe"); empty if there is no such token."""
+        """Return the vocabulary entry of a token ("Ġthe"); empty if there is no such token."""
         return self._token(token_id)
 
     @property
@@ -140,16 +140,16 @@ class Tokenizer:
         return {token_id: token.content for token_id, token in added if token.special}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text, which need not be whole characters."""
+        """Return the bytes that one token adds to a text. They may be a part of a character."""
         return self._table.token_bytes(token_id) or b""
 
     def detokenizer(
         self, skip_special_tokens: bool = True, after: Sequence[int] = ()
     ) -> Detokenizer:
-        """A text to be written id by id.
+        """Return a detokenizer for one stream of ids.
 
-        `after` are the ids that the text continues, as a completion does its prompt: then a
-        space before its first word is kept where a text of its own would begin without.
+        `after`: the ids that the text continues, such as the prompt of a completion. Then the space
+        before the first word is kept, which a text of its own would not have.
         """
         return self._table.detokenizer(skip_special_tokens, after)
 
@@ -193,23 +193,23 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _read(path: Path) -> Fields:
-    """The settings in a file, none if there is no such file."""
+    """Return the fields of a JSON file, empty if there is no such file."""
     return Fields(str(path), read_json(path, missing_ok=True))
 
 
 class _Names:
-    """What special_tokens_map.json calls special, under what tokenizer_config.json does."""
+    """The special tokens that tokenizer_config.json names, or else special_tokens_map.json."""
 
     def __init__(self, special_tokens_map: Fields, settings: Fields) -> None:
         self._files = (settings, special_tokens_map)
 
-    def says(self, name: str) -> bool:
-        """Also if what it says is null."""
-        return any(name in file or file.given_as_null(name) for file in self._files)
+    def declares(self, name: str) -> bool:
+        """Return whether a file has the entry, even as null."""
+        return any(name in file or file.is_null(name) for file in self._files)
 
     def token(self, name: str) -> str | None:
         for file in self._files:
-            if name in file or file.given_as_null(name):
+            if name in file or file.is_null(name):
                 return _content(file, name, file.value(name))
         return None
 
@@ -223,7 +223,7 @@ class _Names:
 
 
 def _content(fields: Fields, name: str, entry: Any) -> str | None:
-    """A token is written as its text or as an object that holds the text."""
+    """Return the text of a token entry, which is a text or an object with a text."""
     content = entry.get("content") if isinstance(entry, dict) else entry
     if content is not None and not isinstance(content, str):
         fields.refuse(name, "a token: a text, an object with a text as its 'content', or null")
@@ -231,7 +231,7 @@ def _content(fields: Fields, name: str, entry: Any) -> str | None:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, declared: Fields) -> None:
-    """Tokens that tokenizer_config.json lists by id and tokenizer.json does not."""
+    """Add the tokens that tokenizer_config.json lists by id and tokenizer.json lacks."""
     added = backend.get_added_tokens_decoder()
     for token_id in sorted(map(partial(_token_id, declared), declared.names())):
         entry = declared.nested(str(token_id))
@@ -256,9 +256,9 @@ def _token_id(declared: Fields, name: str) -> int:
 
 
 def _mark_special_tokens(backend: tokenizers.Tokenizer, names: _Names) -> None:
-    """What the settings call special is special, even where tokenizer.json does not say so.
+    """Mark the tokens as special that the settings call special.
 
-    Tokens without an id are left out: the model has no row for them.
+    Tokens without an id are ignored: the model has no embedding row for them.
     """
     added = backend.get_added_tokens_decoder()
     for content in (*map(names.token, NAMED_TOKENS), *names.additional()):
@@ -270,8 +270,8 @@ def _mark_special_tokens(backend: tokenizers.Tokenizer, names: _Names) -> None:
 def _declared_ids(
     backend: tokenizers.Tokenizer, names: _Names, kind: str, configs: Sequence[Fields]
 ) -> list[int]:
-    """The tokenizer's own word, also if it is null; the model's settings if it says nothing."""
-    if names.says(f"{kind}_token"):
+    """Return the ids of a named token: the tokenizer's entry, even if null, else the model's."""
+    if names.declares(f"{kind}_token"):
         content = names.token(f"{kind}_token")
         token_id = backend.token_to_id(content) if content else None
         return [] if token_id is None else [token_id]
@@ -279,7 +279,7 @@ def _declared_ids(
 
 
 def _ids(config: Fields, name: str) -> list[int]:
-    """One id, a list of them, or none; a negative one stands for none."""
+    """Return the ids of a field: one id, a list, or none. A negative id stands for none."""
     value = config.value(name)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not set(map(type, values)) <= {int} or max(values, default=0) >= VOCABULARY[1]:

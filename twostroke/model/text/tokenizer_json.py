@@ -1,7 +1,7 @@
-"""A tokenizer.json → a `tokenizers.Tokenizer`, once nothing in it can hang or flood the library.
+"""A tokenizer.json → a `tokenizers.Tokenizer`, after checks that bound the library's work.
 
-The library believes what it reads: an id of 10⁹ becomes a table of as many entries, and a chain of
-replacements that each write a letter a hundred times makes a gigabyte of a word.
+The library does not check its input: an id of 10⁹ becomes a table of 10⁹ entries, and a chain of
+replacements that each write a letter a hundred times turns a word into a gigabyte.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from twostroke.model.describe.spec import VOCABULARY
 from twostroke.model.fields import MAX_JSON_BYTES, Fields, shown
 from twostroke.model.text.replaced_patterns import is_bounded, may_match_nothing
 
-WAY_OUT: Final = "Fetch the file again, or give another one with --tokenizer FOLDER."
+ADVICE: Final = "Fetch the file again, or give another one with --tokenizer FOLDER."
 MAX_STEPS: Final = 64  # of a normalizer, a decoder or a post-processor
-MAX_INSERTED_CHARS: Final = 64  # what one step may write for a match
+MAX_INSERTED_CHARS: Final = 64  # that one step may write for a match
 MAX_PATTERN_CHARS: Final = 1 << 14
-MAX_GROWTH: Final = 64  # of a text, through all steps
-MAX_SURROUNDING_TOKENS: Final = 1024  # that are put around a prompt
-MAX_GAPS: Final = 1 << 16  # ids without a token, beside as many again as there are tokens
+MAX_GROWTH: Final = 64  # factor of a text's length, through all steps
+MAX_SURROUNDING_TOKENS: Final = 1024  # around a prompt
+MAX_GAPS: Final = 1 << 16  # unused ids, besides as many as there are tokens
 
 PARTS: tuple[str, ...] = ("version", "truncation", "padding", "normalizer", "pre_tokenizer")
 PARTS += ("post_processor", "decoder", "added_tokens", "model")
@@ -41,13 +41,13 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         data = path.read_bytes()
         if len(data) > MAX_JSON_BYTES:
-            raise ModelError(f"{path}: has more than {MAX_JSON_BYTES} bytes. {WAY_OUT}")
+            raise ModelError(f"{path}: has more than {MAX_JSON_BYTES} bytes. {ADVICE}")
         content = json.loads(data)
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as a tokenizer ({error}). {WAY_OUT}") from None
+        raise ModelError(f"{path}: cannot be read as a tokenizer ({error}). {ADVICE}") from None
     if not isinstance(content, dict):
         raise ModelError(
-            f"{path}: cannot be read as a tokenizer (it is {shown(content)}). {WAY_OUT}"
+            f"{path}: cannot be read as a tokenizer (it is {shown(content)}). {ADVICE}"
         )
     _check_ids(Fields(str(path), content))
     for part, steps_key in (("normalizer", "normalizers"), ("decoder", "decoders")):
@@ -55,35 +55,37 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     _check_surroundings(Fields(f"{path}: post_processor", content))
     backend, problem = _build(data)
     if backend is None:
-        raise ModelError(
-            f"{path}: cannot be read as a tokenizer: {_culprit(content)} ({problem}). {WAY_OUT}"
-        )
+        section = _unreadable_section(content)
+        raise ModelError(f"{path}: cannot be read as a tokenizer: {section} ({problem}). {ADVICE}")
     try:
-        backend.encode("")  # what is put around any text
+        backend.encode("")  # runs the post-processor
     except BaseException as error:
         problem = library_error(error)
-        raise ModelError(f"{path}: post_processor fails ({problem}). {WAY_OUT}") from None
+        raise ModelError(f"{path}: post_processor fails ({problem}). {ADVICE}") from None
     return backend
 
 
 def library_error(error: BaseException) -> str:
-    """What `tokenizers` says, which raises nothing more particular than Exception; where it has not
-    checked something it panics, which is not even that. What is not its own goes on its way."""
+    """Return the message of an exception of `tokenizers`; raise other exceptions again.
+
+    The library raises plain `Exception`s, and a `PanicException`, which is a `BaseException`, where
+    it lacks a check.
+    """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     return str(error)[:300]
 
 
 def _build(data: bytes) -> tuple[tokenizers.Tokenizer | None, str]:
-    """The tokenizer, or what the library says against it."""
+    """Return the tokenizer, or None and the library's message."""
     try:
         return tokenizers.Tokenizer.from_buffer(data), ""
     except BaseException as error:
         return None, library_error(error)
 
 
-def _culprit(content: Mapping[str, Any]) -> str:
-    """Which part the library cannot read; it only says in which column."""
+def _unreadable_section(content: Mapping[str, Any]) -> str:
+    """Name the section that the library cannot read. Its own message has only a column."""
     for part in PARTS:
         if part not in content:
             if part == "model":
@@ -94,12 +96,12 @@ def _culprit(content: Mapping[str, Any]) -> str:
 
 
 def _alone(part: str, value: Any) -> bytes:
-    """A tokenizer that has nothing but one part."""
+    """Return the JSON of a tokenizer with one section only."""
     return json.dumps(_EMPTY | {part: value}).encode()
 
 
 def _check_ids(fields: Fields) -> None:
-    """Ids are numbers of rows: they begin at 0 and leave few out, in both lists of tokens."""
+    """Refuse ids that are not row numbers: from 0, with few gaps, consistent in both lists."""
     found: dict[str, int] = {}
     contents: dict[int, str] = {}
     for token in fields.items("added_tokens", dict, "objects, one for each token"):
@@ -122,25 +124,26 @@ def _check_ids(fields: Fields) -> None:
 
 
 def _check_highest(what: str, highest: int, count: int) -> None:
-    most = min(2 * count + MAX_GAPS, VOCABULARY[1])
-    if highest >= most:
+    limit = min(2 * count + MAX_GAPS, VOCABULARY[1])
+    if highest >= limit:
         raise ModelError(
             f"{what}: has the id {highest}, but there are only {count} tokens: expected ids below "
-            f"{most}. {WAY_OUT}"
+            f"{limit}. {ADVICE}"
         )
 
 
 def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
-    """Refuse steps that let a text grow without bound, or look at it without bound.
+    """Refuse steps with unbounded growth of a text or unbounded work on it.
 
-    The growth of steps that insert text is known from what they insert. The other steps are tried
-    on a text with all that any step writes, each on what the step before has made."""
+    The growth of inserting steps follows from the inserted text. All steps are also run in order on
+    a probe that contains the text that any step writes.
+    """
     steps = _steps(fields, part, steps_key)
     growth = math.prod(_growth(Fields(fields.where, step)) for step in steps)
     if growth > MAX_GROWTH:
         raise ModelError(
             f"{fields.where}: makes more than {MAX_GROWTH} times its length of some texts (up to "
-            f"{min(growth, 10**9):,} times). {WAY_OUT}"
+            f"{min(growth, 10**9):,} times). {ADVICE}"
         )
     probe = " aA1é.東"
     for step in steps:
@@ -157,7 +160,7 @@ def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
     for step in steps:
         backend, _ = _build(_alone(part, step))
         if backend is None:
-            return  # `read_backend` says which part it is
+            return  # `read_backend` names the section
         try:
             if part == "normalizer":
                 grown = backend.normalizer.normalize_str(grown)
@@ -165,16 +168,16 @@ def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
                 grown = backend.decoder.decode([grown])
         except BaseException as error:
             problem = library_error(error)
-            raise ModelError(f"{fields.where}: fails on a text ({problem}). {WAY_OUT}") from None
+            raise ModelError(f"{fields.where}: fails on a text ({problem}). {ADVICE}") from None
         if len(grown) > MAX_GROWTH * len(probe):
             raise ModelError(
                 f"{fields.where}: makes more than {MAX_GROWTH} times its length of a text of "
-                f"{len(probe)} characters. {WAY_OUT}"
+                f"{len(probe)} characters. {ADVICE}"
             )
 
 
 def _growth(step: Fields) -> int:
-    """Return how many times its length a step can make of a text by what it inserts."""
+    """Return the largest factor by which a step's insertions can lengthen a text."""
     if step.value("type") == "Prepend":
         return 1 + len(step.string("prepend", "", longest=MAX_INSERTED_CHARS))
     if step.value("type") == "Precompiled":
@@ -197,12 +200,14 @@ def _growth(step: Fields) -> int:
 
 
 def _longest_in_charsmap(charsmap: Any) -> int:
-    """Return how many characters SentencePiece's table can write for one: after the bytes of a trie
-    and their number come the texts, with a zero byte after each."""
+    """Return the longest replacement in SentencePiece's table.
+
+    The table has the size of a trie, the trie, and texts that end with a zero byte.
+    """
     try:
         data = base64.b64decode(charsmap)
     except (TypeError, ValueError):
-        return 1  # `read_backend` says that it cannot be read
+        return 1  # `read_backend` reports it
     texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
     return max(1, *(len(text.decode("utf-8", "replace")) for text in texts))
 
@@ -214,12 +219,13 @@ def _check_surroundings(fields: Fields) -> None:
         if count > MAX_SURROUNDING_TOKENS:
             raise ModelError(
                 f"{fields.where}: special_tokens has {count} ids to put around a prompt, where at "
-                f"most {MAX_SURROUNDING_TOKENS} are taken. {WAY_OUT}"
+                f"most {MAX_SURROUNDING_TOKENS} are taken. {ADVICE}"
             )
 
 
 def _steps(fields: Fields, part: str, steps_key: str) -> list[dict[str, Any]]:
-    """A sequence, or sequences in it, unrolled; what is no step the library will refuse."""
+    """Return the steps of a section, nested sequences unrolled. The library refuses invalid
+    steps."""
     pending: list[Any] = [fields.value(part)]
     steps: list[dict[str, Any]] = []
     while pending and len(steps) <= MAX_STEPS:
@@ -231,6 +237,6 @@ def _steps(fields: Fields, part: str, steps_key: str) -> list[dict[str, Any]]:
             steps.append(step)
     if len(steps) > MAX_STEPS:
         raise ModelError(
-            f"{fields.where}: has more than {MAX_STEPS} steps, which are not read. {WAY_OUT}"
+            f"{fields.where}: has more than {MAX_STEPS} steps, which are not read. {ADVICE}"
         )
     return steps

@@ -1,6 +1,6 @@
-"""Where weights come from: one small interface, three sources (safetensors, gguf, dummy).
+"""Weight sources: one interface with three implementations (safetensors, gguf, dummy).
 
-The sources know no torch; `tensors.py` makes tensors of what they hold.
+The sources do not import torch. `tensors.py` makes tensors of their weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from twostroke.errors import ModelError
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import Variants
+from twostroke.model.describe.tensor_names import AlternativeSpecs
 from twostroke.model.gguf.block_types import BlockType
 
 Floats = npt.NDArray[np.float32]
@@ -24,7 +24,7 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix as (out, bytes of a row); a row is a whole number of blocks of `type`."""
+    """A matrix as (out, bytes of a row). A row is a whole number of blocks of `type`."""
 
     type: BlockType
     shape: tuple[int, int]
@@ -34,36 +34,36 @@ class PackedMatrix:
 class WeightSource(Protocol):
     """Weights under the canonical names of `ModelSpec.weight_shapes`.
 
-    `shape` reads headers only, so that a file can be checked before any memory is taken.
-    `floats` gives some rows of a weight in memory of its own, matrices as (out, in), q and k in
-    the row order that pairs rope's halves (i, i + dim/2).
+    `shape` reads headers only, so that a file is checked before memory is allocated. `floats`
+    returns a copy of some rows of a weight. Matrices are (out, in); the rows of q and k are in the
+    order that pairs the channels i and i + dim/2 for rope.
     """
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape stored for a canonical name, or None if the source has no such weight."""
+        """Return the stored shape of a weight; None if the source has no such weight."""
         ...
 
-    def beside(self, name: str) -> Sequence[str]:
-        """The weights that are stored in one tensor with this one, itself included."""
+    def fused_with(self, name: str) -> Sequence[str]:
+        """Return the weights that share a stored tensor with this weight, itself included."""
         ...
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
 
     def stored_type(self, name: str) -> BlockType | None:
-        """The type that a weight is to be kept in, since its file has it in that; None: floats,
-        which may be kept in the dtype that is asked for."""
+        """Return the block type of a weight in its file; None for floats, which may be converted to
+        any dtype."""
         ...
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
-        """Some rows of a matrix in blocks of its `stored_type`; None if it has none."""
+        """Return some rows of a matrix in blocks of its `stored_type`; None if it has none."""
         ...
 
     def label(self, name: str) -> str:
-        """The weight as a message calls it: the file, and its name there."""
+        """Return the file and the tensor name of a weight, for a message."""
         ...
 
     def forget(self, name: str) -> None:
-        """The weight has been read: what is kept of it in memory may go."""
+        """Release the memory of a weight that has been read."""
         ...
 
 
@@ -73,18 +73,18 @@ def check_weights(
     where: str,
     description: str = "its description",
     fields: Mapping[str, str] = {},
-    variants: Variants = tuple,
+    variants: AlternativeSpecs = tuple,
 ) -> None:
-    """Refuse a model whose tensors contradict its description, before any memory is taken.
+    """Refuse a model whose tensors contradict its description, before memory is allocated.
 
-    `description` is what has been read into the spec; `fields` has its names for the spec's
-    fields; `variants` with which the weight would be as it is found tell which field is to blame.
+    `description`: the file of the spec. `fields`: field of the spec → its name in that file.
+    `variants`: specs with one field changed. A variant that fits the tensor names the wrong field.
     """
     for name, expected in spec.weight_shapes().items():
         found = source.shape(name)
         if found == expected:
             continue
-        shaped_by = [field for other in source.beside(name) for field in spec.shaped_by(other)]
+        shaped_by = [field for other in source.fused_with(name) for field in spec.shaped_by(other)]
         deciding = [fields.get(n, n) for n in ("family", *shaped_by)]
         deciding += [one.field for one in variants() if one.spec.weight_shapes().get(name) == found]
         decides = ", ".join(dict.fromkeys(deciding))
@@ -95,15 +95,15 @@ def check_weights(
             )
         raise ModelError(
             f"{where}: the weight {name!r} has shape {found}, but {description} asks for "
-            f"{expected} (by {decides}). The two are not of one model."
+            f"{expected} (by {decides}). They belong to different models."
         )
 
 
 def all_finite(data: npt.NDArray[np.uint8], type: str) -> bool:
-    """Whether stored floats are numbers: NaN and infinity are those with the largest exponent.
+    """Return whether all stored floats are finite: NaN and infinity have the largest exponent.
 
-    Of the bits read as a signed number the positive ones are the greatest, and of the same bits
-    without a sign the negative ones: two maxima are all it takes, and no memory.
+    The maximum of the bits as signed integers is the largest positive float, the maximum as
+    unsigned integers the largest negative one. Two maxima suffice and need no memory.
     """
     width, exponent = _EXPONENTS[type]
     sign = 1 << (8 * width - 1)
@@ -111,13 +111,13 @@ def all_finite(data: npt.NDArray[np.uint8], type: str) -> bool:
     return bool(signed.max() < exponent and bits.max() < exponent | sign)
 
 
-# Type → bytes of a number, and its bits with the largest exponent: infinity.
+# Type → bytes of a number, and the bits of infinity.
 _EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0xFF << 23)}
 _EXPONENTS |= {"F16": (2, 0x1F << 10), "BF16": (2, 0xFF << 7)}
 
 
 def not_finite(source: WeightSource, name: str) -> ModelError:
-    """A NaN or an infinity in a weight makes every text of the model nonsense."""
+    """Return the error for a weight with NaN or infinity, which makes every output nonsense."""
     return ModelError(
         f"{source.label(name)} holds NaN or infinity. The file is damaged, or its conversion "
         "failed; download it again, or use another one."

@@ -1,4 +1,4 @@
-"""Random weights from a spec alone: to measure and to test a model without having it."""
+"""Random weights for a spec, for measurements and tests without a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 STD = 0.02
 
-# Random numbers are drawn for the first TILE elements of a weight and then repeated: drawing is a
-# hundred times slower than copying, and models of many billions must start. TILE is prime, so the
-# repetition falls into step with no row length and no two rows of a matrix are the same.
+# Random numbers are drawn for the first TILE elements of a weight and then repeated, because
+# drawing is a hundred times slower than copying. TILE is prime, so that no two rows of a matrix are
+# equal.
 TILE = 1_048_573
 
 
 class DummyWeights:
-    """Values depend on seed, name and kind of device only: not on the order of reading."""
+    """A source of random weights. Values depend only on the seed, the name and the device type."""
 
     def __init__(self, spec: ModelSpec, seed: int = 0, device: str = "cpu") -> None:
-        """`device`: where `tensors.py` is to draw them."""
+        """`device`: the device on which `tensors.py` draws the weights."""
         self.device = device
         self._shapes = spec.weight_shapes()
         self.seed = seed
@@ -33,7 +33,7 @@ class DummyWeights:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
 
-    def beside(self, name: str) -> Sequence[str]:
+    def fused_with(self, name: str) -> Sequence[str]:
         return (name,)
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
@@ -53,7 +53,7 @@ class DummyWeights:
         tile = np.random.default_rng(self.seed_of(name)).standard_normal(count, dtype=np.float32)
         tile *= np.float32(STD)
         tile += np.float32(mean_of(name))
-        bits = tile.view(np.uint32)  # to bf16's, which is what most checkpoints have
+        bits = tile.view(np.uint32)  # round to bf16, the type of most checkpoints
         bits += np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
         bits &= np.uint32(0xFFFF0000)
         return tile
@@ -68,7 +68,7 @@ class DummyWeights:
         return f"the dummy weight {name!r}"
 
     def forget(self, name: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: the source holds no memory."""
 
     def known_shape(self, name: str) -> tuple[int, ...]:
         shape = self.shape(name)

@@ -29,7 +29,7 @@ class GGUFWeights:
     def stored_type(self, name: str) -> BlockType:
         return self._info(name).type
 
-    def beside(self, name: str) -> Sequence[str]:
+    def fused_with(self, name: str) -> Sequence[str]:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
@@ -42,7 +42,7 @@ class GGUFWeights:
         return dequantize(matrix.rows, matrix.type, matrix.shape)
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
-        """A matrix in its blocks: a read-only view of the file, or a copy if rows had to move."""
+        """Return a matrix in blocks: a read-only view of the file, or a copy of reordered rows."""
         info, place = self._info(name), self._places[name]
         shape = place.part(info.shape)
         if len(shape) != 2:

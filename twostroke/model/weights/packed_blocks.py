@@ -1,8 +1,8 @@
-"""Blocks of GGUF files as the codes, scales and offsets of groups, with the values that they have.
+"""GGUF blocks → codes, scales and offsets of groups, with the same values.
 
-A block's whole numbers stay as they are, 4 bits of 4 and 8 of more; where they are centred, the
-centre is moved to the middle of the codes. What two scales make of a sub-block (K-quants) is one
-number here.
+A block's integers become codes of 4 bits, or of 8 bits if they have more than 4. The centre of a
+centred block moves to the middle of the codes. The two scales of a K-quant's sub-block are
+multiplied into one scale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from twostroke.model.weights import ALL_ROWS, not_finite
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_format import PackedFormat, StoredCodes
 
-ROWS_BYTES = 1 << 22  # of a file, that are unpacked at one time
+MAX_BYTES_AT_ONCE = 1 << 22  # bytes of a file that are unpacked at a time
 
 BLOCK_FORMATS = {
     BlockType.Q4_0: PackedFormat(4, 32),
@@ -34,7 +34,7 @@ BLOCK_FORMATS = {
 
 
 def read_blocks(source: GGUFWeights, name: str, part: Part = WHOLE) -> StoredCodes:
-    """The codes of a matrix, or of a part of it."""
+    """Return the codes of a matrix or of a part of it."""
     rows, columns = (*part, ALL_ROWS, ALL_ROWS)[:2]
     matrix = source.packed(name, rows)
     layout, format = LAYOUTS[matrix.type], BLOCK_FORMATS[matrix.type]
@@ -50,7 +50,7 @@ def read_blocks(source: GGUFWeights, name: str, part: Part = WHOLE) -> StoredCod
     codes = np.empty(shape, np.uint8)
     scale = np.empty((shape[0], groups), np.float32)
     offset = np.empty_like(scale) if format.offsets else None
-    at_once = max(1, ROWS_BYTES // max(1, stored.shape[1]))
+    at_once = max(1, MAX_BYTES_AT_ONCE // max(1, stored.shape[1]))
     for at in range(0, shape[0], at_once):
         own = slice(at, at + at_once)
         with np.errstate(invalid="ignore"):

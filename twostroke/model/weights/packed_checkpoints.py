@@ -1,12 +1,11 @@
-"""Matrices of 4 or 8 bits as checkpoints have them: codes in words of 32 bits, scales and zeros in
-other tensors.
+"""Matrices of 4 or 8 bits in checkpoints: codes in 32-bit words, scales and zeros in other tensors.
 
-    gptq        qweight [in / n, out], n codes of one output a word, lowest first; scales
-                [groups, out], qzeros [groups, out / n], g_idx [in]: the group of each input
-    awq         qweight [in, out / n] and qzeros [groups, out / n], n outputs a word in the order
-                0 2 4 6 1 3 5 7; scales [groups, out]
-    compressed  weight_packed [out, in / n], weight_scale [out, groups], weight_zero_point
-                [out / n, groups], weight_g_idx, weight_shape
+gptq        qweight [in / n, out], n codes of one output a word, lowest first; scales
+            [groups, out], qzeros [groups, out / n], g_idx [in]: the group of each input
+awq         qweight [in, out / n] and qzeros [groups, out / n], n outputs a word in the order
+            0 2 4 6 1 3 5 7; scales [groups, out]
+compressed  weight_packed [out, in / n], weight_scale [out, groups], weight_zero_point
+            [out / n, groups], weight_g_idx, weight_shape
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from twostroke.model.gguf.dequant import dequantize
 from twostroke.model.weights import Bytes, Floats
 
 Words = npt.NDArray[np.uint32]
-AWQ_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # of eight outputs in their word
+AWQ_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # positions of eight outputs in a word
 SCALE_TYPES = ("F32", "F16", "BF16")
 KERNEL_GROUPS = (128, 64, 32, 16)
 
 
 class Endings(NamedTuple):
-    """What a module's name is followed by in the names of its tensors."""
+    """The suffixes of a module's name in the names of its tensors."""
 
     codes: str
     scales: str
     zeros: str
-    groups: str  # of each input, where they are not those of neighbours
-    others: tuple[str, ...] = ()  # that say nothing more
+    groups: str  # the group of each input, if groups are not of neighbours
+    others: tuple[str, ...] = ()  # ignored tensors
 
 
 GPTQ = Endings(".qweight", ".scales", ".qzeros", ".g_idx")
@@ -59,7 +58,7 @@ class Tensor(Protocol):
 
 
 class Module(NamedTuple):
-    """The tensors of one matrix, each with what a message calls it."""
+    """The tensors of one matrix, each with its label for messages."""
 
     config: PackedConfig
     codes: tuple[str, Any]
@@ -69,7 +68,7 @@ class Module(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix, (out, in)."""
+        """The shape of the matrix, (out, in)."""
         label, found = self.codes
         each, layout = 32 // self.config.bits, self.config.layout
         if found.type != "I32" or len(found.shape) != 2:
@@ -111,15 +110,15 @@ class Module(NamedTuple):
                 raise ModelError(
                     f"{label} is {tensor.type} {tensor.shape}, but codes of {self.shape} and "
                     f"config.json (quantization_config: groups of {self.group}) ask for "
-                    f"{expected[kind]} of {' or '.join(types)}. The two are not of one model."
+                    f"{expected[kind]} of {' or '.join(types)}. They belong to different models."
                 )
 
     def is_ordered(self) -> bool:
-        """Whether groups are of neighbours."""
+        """Return whether groups consist of neighbours."""
         return self.order() is None
 
     def order(self) -> npt.NDArray[np.int32] | None:
-        """The group of each input, if they are not those of neighbours."""
+        """Return the group of each input; None if groups consist of neighbours."""
         if self.groups is None:
             return None
         label, found = self.groups
@@ -129,15 +128,16 @@ class Module(NamedTuple):
                 f"{label} is {found.type} {found.shape}; expected is the group of each of the "
                 f"{columns} inputs (I32). Use another conversion of the model."
             )
-        given = found.data.view(np.int32)
-        if (given == -1).all() or np.array_equal(given, np.arange(columns) // self.group):
+        groups = found.data.view(np.int32)
+        if (groups == -1).all() or np.array_equal(groups, np.arange(columns) // self.group):
             return None
-        if given.min() < 0 or given.max() >= columns // self.group:
-            raise ModelError(f"{label} names groups that there are not. Download the model again.")
-        return given
+        if groups.min() < 0 or groups.max() >= columns // self.group:
+            raise ModelError(f"{label} names groups that do not exist. Download the model again.")
+        return groups
 
     def read(self, rows: npt.NDArray[np.intp]) -> tuple[Bytes, Floats, Bytes | None]:
-        """Codes [rows, in], scales [rows, groups], and zeros if they are not all the middle."""
+        """Return codes [rows, in], scales [rows, groups], and zeros; None for zeros in the
+        middle."""
         self.check()
         bits, layout = self.config.bits, self.config.layout
         words = _words(self.codes[1])
@@ -181,8 +181,7 @@ class Module(NamedTuple):
 
 
 def kernel_group(group: int) -> int:
-    """Numbers that share a scale where it is multiplied: as many, or a part of them; 0 if no kernel
-    has groups that divide these."""
+    """Return the largest group size of the kernels that divides `group`; 0 if none does."""
     return next((size for size in KERNEL_GROUPS if group % size == 0), 0)
 
 
@@ -192,14 +191,14 @@ def _words(tensor: Any) -> Words:
 
 
 def _along(words: Words, bits: int) -> Bytes:
-    """[n, words] → [n, codes], lowest first."""
+    """Unpack [n, words] → [n, codes], lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     codes = words[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
     return codes.astype(np.uint8).reshape(len(words), -1)
 
 
 def _of_outputs(words: Words, rows: npt.NDArray[np.intp], bits: int, places: Any = None) -> Bytes:
-    """[n, words of outputs] → [n, rows]."""
+    """Unpack [n, words of outputs] → [n, rows]."""
     each = 32 // bits
     within = rows % each
     shifts = (bits * (within if places is None else places[within])).astype(np.uint32)

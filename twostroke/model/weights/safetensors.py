@@ -20,7 +20,7 @@ from twostroke.model.describe.hf_names import NAMES
 from twostroke.model.describe.hf_packed import PackedConfig
 from twostroke.model.describe.hf_w8a8 import W8Config
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import TensorNames, Variants
+from twostroke.model.describe.tensor_names import AlternativeSpecs, TensorNames
 from twostroke.model.describe.tensor_parallel import WHOLE, Part
 from twostroke.model.fields import listed_names, read_json, shown
 from twostroke.model.find.on_disk import forget_pages
@@ -33,7 +33,7 @@ from twostroke.model.weights.w8a8_checkpoints import (
     STATIC_SCALES,
     W8_SCALES,
     W8_TYPES,
-    dequantise_w8,
+    dequantize_w8,
     row_scales,
     scales_of_a_row,
     w8_is_finite,
@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Tensors that may be left out: they can be worked out from the config, or are a tied head's copy.
+# Ignored tensors: they follow from the config, or are the copy of a tied head.
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight", ".masked_bias")
-MASK = re.compile(r"\.(attn|attention)\.bias$")  # which tokens see which, of older checkpoints
+MASK = re.compile(r"\.(attn|attention)\.bias$")  # the causal mask in older checkpoints
 FLOATS = ("F64", "F32", "F16", "BF16")
-# MXFP4: a tensor of blocks, [..., out, in / 32, 16 bytes], and beside it one of their scales.
+# MXFP4: a tensor of blocks, [..., out, in / 32, 16 bytes], and a tensor of their scales.
 BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32
-# What a tensor's name has → the fields of config.json that decide whether there is such a tensor,
-# besides those of two values, which are found by their variants.
+# A pattern in a tensor's name → the fields of config.json that decide whether the tensor exists.
+# Two-valued fields are found by their variants instead.
 DECIDING = {
     r"experts|\bmlp\b|_moe\b": "num_experts, num_local_experts, n_routed_experts, "
     "mlp_only_layers, decoder_sparse_step, first_k_dense_replace",
@@ -58,15 +58,15 @@ DECIDING = {
     r"\.q_a_": "q_lora_rank",
     f"({BLOCKS}|{SCALES})$": "quantization_config",
 }
-# The body of a language model is under `model.` or another of the short ones, or under nothing in
-# checkpoints of the body alone; a model with images has it under one of the longer ones.
+# Prefixes of the language model's body: a short one, none in checkpoints of the body alone, a long
+# one in models with images.
 PREFIX = re.compile(
     r"^(language_model\.model\.|model\.language_model\.|language_model\.|model\.|transformer\.|gpt_neox\.)"
 )
 
 
 class Stored(NamedTuple):
-    """A tensor as its file has it."""
+    """A tensor in its file."""
 
     type: str  # one of FLOATS, W8_TYPES, I32 or U8
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Stored(NamedTuple):
 
 
 class _File:
-    """A file in memory, page by page as it is read; the library has found it to be sound."""
+    """A mapped safetensors file, checked by the library."""
 
     def __init__(self, path: Path) -> None:
         with safe_open(path, framework="np"), path.open("rb") as file:
@@ -98,9 +98,10 @@ class _File:
 
 
 class SafetensorsWeights:
-    """Opens each file once; the tied head is never asked for, even if a file stores it.
+    """The weights of a folder. Each file is opened once.
 
-    `path` is what lists the tensors: the only file, or the index of the shards.
+    `path` lists the tensors: the only file, or the index of the shards. A stored copy of a tied
+    head is never read.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class SafetensorsWeights:
         spec: ModelSpec,
         names: TensorNames = NAMES,
         quantized: W8Config | PackedConfig | None = None,
-        variants: Variants = tuple,
+        variants: AlternativeSpecs = tuple,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -118,7 +119,7 @@ class SafetensorsWeights:
         self.path, self._files = self._find_files()
         self._names = names.as_stored(self._files)
         self._places = self._names.places(spec)
-        # Of two tensors that differ in the prefix alone, the longer name is the one we take.
+        # If two tensors differ only in the prefix, the longer name counts.
         self._stored = {_without_prefix(name): name for name in sorted(self._files, key=len)}
         self._refuse_unknown_tensors(variants)
 
@@ -138,23 +139,24 @@ class SafetensorsWeights:
         return self._places[name].shape_in(shape)
 
     def is_changed(self, name: str) -> bool:
-        """Whether the weight is not just the numbers that are stored."""
+        """Return whether the weight differs from the stored numbers: reordered, offset or
+        quantised."""
         place = self._places[name]
         moved = self._names.offset(name) != 0.0 or place.order is not None or place.transposed
         return moved or self.stored_type(name) is not None or self.is_quantized(name)
 
     @property
     def _w8_type(self) -> str | None:
-        """Of the tensors that `quantized` says are in fp8 or int8, if it does."""
+        """The type of the tensors in fp8 or int8; None for another quantisation."""
         return W8_TYPES[self.quantized.type] if isinstance(self.quantized, W8Config) else None
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the weight is stored as `quantized` says."""
+        """Return whether the weight is stored quantised."""
         return self.w8_scales(name) > 0 or self._module(name) is not None
 
     def stored(self, name: str) -> Stored:
-        """The mapped file itself: read it, do not write to it. Only of a weight that is not
-        changed."""
+        """Return a view of the mapped file, which must not be written to. Only for a weight that is
+        not changed."""
         found, place = self._tensor(name), self._places[name]
         shape, data = place.shape_in(found.shape), place.part_of(found.data)
         if place.rows_of_others:
@@ -164,12 +166,12 @@ class SafetensorsWeights:
         return Stored(found.type, shape, data)
 
     def _tensor(self, name: str) -> Stored:
-        """All of the tensor that the weight is in."""
+        """Return the whole tensor that holds the weight."""
         stored = self._stored_name(name)
         if stored is None:
             raise ModelError(
                 f"{self.path}: lists no tensor {self._names.tensor(name)!r}. The model is "
-                "incomplete or its config.json belongs to another one; download the folder again."
+                "incomplete or its config.json belongs to another model; download the folder again."
             )
         found = self._look(stored)
         place = self._places[name]
@@ -182,7 +184,7 @@ class SafetensorsWeights:
             )
         return found
 
-    def beside(self, name: str) -> Sequence[str]:
+    def fused_with(self, name: str) -> Sequence[str]:
         return self._places[name].weights
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
@@ -193,7 +195,7 @@ class SafetensorsWeights:
             return module.floats(self._rows_of(module, name, rows))
         type, whole, data = self._tensor(name)
         if isinstance(self.quantized, W8Config) and type == self._w8_type:
-            return dequantise_w8(*self.w8(name, (rows,)), self.quantized.type)
+            return dequantize_w8(*self.w8(name, (rows,)), self.quantized.type)
         place = self._places[name]
         shape, data = place.part(whole), place.part_of(data)
         lines: Any = data.reshape(shape[0], -1)
@@ -209,7 +211,7 @@ class SafetensorsWeights:
         return values + np.float32(offset) if offset else values
 
     def w8_scales(self, name: str) -> int:
-        """The scales that a row of a matrix has, if it is stored in fp8 or int8; else 0."""
+        """Return the scales per row of a matrix in fp8 or int8; 0 for any other weight."""
         stored = self._stored_name(name)
         if not isinstance(self.quantized, W8Config) or stored is None:
             return 0
@@ -220,7 +222,7 @@ class SafetensorsWeights:
         return scales_of_a_row(where, scale.type, scale.shape, shape, self.quantized.block)
 
     def w8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
-        """The bits of a matrix in fp8 or int8, or of a part of it, and its scales, [rows,
+        """Return the bits of a matrix in fp8 or int8, or of a part, and the scales, [rows,
         groups]."""
         found, place, groups = self._tensor(name), self._places[name], self.w8_scales(name)
         assert isinstance(self.quantized, W8Config)
@@ -247,7 +249,7 @@ class SafetensorsWeights:
         return np.ascontiguousarray(bits), scales.copy()
 
     def _w8_scale(self, name: str) -> tuple[str, Stored]:
-        """The tensor with the scales of a matrix in fp8 or int8, and what a message calls it."""
+        """Return the scales of a matrix in fp8 or int8, with a label for messages."""
         stored = self._stored_name(name) or ""
         for scale in (stored + ending for ending in W8_SCALES):
             if scale in self._files:
@@ -258,11 +260,11 @@ class SafetensorsWeights:
             f"scales are missing ({names}). The model is incomplete; download the folder again."
         )
 
-    # ── of 4 or 8 bits ──────────────────────────────────────────────────────────────────────
+    # ── 4 or 8 bits ──────────────────────────────────────────────────────────────────────
 
     def packed_format(self, name: str) -> PackedFormat | None:
-        """What a matrix of 4 or 8 bits can be kept in; None if it is none, or its groups are not
-        those of neighbours."""
+        """Return the format for a matrix of 4 or 8 bits; None for another matrix, or if its groups
+        do not consist of neighbours."""
         module = self._module(name)
         if module is None or not module.is_ordered():
             return None
@@ -270,7 +272,7 @@ class SafetensorsWeights:
         return PackedFormat(module.config.bits, group, module.config.zeros) if group else None
 
     def codes(self, name: str, part: Part = WHOLE) -> StoredCodes:
-        """Those of a matrix that has a `packed_format`, or of a part of it."""
+        """Return the codes of a matrix with a `packed_format`, or of a part of it."""
         module, rows, columns = self._module(name), *(*part, ALL_ROWS, ALL_ROWS)[:2]
         assert module is not None
         codes, scales, zeros = module.read(self._rows_of(module, name, rows))
@@ -287,12 +289,12 @@ class SafetensorsWeights:
         return StoredCodes(module.config.bits, codes[:, first:end], scales, zeros)
 
     def _rows_of(self, module: Module, name: str, rows: slice) -> npt.NDArray[np.intp]:
-        """The rows of a weight by their numbers in its tensor."""
-        found: npt.NDArray[np.intp] = self._places[name].rows_in(np.arange(module.shape[0]), rows)
-        return found
+        """Return the row numbers of a weight in its tensor."""
+        numbers: npt.NDArray[np.intp] = self._places[name].rows_in(np.arange(module.shape[0]), rows)
+        return numbers
 
     def _module(self, name: str) -> Module | None:
-        """The tensors of a matrix of 4 or 8 bits; None if the folder has none, or it is dense."""
+        """Return the tensors of a matrix of 4 or 8 bits; None for a dense matrix."""
         stem = self._names.tensor(name).removesuffix(".weight")
         if not isinstance(self.quantized, PackedConfig) or self._places[name].dims != 2:
             return None
@@ -314,8 +316,10 @@ class SafetensorsWeights:
         return BlockType.MXFP4 if self._names.tensor(name).endswith(BLOCKS) else None
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
-        """In the order of a GGUF file, which has a block's scale in front, and numbers 16 apart in
-        one byte: here neighbours are."""
+        """Return MXFP4 rows in GGUF's layout: the scale first, and two values 16 apart in a byte.
+
+        Checkpoints have two neighbours in a byte.
+        """
         stored = self._stored_name(name)
         if stored is None or self.stored_type(name) is None:
             return None
@@ -347,7 +351,7 @@ class SafetensorsWeights:
             self._open(self._files[tensor]).forget(tensor)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
-        """What lists the tensors, and the file that holds each of them."""
+        """Return the file that lists the tensors, and the file of each tensor."""
         single, index = self._folder / SINGLE, self._folder / INDEX
         if not single.exists() and index.exists():
             return index, self._read_index(index)
@@ -400,18 +404,18 @@ class SafetensorsWeights:
         return self._open_files[path]
 
     def _look(self, stored: str) -> Stored:
-        """What a tensor is; nothing of its data is read."""
+        """Return a tensor's entry. Its data is mapped and not read."""
         path = self._files[stored]
         try:
             return self._open(path).stored(stored)
         except KeyError:
             raise ModelError(
                 f"{path}: does not hold the tensor {stored!r}, though {self.path.name} says "
-                "so. Index and shards are not of one model; download the folder again."
+                "so. Index and shards belong to different models; download the folder again."
             ) from None
 
     def _check_blocks(self, stored: str) -> None:
-        """Refuse blocks that are not MXFP4's, or have no scales."""
+        """Refuse blocks that are not MXFP4, or lack scales."""
         scales = _scales(stored)
         if scales not in self._files:
             raise ModelError(
@@ -437,10 +441,10 @@ class SafetensorsWeights:
     def _stored_name(self, name: str) -> str | None:
         return self._stored.get(_without_prefix(self._names.tensor(name)))
 
-    def _refuse_unknown_tensors(self, variants: Variants) -> None:
-        """A tensor of a layer we run that has no place in the spec would be left out silently.
+    def _refuse_unknown_tensors(self, variants: AlternativeSpecs) -> None:
+        """Refuse a tensor of a layer in the spec that the spec does not contain.
 
-        What belongs to layers we do not run, or to nothing we know, is left out with a warning.
+        Unknown tensors outside these layers are ignored with a warning.
         """
         known = {_without_prefix(place.tensor) for place in self._places.values()}
         known |= {_scales(tensor) for tensor in known}
@@ -481,8 +485,8 @@ class SafetensorsWeights:
             count, names = len(unused), listed_names(unused)
             log.warning("%s: %d tensors are not used: %s", self.path, count, names)
 
-    def _deciding(self, tensor: str, variants: Variants) -> str:
-        """The fields of config.json that decide whether a layer has such a tensor."""
+    def _deciding(self, tensor: str, variants: AlternativeSpecs) -> str:
+        """Return the fields of config.json that decide whether a layer has such a tensor."""
         found = ["model_type"]
         for field, spec, names in variants():
             places = names.as_stored(self._files).places(spec).values()
@@ -493,7 +497,7 @@ class SafetensorsWeights:
 
 
 def _scales(tensor: str) -> str:
-    """What the scales of a tensor of blocks are called; of another one, itself."""
+    """Return the name of a block tensor's scales; any other name unchanged."""
     return tensor.removesuffix(BLOCKS) + SCALES if tensor.endswith(BLOCKS) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Tensors of the weights that a source holds: for the decoders that run on torch."""
+"""A source's weights as tensors, for the decoders that run on torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_blocks import BLOCK_FORMATS, read_blocks
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
-# Rows are turned into the target type in parts, so that a large matrix never exists in float32.
+# Rows are converted in parts, so that a large matrix never exists in float32.
 ELEMENTS_PER_PART = 1 << 22
 DTYPES = {
     "F64": torch.float64,
@@ -31,18 +31,18 @@ W8_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 def read_tensor(
     source: WeightSource, name: str, dtype: torch.dtype, part: Part = WHOLE
 ) -> torch.Tensor:
-    """A weight, or a part of it, as a dense tensor of its own memory, every number of it finite."""
+    """Return a copy of a weight or of a part of it as a dense tensor, checked to be finite."""
     if isinstance(source, DummyWeights):
         if source.device != "cpu":
-            return _drawn_there(source, name, dtype, part)
-        return _converted(source, name, dtype, part)
+            return _draw_on_device(source, name, dtype, part)
+        return _read_floats(source, name, dtype, part)
     if isinstance(source, SafetensorsWeights) and not source.is_changed(name):
-        tensor, narrows = _copied(source, name, dtype, part)
+        tensor, narrows = _read_stored(source, name, dtype, part)
     else:
-        tensor, narrows = _converted(source, name, dtype, part), True
+        tensor, narrows = _read_floats(source, name, dtype, part), True
     if narrows and dtype != torch.float32 and not bool(tensor.isfinite().all()):
         raise ModelError(
-            f"{source.label(name)} holds a number that {dtype} does not; set dtype to another."
+            f"{source.label(name)} holds a number that {dtype} cannot represent; set another dtype."
         )
     return tensor
 
@@ -50,8 +50,8 @@ def read_tensor(
 def read_w8(
     source: WeightSource, name: str, part: Part = WHOLE
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The values of a matrix in fp8 or int8, or of a part of it, and their scales, [rows, groups];
-    None if it is not stored so."""
+    """Return a matrix in fp8 or int8, or a part of it, and its scales, [rows, groups]; None if it
+    is stored in another type."""
     if not isinstance(source, SafetensorsWeights) or not source.w8_scales(name):
         return None
     assert isinstance(source.quantized, W8Config)
@@ -60,7 +60,7 @@ def read_w8(
 
 
 def read_packed(source: WeightSource, name: str, part: Part = WHOLE) -> Codes | None:
-    """The codes of a matrix of 4 or 8 bits, or of a part of it; None if it is not stored so."""
+    """Return the codes of a matrix in 4 or 8 bits, or of a part; None for another type."""
     if isinstance(source, SafetensorsWeights) and source.packed_format(name):
         found = source.codes(name, part)
     elif isinstance(source, GGUFWeights) and source.stored_type(name) in BLOCK_FORMATS:
@@ -77,24 +77,24 @@ def read_packed(source: WeightSource, name: str, part: Part = WHOLE) -> Codes | 
     )
 
 
-def _copied(
+def _read_stored(
     source: SafetensorsWeights, name: str, dtype: torch.dtype, part: Part
 ) -> tuple[torch.Tensor, bool]:
-    """The second: whether the file's type has larger numbers than this one."""
+    """Return the tensor, and whether the file's type has larger numbers than `dtype`."""
     stored = source.stored(name)
-    its_dtype = DTYPES[stored.type]
-    data = stored.data.reshape(*stored.shape, its_dtype.itemsize)[part]
+    stored_dtype = DTYPES[stored.type]
+    data = stored.data.reshape(*stored.shape, stored_dtype.itemsize)[part]
     shape, data = data.shape[:-1], np.ascontiguousarray(data).reshape(-1)
     data = data if data.ctypes.data % 8 == 0 else data.copy()
     if not all_finite(data, stored.type):
         raise not_finite(source, name)
-    there = torch.from_numpy(data).view(its_dtype).view(shape)
-    tensor = there.to(dtype, copy=True)  # it may be the mapped file itself
-    return tensor, torch.finfo(dtype).max < torch.finfo(its_dtype).max
+    mapped = torch.from_numpy(data).view(stored_dtype).view(shape)
+    tensor = mapped.to(dtype, copy=True)  # a copy, because it may be the mapped file
+    return tensor, torch.finfo(dtype).max < torch.finfo(stored_dtype).max
 
 
-def _converted(source: WeightSource, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
-    shape = source.shape(name) or (1,)  # what is not there `floats` refuses
+def _read_floats(source: WeightSource, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
+    shape = source.shape(name) or (1,)  # `floats` refuses a missing weight
     first, end, own_shape = _extent(shape, part)
     dense = torch.empty(own_shape, dtype=dtype)
     rows_per_part = max(1, ELEMENTS_PER_PART * shape[0] // math.prod(shape))
@@ -108,17 +108,19 @@ def _converted(source: WeightSource, name: str, dtype: torch.dtype, part: Part) 
 
 
 def _extent(shape: tuple[int, ...], part: Part) -> tuple[int, int, tuple[int, ...]]:
-    """The first row of a part, the one after its last, and its shape."""
+    """Return the first row of a part, the row after its last, and its shape."""
     ends = [one.indices(size)[:2] for one, size in zip(part, shape, strict=False)]
     own = tuple(end - first for first, end in ends)
     first, end = ends[0] if ends else (0, shape[0])
     return first, end, (*own, *shape[len(own) :])
 
 
-def _drawn_there(source: DummyWeights, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
-    """Made on the device, in its dtype, with a tile as the only other memory.
+def _draw_on_device(
+    source: DummyWeights, name: str, dtype: torch.dtype, part: Part
+) -> torch.Tensor:
+    """Draw dummy weights on the device, in `dtype`. The only other memory is a tile.
 
-    Drawn in float32 and rounded to bf16, so that every dtype holds the same weights.
+    The tile is drawn in float32 and rounded to bf16, so that every dtype has the same weights.
     """
     shape = source.known_shape(name)
     first, end, own_shape = _extent(shape, part)
@@ -128,7 +130,7 @@ def _drawn_there(source: DummyWeights, name: str, dtype: torch.dtype, part: Part
     tile = torch.empty(min(TILE, math.prod(shape)), device=source.device)
     tile = tile.normal_(mean_of(name), STD, generator=generator).bfloat16().to(dtype)
     width = math.prod(shape[1:])
-    if len(part) > 1:  # of some columns, row by row
+    if len(part) > 1:  # some columns, row by row
         for n, row in enumerate(range(first, end)):
             columns = range(width)[part[1]]
             _repeat(tile, row * width + columns.start, weight[n])
@@ -138,7 +140,7 @@ def _drawn_there(source: DummyWeights, name: str, dtype: torch.dtype, part: Part
 
 
 def _repeat(tile: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """Fill `out` with what stands from `start` on where the tile is repeated without end."""
+    """Fill `out` from an endless repetition of the tile, beginning at `start`."""
     at, filled = start % len(tile), 0
     while filled < len(out):
         piece = tile[at : at + len(out) - filled]

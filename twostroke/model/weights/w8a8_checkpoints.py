@@ -1,4 +1,4 @@
-"""Matrices in fp8 (e4m3) or int8 as checkpoints have them: bits, and scales in another tensor."""
+"""Matrices in fp8 (e4m3) or int8 in checkpoints: bits, and scales in another tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from twostroke.model.weights import Bytes, Floats
 
 Block = tuple[int, int]  # rows and columns that share a scale
 
-W8_TYPES = {"fp8": "F8_E4M3", "int8": "I8"}  # of the tensor, by a config's word for it
-W8_SCALES = ("_scale", "_scale_inv")  # after a weight's name: what its values are multiplied by
+W8_TYPES = {"fp8": "F8_E4M3", "int8": "I8"}  # name in config.json → type of the tensor
+W8_SCALES = ("_scale", "_scale_inv")  # suffixes of a weight's name: the factors of its values
 SCALE_TYPES = ("F32", "F16", "BF16")
-# Beside such weights: what activations, keys and values are divided by where that is fixed.
+# Tensors beside such weights: the static divisors of activations, keys and values.
 STATIC_SCALES = (
-    *(".input_scale", ".activation_scale"),  # of the same, by vLLM's name and by transformers'
+    *(".input_scale", ".activation_scale"),  # vLLM's name and transformers' name
     *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
 )
 
@@ -24,8 +24,10 @@ STATIC_SCALES = (
 def scales_of_a_row(
     label: str, type: str, stored: tuple[int, ...], shape: tuple[int, ...], block: Block | None
 ) -> int:
-    """How many there are of a matrix of `shape`; refuses scales that do not fit it. `label`, `type`
-    and `stored` are those of the tensor that holds them."""
+    """Return the scales per row of a matrix of `shape`. Refuse scales that do not fit.
+
+    `label`, `type` and `stored` describe the tensor of the scales; `stored` is its shape.
+    """
     if type not in SCALE_TYPES:
         raise ModelError(
             f"{label} is of type {type}, expected one of {', '.join(SCALE_TYPES)}. Use another "
@@ -42,7 +44,7 @@ def scales_of_a_row(
     if not fits:
         raise ModelError(
             f"{label} has shape {stored}, but a matrix of {shape} and config.json "
-            f"(quantization_config) ask for {expected}. The two are not of one model."
+            f"(quantization_config) ask for {expected}. They belong to different models."
         )
     if block is not None and columns % block[1]:
         raise ModelError(
@@ -55,27 +57,28 @@ def scales_of_a_row(
 def row_scales(
     data: Bytes, type: str, stored: tuple[int, ...], rows: int, block: Block | None
 ) -> Floats:
-    """[rows, groups], however many rows share one in the file."""
+    """Return the scales as [rows, groups], repeated for the rows that share one."""
     values = dequantize(data, BlockType(type), stored)
     if block is not None:
         return np.repeat(values, block[0], axis=0)[:rows]
     return np.broadcast_to(values.reshape(-1, 1), (rows, 1))
 
 
-def dequantise_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
+def dequantize_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
     values = E4M3_VALUES[bits] if type == "fp8" else bits.view(np.int8).astype(np.float32)
     grouped = values.reshape(len(bits), scales.shape[1], -1)
-    found: Floats = (grouped * scales[:, :, None]).reshape(bits.shape)
-    return found
+    result: Floats = (grouped * scales[:, :, None]).reshape(bits.shape)
+    return result
 
 
 def w8_is_finite(bits: Bytes, type: str) -> bool:
-    """e4m3 has no infinity; NaN is all ones, with either sign."""
+    """Return whether all values are finite. In e4m3, NaN is all ones and infinity does not
+    exist."""
     return type != "fp8" or not bool((bits & 0x7F == 0x7F).any())
 
 
 def _e4m3_values() -> Floats:
-    """By their bits. Those of NaN are never looked up."""
+    """Return the value of each bit pattern. The patterns of NaN are never looked up."""
     bits = np.arange(256)
     exponent, mantissa = bits >> 3 & 15, bits & 7
     sizes = np.where(exponent, 2.0 ** (exponent - 7) * (1 + mantissa / 8), mantissa * 2.0**-9)
