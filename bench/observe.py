@@ -33,7 +33,7 @@ from twostroke.engine.core import EngineCore  # noqa: E402
 from twostroke.model.describe.cost import CostModel  # noqa: E402
 from twostroke.observe.record import Records, StepRecord  # noqa: E402
 from twostroke.observe.totals import Totals  # noqa: E402
-from twostroke.serve.monitor.metrics import Metrics  # noqa: E402
+from twostroke.serve.monitor.metrics import ServerMetrics  # noqa: E402
 
 STEPS = 400
 BUDGET_US = 50.0  # at 32 streams
@@ -113,7 +113,7 @@ def measure_page() -> float:
         num_restarts=0,
         load=lambda: EngineLoad(0, 0, kv),
     )
-    metrics = Metrics(cast(EngineClient, client), "model")
+    metrics = ServerMetrics(cast(EngineClient, client), "model")
     times = []
     for _ in range(30):
         start = perf_counter()

@@ -30,7 +30,7 @@ from twostroke.kernels import cpu
 from twostroke.request import SamplingParams
 from twostroke.serve.settings import ServeSettings
 
-HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "starlette", "uvicorn", "zmq", "yaml")
+HEAVY = ("torch", "numpy", "rich", "tokenizers", "jinja2", "uvicorn", "zmq", "yaml")
 
 
 def config_of(*words: str) -> EngineConfig:

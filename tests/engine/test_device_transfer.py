@@ -340,7 +340,6 @@ def test_a_release_while_blocks_are_copied_is_noticed(monkeypatch: pytest.Monkey
 SENDER = """
 import sys
 import torch
-from tests.engine.test_device_transfer import Pools
 pools = Pools()
 print(repr(tuple(pools.offer())), flush=True)
 sys.stdin.read()

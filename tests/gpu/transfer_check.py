@@ -126,7 +126,6 @@ def sender_pool(device: str) -> KVPool:
 
 SENDER = """
 import sys, torch
-from tests.gpu.transfer_check import SENT, BLOCKS, sender_pool
 from twostroke.kv.ways import Sharing
 device, transport = sys.argv[1:]
 pool = sender_pool(device)

@@ -122,7 +122,6 @@ import hashlib, sys, time
 from pathlib import Path
 if {without_locks}:
     sys.modules["fcntl"] = None
-from tests.model.test_packaged import TINY, fetch
 Path({ready!r}).touch()
 while not Path({go!r}).exists():
     time.sleep(0.001)

@@ -20,9 +20,8 @@ from twostroke.serve.api.responses.responses_input import (
 from twostroke.serve.api.responses.responses_output import OutputItems, response_of_item
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import ResponsesRequest, ResponsesTool
-from twostroke.serve.fields.response_fields import LogprobWriter, TokenNames
+from twostroke.serve.fields.response_json import LogprobWriter, TokenNames, encode_json
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from twostroke.serve.sse import encode_json
 
 EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 ITEM: Any = pydantic.TypeAdapter(ResponseOutputItem)

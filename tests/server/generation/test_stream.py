@@ -12,7 +12,7 @@ import pytest
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.serve.api.openai.completions import CompletionStreamWriter
-from twostroke.serve.sse import TextEventTemplate, event
+from twostroke.serve.fields.response_json import TextEventTemplate, event
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

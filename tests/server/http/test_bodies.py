@@ -23,9 +23,8 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.input_processor import COUNTED_CHARS
 from twostroke.engine.rendering import TemplateRenderer
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.http import bodies, byte_budget
-from twostroke.serve.http.bodies import BodyReader
-from twostroke.serve.http.byte_budget import MAX_WAITING, ByteBudget, Reservation, Sender
+from twostroke.serve.http import bodies
+from twostroke.serve.http.bodies import MAX_WAITING, BodyReader, ByteBudget, Reservation, Sender
 from twostroke.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.core  # bounds of security
@@ -294,7 +293,7 @@ def test_bodies_that_hold_a_part_and_wait_for_more_do_not_all_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four hold a quarter each and want another: refusing one is enough for the others."""
-    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.2)
 
     async def main() -> list[bool]:
         budget = ByteBudget(100)
@@ -384,7 +383,7 @@ def test_the_share_that_holds_most_makes_room(
     amount: int,
     ends: list[int | None] | None,
 ) -> None:
-    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.1)
     if ends is None:
         with pytest.raises(ApiError, match="too many large requests"):
             refused(ByteBudget(100), held, asking, amount)
@@ -394,7 +393,7 @@ def test_the_share_that_holds_most_makes_room(
 
 def test_slow_senders_lose_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even to a body of their own client, and the slowest first."""
-    monkeypatch.setattr(byte_budget, "SLOW_AFTER_S", -1.0)
+    monkeypatch.setattr(bodies, "SLOW_AFTER_S", -1.0)
     slow = ByteBudget(100, slow_rate=1e9)
     assert refused(slow, [(A, 60), (A, 15), (A, 25)], A, 30) == [None, 408, 408]
 
@@ -402,7 +401,7 @@ def test_slow_senders_lose_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_waits_often_takes_no_turns_from_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.2)
 
     async def main() -> tuple[list[Any], Any]:
         budget = ByteBudget(100)

@@ -33,7 +33,7 @@ from twostroke.observe.totals import (
 )
 from twostroke.request import SamplingParams
 from twostroke.serve.monitor.gpu import gpu_figures
-from twostroke.serve.monitor.metrics import Metrics, gpu_families
+from twostroke.serve.monitor.metrics import ServerMetrics, gpu_families
 
 MONITORING = Path(__file__).parents[3] / "deploy" / "monitoring"
 TEXT = "/v1/completions"
@@ -307,7 +307,7 @@ def test_an_engine_started_again_goes_on_counting(folder: Path) -> None:
 
     async def test() -> None:
         async with await RemoteEngine.start(config, builder=BUILDER) as engine:
-            metrics = Metrics(engine, "m")
+            metrics = ServerMetrics(engine, "m")
 
             async def answer(count: int, params: SamplingParams = params) -> None:
                 async for output in engine.generate([5] * 20, params):

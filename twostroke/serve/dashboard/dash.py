@@ -23,13 +23,13 @@ from twostroke.engine.api import EngineClient
 from twostroke.observe.recent import HOUR_S, MINUTE_S, Point, Spread, Window
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.serve.error_responses import ApiError, retry_after
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import JSON, Headers, HttpRequest
 from twostroke.serve.http.routing import Route
 from twostroke.serve.monitor.ceilings_probe import IDLE_S, Roof
 from twostroke.serve.monitor.gpu import gpu_figures
-from twostroke.serve.monitor.metrics import Metrics
+from twostroke.serve.monitor.metrics import ServerMetrics
 
 MOST_A_SECOND = 20.0
 NO_STORE = (b"cache-control", b"no-store")
@@ -153,7 +153,7 @@ class DashData:
     """What the page shows, as plain data, from the records that the engine's client mirrors and the
     totals of `/metrics`. Times are in milliseconds here: people read them."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, roof: Roof) -> None:
+    def __init__(self, client: EngineClient, metrics: ServerMetrics, roof: Roof) -> None:
         self._client = client
         self._records = client.records
         self._totals, self._recent = metrics.totals, metrics.recent

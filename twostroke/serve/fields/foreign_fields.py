@@ -56,7 +56,7 @@ WITHOUT: Final[dict[str, dict[str, float | int]]] = {
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignField:
     """The meaning of one field. `apply` is None where the field has no effect."""
 
     type: Any = Any  # the type of its JSON value
@@ -83,7 +83,7 @@ class Foreign:
         return msgspec.json.schema(self.type | None) if self.type is not Any else {}
 
 
-Table = Mapping[str, Foreign]
+Table = Mapping[str, ForeignField]
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
@@ -91,27 +91,27 @@ def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
-def ignored(type: Any = Any) -> Foreign:
-    return Foreign(type)
+def ignored(type: Any = Any) -> ForeignField:
+    return ForeignField(type)
 
 
-def unbuilt(*neutral: Any, advice: str = "", code: str | None = None) -> Foreign:
-    return Foreign(neutral=neutral, advice=advice, code=code)
+def unbuilt(*neutral: Any, advice: str = "", code: str | None = None) -> ForeignField:
+    return ForeignField(neutral=neutral, advice=advice, code=code)
 
 
-def renamed(type: Any, name: str) -> Foreign:
+def renamed(type: Any, name: str) -> ForeignField:
     """The same field under this server's name, which counts if both are given."""
-    return Foreign(type, lambda fields, value: _default(fields, name, value))
+    return ForeignField(type, lambda fields, value: _default(fields, name, value))
 
 
-def inside(type: Any, name: str, key: str) -> Foreign:
+def inside(type: Any, name: str, key: str) -> ForeignField:
     """An entry of a field that is an object; an empty text is no entry."""
 
     def apply(fields: Fields, value: Any) -> None:
         if value != "":
             _merge(fields, name, {key: value})
 
-    return Foreign(type, apply)
+    return ForeignField(type, apply)
 
 
 def _default(fields: Fields, name: str, value: Any) -> None:
@@ -139,13 +139,13 @@ def _without_cache(fields: Fields, cache_prompt: bool) -> None:
         fields["cache_salt"] = uuid4().hex  # no other request has the same
 
 
-def _max_tokens(name: str, unlimited: int | None) -> Foreign:
+def _max_tokens(name: str, unlimited: int | None) -> ForeignField:
     """llama.cpp's n_predict; -1 is "until the context is full"."""
 
     def apply(fields: Fields, value: int) -> None:
         _default(fields, name, value if value >= 0 else unlimited)
 
-    return Foreign(int, apply)
+    return ForeignField(int, apply)
 
 
 def _thinking(fields: Fields, value: Any) -> None:
@@ -284,11 +284,11 @@ _SHARED: Final[Table] = {
     "media_io_kwargs": ignored(),
     # llama-server
     "repeat_penalty": renamed(float, "repetition_penalty"),
-    "repeat_last_n": Foreign(int, _repeat_last_n),
-    "samplers": Foreign(list[str], _samplers),
+    "repeat_last_n": ForeignField(int, _repeat_last_n),
+    "samplers": ForeignField(list[str], _samplers),
     "grammar": inside(str, "structured_outputs", "grammar"),
     "json_schema": inside(dict[str, Any], "structured_outputs", "json"),
-    "cache_prompt": Foreign(bool, _without_cache),
+    "cache_prompt": ForeignField(bool, _without_cache),
     "return_tokens": ignored(bool),
     "response_fields": ignored(list[str]),
     **LLAMA,
@@ -312,17 +312,17 @@ _SHARED: Final[Table] = {
     "safe_prompt": unbuilt(False),
 }
 _THINKING: Final[Table] = {
-    "enable_thinking": Foreign(bool, _thinking),
-    "thinking": Foreign(bool | dict[str, Any], _thinking),
+    "enable_thinking": ForeignField(bool, _thinking),
+    "thinking": ForeignField(bool | dict[str, Any], _thinking),
 }
 CHAT: Final[Table] = {
     **_SHARED,
     **_THINKING,
-    "reasoning": Foreign(bool | dict[str, Any], _reasoning),
+    "reasoning": ForeignField(bool | dict[str, Any], _reasoning),
     "thinking_budget": renamed(int, "thinking_token_budget"),
     "thinking_budget_tokens": renamed(int, "thinking_token_budget"),
     "reasoning_budget": renamed(int, "thinking_token_budget"),
-    "separate_reasoning": Foreign(bool, _separate_reasoning),
+    "separate_reasoning": ForeignField(bool, _separate_reasoning),
     "stream_reasoning": unbuilt(True),
     "thinking_forced_open": unbuilt(False),
     "chat_format": ignored(),
@@ -330,7 +330,7 @@ CHAT: Final[Table] = {
     "n_predict": _max_tokens("max_tokens", None),
     "max_output_tokens": renamed(int, "max_completion_tokens"),
     "n_cmpl": renamed(int, "n"),
-    "n_probs": Foreign(int, _chat_probabilities),
+    "n_probs": ForeignField(int, _chat_probabilities),
     "best_of": unbuilt(1),
     # OpenAI's
     "functions": unbuilt(advice="use tools"),
@@ -345,7 +345,7 @@ COMPLETION: Final[Table] = {
     "n_predict": _max_tokens("max_tokens", MAX_TOKENS),
     "max_completion_tokens": renamed(int, "max_tokens"),
     "n_cmpl": renamed(int, "n"),
-    "n_probs": Foreign(int, _text_probabilities),
+    "n_probs": ForeignField(int, _text_probabilities),
     "prompt_embeds": unbuilt(advice="send the prompt as a text or token ids"),
     "suffix": unbuilt(advice="use /infill"),
 }
@@ -382,7 +382,7 @@ MESSAGES: Final[Table] = {
     **{name: _SHARED[name] for name in _SHARED if name.startswith("guided_")},
     "repeat_penalty": _SHARED["repeat_penalty"],
     "cache_prompt": _SHARED["cache_prompt"],
-    "enable_thinking": Foreign(
+    "enable_thinking": ForeignField(
         bool,
         lambda fields, value: _merge(
             fields, "chat_template_kwargs", {"enable_thinking": value, "thinking": value}

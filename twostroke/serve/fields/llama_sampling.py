@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Stops, StopText
 from twostroke.serve.fields.foreign_fields import Table
-from twostroke.serve.fields.protocol import EngineFields, GenerateRequest, Stops, StopText
+from twostroke.serve.fields.protocol import GenerateRequest
 
 RANDOM_SEEDS = (-1, 2**32 - 1)  # by which llama.cpp means: any
 

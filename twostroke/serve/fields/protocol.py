@@ -15,113 +15,21 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import (
+    Body,
+    EngineFields,
+    IgnoredFields,
+    Name,
+    Stops,
+    StopText,
+    TokenIds,
+)
 from twostroke.serve.fields.foreign_fields import Table
 
-Name = Annotated[str, Meta(max_length=1024)]
-StopText = Annotated[str, Meta(max_length=4096)]
-Stops = Annotated[list[StopText], Meta(max_length=64)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
-BadWord = Annotated[str, Meta(max_length=256)]
-TokenIds = list[int]
-
-
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # Fields that are dropped once the prompt and `SamplingParams` are made of them.
-    INPUT: ClassVar[tuple[str, ...]] = ()
-    # Whether it has to be declared as JSON; clients of some APIs do not.
-    DECLARED: ClassVar[bool] = True
-    FOREIGN: ClassVar[Table] = {}  # fields of other servers
-    # An unknown field is always refused: the request acts on the server, and is to be understood.
-    STRICT: ClassVar[bool] = False
-
-    @classmethod
-    def kind_of(cls, body: bytes | bytearray) -> type[Body]:
-        """The type that this body has."""
-        return cls
-
-    @classmethod
-    def decode(cls, body: bytes | bytearray) -> Self:
-        # Not strict, as vLLM: "0.7" is a number, "true" a boolean and 1.0 a whole number.
-        return msgspec.json.decode(body, type=cls, strict=False)
-
-    def drop_input(self) -> None:
-        for name in self.INPUT:
-            setattr(self, name, None)
-
-
-class StructuredFields(Body, kw_only=True):
-    """vLLM's `structured_outputs`: one of the first five, or none and what `response_format` or a
-    forced tool call asks for."""
-
-    FOREIGN: ClassVar[Table] = foreign_fields.STRUCTURED
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_additional_properties: bool | None = None  # of a schema's objects
-
-
-class EngineFields(Body, kw_only=True):
-    """vLLM's fields of sampling and scheduling, which the requests of all APIs may have."""
-
-    ENGINE_INPUT: ClassVar[tuple[str, ...]] = (
-        "stop_token_ids",
-        "allowed_token_ids",
-        "bad_words",
-        "structured_outputs",
-    )
-
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
-    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; left
-    structured_outputs: StructuredFields | None = None
-    priority: int | None = None
-    request_id: Annotated[str, Meta(max_length=256)] | None = None
-    cache_salt: Name | None = None
-
-    def engine_fields(self) -> dict[str, Any]:
-        """These fields, those that are given."""
-        return {
-            name: value
-            for name in EngineFields.__struct_fields__
-            if (value := getattr(self, name)) is not None
-        }
-
-
-class IgnoredFields(EngineFields, kw_only=True):
-    """OpenAI's fields about accounts, storage and billing: read, and (but for one) without effect
-    here."""
-
-    user: Name | None = None
-    store: bool | None = None
-    metadata: Raw = None  # type: ignore[assignment]
-    service_tier: Name | None = None
-    safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None  # with several engines: the session, see route/router.py
-    prompt_cache_retention: Name | None = None
-    prompt_cache_options: Raw = None  # type: ignore[assignment]
-    moderation: Raw = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        # Each would keep the whole body; nothing has been made of them.
-        self.metadata = self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
 
 
 class StreamOptions(Body, kw_only=True):

@@ -12,7 +12,8 @@ import msgspec
 
 from twostroke.request import EngineRequest
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.fields.protocol import Body, ChatRequest
+from twostroke.serve.fields.body_fields import Body
+from twostroke.serve.fields.protocol import ChatRequest
 from twostroke.serve.generation.generate import Generation
 from twostroke.serve.generation.params import chat_params
 from twostroke.serve.generation.service import Service
@@ -38,7 +39,7 @@ from twostroke.serve.settings import ServeSettings
 R = TypeVar("R", bound=Body)
 
 
-class Conversation(Generation[R]):
+class ConversationGeneration(Generation[R]):
     """A request that is answered by an assistant's message (`n` of them).
 
     An API says how its request reads as a chat request (`as_chat`) and writes its answer from

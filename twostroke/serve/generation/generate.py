@@ -28,19 +28,23 @@ from twostroke.outputs import RequestOutput
 from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.error_responses import ApiError, ClientGone, as_api_error
-from twostroke.serve.fields.protocol import Body, GenerateRequest, StreamOptions
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.body_fields import Body
+from twostroke.serve.fields.protocol import GenerateRequest, StreamOptions
+from twostroke.serve.fields.response_json import (
+    DONE,
+    Encoded,
     Json,
     ResponseHead,
     TokenCounts,
     cached_tokens,
+    error_event,
+    event,
     progress,
     request_metrics,
     timings,
 )
 from twostroke.serve.generation.service import Service, UnreadBytes
 from twostroke.serve.http.http_request import SSE, DirectWriter, Headers, HttpRequest, IgnoredParts
-from twostroke.serve.sse import DONE, Encoded, error_event, event
 
 SUBMITTED_AT_ONCE = 16  # prompts of one request, before other requests get their turn
 MAX_REQUEST_ID = 256  # characters

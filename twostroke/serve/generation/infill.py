@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.generation.prompts import Prompts
+from twostroke.serve.generation.prompts import PromptProcessor
 
 # What stands before the prefix, the suffix and the middle, by family.
 TOKENS = (
@@ -30,7 +30,7 @@ def infill_tokens(tokenizer: Tokenizer | None) -> tuple[int, int, int] | None:
 
 
 def infill_prompt(
-    prompts: Prompts,
+    prompts: PromptProcessor,
     tokenizer: Tokenizer | None,
     prefix: str,
     suffix: str,

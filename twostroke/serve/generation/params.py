@@ -8,12 +8,12 @@ from typing import Any
 from twostroke.engine.api import EngineInfo
 from twostroke.request import SamplingParams, StructuredOutputs
 from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.body_fields import StructuredFields
 from twostroke.serve.fields.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     ResponseFormat,
-    StructuredFields,
 )
 from twostroke.serve.settings import ServeSettings
 

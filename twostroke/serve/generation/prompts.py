@@ -53,7 +53,7 @@ class Job:
     result: asyncio.Future[Any]
 
 
-class Prompts:
+class PromptProcessor:
     """Makes `EngineRequest`s of requests' prompts, off the event loop."""
 
     def __init__(self, input_processor: InputProcessor, settings: ServeSettings) -> None:

@@ -19,13 +19,14 @@ from twostroke.engine.api import EngineClient
 from twostroke.errors import shown
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.serve.error_responses import ApiError, retry_after, unavailable
-from twostroke.serve.fields.protocol import Body, GenerateRequest
-from twostroke.serve.fields.response_fields import ResponseHead, TokenNames
-from twostroke.serve.generation.prompts import Prompts
+from twostroke.serve.fields.body_fields import Body
+from twostroke.serve.fields.protocol import GenerateRequest
+from twostroke.serve.fields.response_json import ResponseHead, TokenNames
+from twostroke.serve.generation.prompts import PromptProcessor
 from twostroke.serve.http.bodies import BodyReader
 from twostroke.serve.http.http_request import Headers, HttpRequest
 from twostroke.serve.monitor.ceilings_probe import Roof
-from twostroke.serve.monitor.metrics import Metrics
+from twostroke.serve.monitor.metrics import ServerMetrics
 from twostroke.serve.monitor.tracing import Tracing
 from twostroke.serve.settings import ServeSettings
 
@@ -42,9 +43,9 @@ class Service:
         self.token_names = TokenNames(self.tokenizer)
         self.unread = UnreadBytes(settings.max_unread_bytes)
         self.bodies = BodyReader(settings, client.info.max_model_len)
-        self.prompts = Prompts(client.input_processor, settings)
+        self.prompts = PromptProcessor(client.input_processor, settings)
         self.models = settings.served_model_names or (client.info.model_name,)
-        self.metrics = Metrics(client, self.models[0])
+        self.metrics = ServerMetrics(client, self.models[0])
         self.started = int(time.time())
         info = client.info
         setup = f"{info.model_name} {info.dtype} {info.device}"

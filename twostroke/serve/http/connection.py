@@ -1,6 +1,6 @@
 """One HTTP connection: uvicorn's protocol, with limits that an application cannot set above it.
 
-    bytes ──▶ `Connection` cuts pieces: one message's bytes at most      `Turns`: a piece a turn
+    bytes ──▶ `HttpConnection` cuts pieces: one message's bytes at most      `Turns`: a piece a turn
           ──▶ `LimitedProtocol` counts and parses a piece ──▶ uvicorn starts the application
 
 A piece never crosses the end of a message, and no piece is parsed while a response is being
@@ -56,11 +56,11 @@ class Turns:
     has closed the connection at once is dropped before it is parsed."""
 
     def __init__(self) -> None:
-        self._new: list[Connection] = []
-        self._waiting: deque[Connection] = deque()
+        self._new: list[HttpConnection] = []
+        self._waiting: deque[HttpConnection] = deque()
         self._scheduled = False
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: HttpConnection) -> None:
         self._new.append(connection)
         self._schedule()
 
@@ -85,7 +85,7 @@ class Turns:
             self._schedule()
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """The bytes of a connection, before they are parsed."""
 
     protocol: ClassVar[type[LimitedProtocol]]
@@ -201,7 +201,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Flow(FlowControl):
-    """uvicorn's, which pauses parsing. `Connection` pauses reading when enough is unparsed."""
+    """uvicorn's, which pauses parsing. `HttpConnection` pauses reading when enough is unparsed."""
 
     def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -404,7 +404,7 @@ def too_many_headers() -> ApiError:
     return ApiError(431, f"the request has more than {MAX_HEADER_LINES} headers")
 
 
-def connection_type(settings: ServeSettings) -> type[Connection]:
+def connection_type(settings: ServeSettings) -> type[HttpConnection]:
     """Return the protocol that uvicorn makes for each connection of one server."""
     limits: dict[str, Any] = {
         "max_connections": settings.max_connections or _files_left(),
@@ -418,7 +418,7 @@ def connection_type(settings: ServeSettings) -> type[Connection]:
         "turns": Turns(),
         "buffer": memoryview(bytearray(READ_BYTES)),
     }
-    return type("Connection", (Connection,), shared)
+    return type("Connection", (HttpConnection,), shared)
 
 
 def _files_left() -> int:

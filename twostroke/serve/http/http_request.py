@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from twostroke.observe.record import RequestRecord
 from twostroke.serve.error_responses import ApiError, ClientGone
-from twostroke.serve.sse import CHUNK_BYTES, iter_json
+from twostroke.serve.fields.response_json import CHUNK_BYTES, iter_json
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

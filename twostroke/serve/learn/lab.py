@@ -24,7 +24,7 @@ from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.outputs import RequestOutput
 from twostroke.request import SamplingParams
 from twostroke.serve.error_responses import ApiError, retry_after
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.service import Service
 from twostroke.serve.routes.record_routes import request_json, step_json
 
@@ -61,7 +61,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
+class LabExperiment:
     arms: tuple[Arm, ...]
     script: Sequence[Ask]
     params: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`
@@ -86,19 +86,21 @@ class Lab:
         self._count += 1
         return filler(count, self._count, self._service.client.info.vocab_size)
 
-    def text(self, tokens: Sequence[int], max_tokens: int, params: dict[str, Any]) -> Experiment:
+    def text(self, tokens: Sequence[int], max_tokens: int, params: dict[str, Any]) -> LabExperiment:
         """The reader's own prompt. The same prompt finds its blocks cached the second time."""
         ask = Ask("you", tokens, max_tokens, shares="text")
-        return Experiment((Arm("this server"),), [ask], {"logprobs": CANDIDATES, **params})
+        return LabExperiment((Arm("this server"),), [ask], {"logprobs": CANDIDATES, **params})
 
-    def predict(self, prompt: int, output: int, streams: int, rounds: int) -> Experiment:
+    def predict(self, prompt: int, output: int, streams: int, rounds: int) -> LabExperiment:
         """`rounds`: how often the streams run, one round after the other."""
-        return Experiment((Arm("this server"),), self._asks(((prompt, streams),) * rounds, output))
+        return LabExperiment(
+            (Arm("this server"),), self._asks(((prompt, streams),) * rounds, output)
+        )
 
-    def calibration(self) -> Experiment:
+    def calibration(self) -> LabExperiment:
         """Steps of many sizes, from which the step-time model learns what this machine takes."""
         asks = self._asks(self._short_enough(CALIBRATION), 12)
-        return Experiment((Arm("this server"),), asks)
+        return LabExperiment((Arm("this server"),), asks)
 
     def _asks(self, groups: Sequence[tuple[int, int]], output: int) -> list[Ask]:
         """Groups of a prompt length and a number of streams, one group after the other."""
@@ -112,7 +114,7 @@ class Lab:
         """The groups, with prompts that this engine has room for."""
         return [(min(size, self._longest()), streams) for size, streams in groups]
 
-    def stall(self) -> Experiment:
+    def stall(self) -> LabExperiment:
         """Somebody reads an answer when a long prompt arrives."""
         long = min(1500, self._longest())
         script = [
@@ -131,12 +133,12 @@ class Lab:
         )
         if self._service.client.info.threads:  # on a CPU: a GPU has no room for two engines
             arms += (Arm("two pools", room, pools=True, warm=True),)
-        return Experiment(self._possible(arms), script)
+        return LabExperiment(self._possible(arms), script)
 
-    def prefix(self) -> Experiment:
+    def prefix(self) -> LabExperiment:
         prompt = self.prompt(min(768, self._longest()))
         salt = uuid4().hex
-        return Experiment(
+        return LabExperiment(
             (Arm("this server"),),
             [
                 Ask("first", prompt, 8, shares=salt),
@@ -144,26 +146,26 @@ class Lab:
             ],
         )
 
-    def full_cache(self) -> Experiment:
+    def full_cache(self) -> LabExperiment:
         """Four streams that end up with more tokens than the cache has room for: more than the
         scheduler keeps free for their growth (`SchedulerConfig.lookahead`)."""
         output = max(1, min(200, self._service.client.info.max_model_len - 40))
         script = [Ask(f"stream {n + 1}", self.prompt(32), output) for n in range(4)]
         small = {"num_gpu_blocks_override": 44, "max_model_len": 256, "max_num_seqs": 8}
         large = {**small, "num_gpu_blocks_override": 256}
-        return Experiment(
+        return LabExperiment(
             self._possible((Arm("44 blocks", small), Arm("256 blocks", large))), script
         )
 
-    def batch(self) -> Experiment:
+    def batch(self) -> LabExperiment:
         """Decoding alone, then in company of 2, 4, 8 and 16."""
         groups = [(16, streams) for streams in (1, 2, 4, 8, 16)]
-        return Experiment((Arm("this server"),), self._asks(groups, 24))
+        return LabExperiment((Arm("this server"),), self._asks(groups, 24))
 
-    def context(self) -> Experiment:
+    def context(self) -> LabExperiment:
         """One stream behind prompts that get longer: what decode reads of the cache."""
         groups = self._short_enough([(size, 1) for size in (16, 256, 512, 1024, 1792)])
-        return Experiment((Arm("this server"),), self._asks(groups, 16))
+        return LabExperiment((Arm("this server"),), self._asks(groups, 16))
 
     def _longest(self) -> int:
         info = self._service.client.info
@@ -181,7 +183,7 @@ class Lab:
 
     # ── running ─────────────────────────────────────────────────────────────────────────────
 
-    async def run(self, experiment: Experiment) -> Json:
+    async def run(self, experiment: LabExperiment) -> Json:
         """The arms one after the other. Raises `ApiError` 429 while another experiment runs."""
         if self._running:
             raise ApiError(
@@ -204,7 +206,7 @@ class Lab:
         finally:
             self._running = False
 
-    async def _arm(self, arm: Arm, experiment: Experiment) -> Json:
+    async def _arm(self, arm: Arm, experiment: LabExperiment) -> Json:
         async with self._engine(arm) as client:
             if arm.warm:
                 asks = self._asks(self._short_enough(WARM_UP), 8)

@@ -15,7 +15,7 @@ from typing import Any
 
 from twostroke.observe.forecast import Workload
 from twostroke.serve.fields.protocol import LearnRunRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.learn.learn_routes import LearnData
 
 # The settings of "predict, then run" that a recording has.

@@ -16,13 +16,13 @@ from twostroke.serve.fields.protocol import (
     LearnPredictRequest,
     LearnRunRequest,
 )
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.prompts import ThreadPool
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
 from twostroke.serve.learn.attention_source import AttentionSource
-from twostroke.serve.learn.lab import MAX_OUTPUT, MAX_PROMPT, MAX_STREAMS, Experiment, Lab
+from twostroke.serve.learn.lab import MAX_OUTPUT, MAX_PROMPT, MAX_STREAMS, Lab, LabExperiment
 
 MAX_TEXT_TOKENS = 512
 NOTHING_RAN_S = 60.0  # how long an engine counts as idle that has run no step yet
@@ -148,7 +148,7 @@ class LearnData:
             )
         return tokens
 
-    def _experiment(self, request: LearnRunRequest, tokens: list[int]) -> Experiment:
+    def _experiment(self, request: LearnRunRequest, tokens: list[int]) -> LabExperiment:
         lab = self._lab
         if request.experiment == "text":
             params: dict[str, Any] = {"ignore_eos": False, "temperature": request.temperature}
@@ -157,7 +157,7 @@ class LearnData:
             return lab.predict(
                 request.prompt_tokens, request.output_tokens, request.streams, request.rounds
             )
-        made: Experiment = getattr(lab, request.experiment)()
+        made: LabExperiment = getattr(lab, request.experiment)()
         return made
 
     def _words(self, run: Json) -> dict[str, str]:

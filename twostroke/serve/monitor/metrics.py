@@ -20,7 +20,7 @@ TOO_MANY = 429
 CLIENT_GONE = 499  # nginx's number for it; no answer was sent
 
 
-class Metrics:
+class ServerMetrics:
     """Owns its registry, so that several servers may live in one process."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:

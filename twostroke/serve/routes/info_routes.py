@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from twostroke import __version__
 from twostroke.serve.error_responses import ApiError, unavailable
 from twostroke.serve.fields.protocol import DetokenizeRequest, TokenizeRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.prompts import ThreadPool
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import JSON, HttpRequest

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from twostroke.errors import ConfigError, EngineError
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import PoolsRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route

@@ -18,15 +18,21 @@ from twostroke.serve.api.anthropic.messages_request import (
 )
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import ChatRequest, ErrorBody
-from twostroke.serve.fields.response_fields import Json, ResponseHead, TokenCounts, count_tokens
-from twostroke.serve.generation.conversation import AssistantMessage, Conversation
+from twostroke.serve.fields.response_json import (
+    Json,
+    ResponseHead,
+    TextEventTemplate,
+    TokenCounts,
+    count_tokens,
+    event,
+)
+from twostroke.serve.generation.conversation import AssistantMessage, ConversationGeneration
 from twostroke.serve.generation.generate import GenerateRoute
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from twostroke.serve.parsers.reasoning import Reasoning
-from twostroke.serve.sse import TextEventTemplate, event
 
 PING = event({"type": "ping"}, "ping")
 
@@ -89,7 +95,7 @@ class MessagesError(ErrorBody):
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class MessagesGeneration(Conversation[CountTokensRequest]):
+class MessagesGeneration(ConversationGeneration[CountTokensRequest]):
     request_type = MessagesRequest
     id_prefix = "msg"
 

@@ -11,18 +11,16 @@ from msgspec import Raw
 
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Name, Stops
 from twostroke.serve.fields.foreign_fields import Table
 from twostroke.serve.fields.protocol import (
     ChatRequest,
-    EngineFields,
     FunctionTool,
     JsonSchema,
-    Name,
     ResponseFormat,
-    Stops,
     Tool,
 )
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 
 BILLING = "x-anthropic-billing-header:"
 
@@ -95,7 +93,7 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(msgspec.Struct):
+class ThinkingOptions(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
 
@@ -137,7 +135,7 @@ class CountTokensRequest(EngineFields, kw_only=True):
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older place of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's

@@ -11,15 +11,10 @@ from msgspec import Meta
 from twostroke.errors import shown
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Name, TokenIds
 from twostroke.serve.fields.foreign_fields import WITHOUT, Table
 from twostroke.serve.fields.llama_sampling import LlamaSampling
-from twostroke.serve.fields.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    EngineFields,
-    Name,
-    TokenIds,
-)
+from twostroke.serve.fields.protocol import ChatRequest, CompletionRequest
 
 NEVER = -100.0  # the least `logit_bias`; llama.cpp writes false
 

@@ -23,10 +23,13 @@ from twostroke.serve.api.openai.chat_completions import ChatGeneration
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.foreign_fields import LLAMA_OFF
 from twostroke.serve.fields.protocol import ChatRequest
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.response_json import (
     LEAST_LOGPROB,
     Json,
+    LazyList,
     ResponseHead,
+    error_event,
+    event,
     progress,
     timings,
 )
@@ -37,7 +40,6 @@ from twostroke.serve.generation.prompts import split_prompts
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
-from twostroke.serve.sse import LazyList, error_event, event
 
 R = TypeVar("R", bound=LlamaRequest)
 

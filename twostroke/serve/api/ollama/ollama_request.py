@@ -11,17 +11,11 @@ from msgspec import Raw
 
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Name
 from twostroke.serve.fields.foreign_fields import Table
 from twostroke.serve.fields.llama_sampling import LlamaSampling
-from twostroke.serve.fields.protocol import (
-    ChatRequest,
-    EngineFields,
-    JsonSchema,
-    Name,
-    ResponseFormat,
-    Tool,
-)
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.protocol import ChatRequest, JsonSchema, ResponseFormat, Tool
+from twostroke.serve.fields.response_json import Json
 
 
 class Options(LlamaSampling, kw_only=True):

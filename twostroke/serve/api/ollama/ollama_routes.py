@@ -24,15 +24,18 @@ from twostroke.serve.api.ollama.ollama_request import (
     served_name,
 )
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.fields.protocol import Body, ChatRequest, ErrorBody, Name
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.body_fields import Body, Name
+from twostroke.serve.fields.protocol import ChatRequest, ErrorBody
+from twostroke.serve.fields.response_json import (
     Json,
+    LazyList,
     LogprobWriter,
     ResponseHead,
     count_tokens,
+    encode_json,
     timings,
 )
-from twostroke.serve.generation.conversation import Conversation
+from twostroke.serve.generation.conversation import ConversationGeneration
 from twostroke.serve.generation.generate import GenerateRoute
 from twostroke.serve.generation.infill import infill_prompt, infill_tokens
 from twostroke.serve.generation.params import chat_params
@@ -46,7 +49,6 @@ from twostroke.serve.parsers.deltas import (
     ToolCall,
     ToolCallDelta,
 )
-from twostroke.serve.sse import LazyList, encode_json
 
 API_VERSION = "0.12.0"  # of Ollama's, which some clients want to be new enough
 LATEST = ":latest"
@@ -204,7 +206,7 @@ def _timestamp(seconds: float | None = None) -> str:
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class OllamaGeneration(Conversation[R]):
+class OllamaGeneration(ConversationGeneration[R]):
     """What the two routes share: lines of JSON, the last of which has counts and durations."""
 
     id_prefix = "ollama"

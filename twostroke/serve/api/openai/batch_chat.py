@@ -19,7 +19,7 @@ from twostroke.serve.fields.protocol import (
     ChatRequest,
     InvocationRequest,
 )
-from twostroke.serve.fields.response_fields import Json, ResponseHead, count_tokens, timings
+from twostroke.serve.fields.response_json import Json, ResponseHead, count_tokens, timings
 from twostroke.serve.generation.generate import GenerateRoute, Generation, StreamWriter
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest

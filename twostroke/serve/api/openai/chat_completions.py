@@ -7,28 +7,26 @@ from collections.abc import Sequence
 from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.request import EngineRequest
 from twostroke.serve.fields.protocol import ChatRequest
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.response_json import (
+    Encoded,
     Json,
+    LazyList,
     LogprobWriter,
+    TextEventTemplate,
+    concat,
     count_tokens,
+    event,
+    long_event,
     request_metrics,
     timings,
 )
-from twostroke.serve.generation.conversation import AssistantMessage, Conversation
+from twostroke.serve.generation.conversation import AssistantMessage, ConversationGeneration
 from twostroke.serve.generation.generate import ChunkWriter
 from twostroke.serve.generation.service import Service
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
-from twostroke.serve.sse import (
-    Encoded,
-    LazyList,
-    TextEventTemplate,
-    concat,
-    event,
-    long_event,
-)
 
 
-class ChatGeneration(Conversation[ChatRequest]):
+class ChatGeneration(ConversationGeneration[ChatRequest]):
     request_type = ChatRequest
     id_prefix = "chatcmpl"
 

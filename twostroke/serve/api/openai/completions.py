@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.request import EngineRequest
 from twostroke.serve.fields.protocol import CompletionRequest
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.response_json import (
+    Encoded,
     Json,
+    LazyList,
     LogprobWriter,
+    TextEventTemplate,
+    concat,
     count_tokens,
+    event,
+    long_event,
     request_metrics,
     timings,
 )
@@ -18,7 +24,6 @@ from twostroke.serve.generation.generate import ChunkWriter, Generation
 from twostroke.serve.generation.params import completion_params
 from twostroke.serve.generation.prompts import split_prompts
 from twostroke.serve.generation.service import Service
-from twostroke.serve.sse import Encoded, LazyList, TextEventTemplate, concat, event, long_event
 
 
 class CompletionGeneration(Generation[CompletionRequest]):

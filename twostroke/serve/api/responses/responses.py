@@ -33,17 +33,17 @@ from twostroke.serve.api.responses.responses_output import (
 )
 from twostroke.serve.error_responses import ApiError, retry_after
 from twostroke.serve.fields.protocol import ChatRequest, ResponsesRequest, ResponsesTool
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.response_json import (
     Json,
     LogprobWriter,
     ResponseHead,
     TokenCounts,
     count_tokens,
+    encode_json,
     timings,
 )
-from twostroke.serve.generation.conversation import Conversation
+from twostroke.serve.generation.conversation import ConversationGeneration
 from twostroke.serve.generation.service import Service
-from twostroke.serve.sse import encode_json
 
 TOO_LONG = "context_length_exceeded"
 
@@ -55,7 +55,7 @@ class NoRoom(ApiError):  # noqa: N818
         super().__init__(500, f"{what} too long to be stored (--max-stored-response-bytes)")
 
 
-class ResponsesGeneration(Conversation[ResponsesRequest]):
+class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
     request_type = ResponsesRequest
     id_prefix = "resp"
     stored: StoredResponse  # once it has begun

@@ -12,12 +12,11 @@ from typing import Any
 
 from twostroke.errors import nearest, shown
 from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.body_fields import EngineFields, IgnoredFields
 from twostroke.serve.fields.protocol import (
     ChatRequest,
     ConversationRequest,
-    EngineFields,
     FunctionTool,
-    IgnoredFields,
     JsonSchema,
     ResponseFormat,
     ResponsesRequest,
@@ -25,7 +24,7 @@ from twostroke.serve.fields.protocol import (
     TextFormat,
     Tool,
 )
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (  # all but the first have no effect: there is nothing of the kind to include

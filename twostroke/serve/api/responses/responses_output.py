@@ -9,10 +9,20 @@ from typing import Any, Protocol
 from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import ChatRequest
-from twostroke.serve.fields.response_fields import Json, LogprobWriter, TokenCounts, count_tokens
+from twostroke.serve.fields.response_json import (
+    Encoded,
+    Json,
+    LazyList,
+    LogprobWriter,
+    TokenCounts,
+    concat,
+    count_tokens,
+    encode_json,
+    event,
+    long_event,
+)
 from twostroke.serve.generation.conversation import AssistantMessage
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
-from twostroke.serve.sse import Encoded, LazyList, concat, encode_json, event, long_event
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}

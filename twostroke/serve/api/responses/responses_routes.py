@@ -21,12 +21,11 @@ from twostroke.serve.api.responses.responses import (
 )
 from twostroke.serve.error_responses import ApiError, ClientGone, as_api_error
 from twostroke.serve.fields.protocol import ResponsesRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json, encode_json
 from twostroke.serve.generation.generate import GenerateRoute, Generation, ResponseStream
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import WRITE_BYTES, HttpRequest
 from twostroke.serve.http.routing import Route
-from twostroke.serve.sse import encode_json
 
 PAGE, MAX_PAGE = 20, 100  # OpenAI's, of input items
 
