@@ -151,7 +151,7 @@ class App:
                 raise  # the response has begun: uvicorn closes the connection
             failure = as_api_error(error)
             self._failures.add(http, path, failure)
-            await http.respond_error(failure, msgspec.json.encode(form.of(failure)))
+            await http.respond_error(failure, msgspec.json.encode(form.from_error(failure)))
         finally:
             self.service.metrics.answered(path, http.status)
             if http.late_error is not None:

@@ -1,4 +1,4 @@
-"""Items of `/v1/responses`: as a chat's messages on the way in, as typed events on the way out."""
+"""Items of `/v1/responses`: input items as chat messages, output items as typed events."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def new_items(namespaces: Any = None) -> OutputItems:
 
 
 def valid(kind: str, content: Any) -> Any:
-    """The event as the official client's types have it."""
+    """The event as a type of the official client."""
     encoded = encode_json({"type": kind, "sequence_number": 0, **content})
     return EVENT.validate_json(encoded)
 

@@ -1,4 +1,4 @@
-"""Fields of other servers' requests: translated, without effect, refused, or unknown."""
+"""Fields of other servers: translated, ignored, refused, or unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers of many choices and log-probabilities: written in pieces, the same JSON, kept packed."""
+"""Answers of many choices and log-probabilities: encoded in pieces to the same JSON, and stored
+packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events to the byte, and the fast encoding held to the plain one."""
+"""Server-sent events byte by byte; the fast encoding equals the plain encoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With a key configured, nothing acts or tells without it."""
+"""API keys: without a key, no route acts or returns information."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_asterisk_lets_the_pages_of_every_site_ask(folder: Path) -> None:
 
 
 def cached(server: Running, key: str, **more: object) -> int:
-    """Of a prompt that was sent before, as its sender is told."""
+    """Return the number of cached prompt tokens in the answer to a client."""
     headers = {**JSON, "X-Api-Key": key.encode()}
     body = {"prompt": list(range(4, 104)), "max_tokens": 1, **more}
     status, _, answer = server.ask("POST", "/v1/completions", body, headers)  # type: ignore[arg-type]

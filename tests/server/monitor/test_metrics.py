@@ -1,4 +1,4 @@
-"""`/metrics`: what it says agrees with the engine's books, from before the first request on."""
+"""`/metrics` agrees with the engine's records, beginning before the first request."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def scrape(server: Running) -> Samples:
 
 
 def value(samples: Samples, series: str, **labels: str) -> float:
-    """The one sample of that name with these labels, whatever others it has."""
+    """The only sample of that name with these labels, ignoring other labels."""
     found = [
         v
         for (name, has), v in samples.items()

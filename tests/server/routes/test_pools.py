@@ -1,4 +1,4 @@
-"""`twostroke serve` with several engines, as it runs for real: flags, HTTP, /metrics, a death."""
+"""`twostroke serve` with several engines in real processes: flags, HTTP, /metrics, a death."""
 
 from __future__ import annotations
 

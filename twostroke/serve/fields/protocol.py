@@ -1,9 +1,8 @@
-"""The requests the server reads: OpenAI's, with vLLM's and llama.cpp's additions.
+"""Request types: OpenAI's fields, with vLLM's and llama.cpp's additions.
 
-Fields of other servers are in the tables of `foreign_fields.py`. A field that is in neither place
-is unknown: it is left out, and the answer has a warning; `--strict-fields` refuses it. `null` means
-the same as leaving a field out. Ranges of sampling values are checked where they are used
-(`SamplingParams`).
+Fields of other servers are in the tables of `foreign_fields.py`. Any other field is unknown: it is
+ignored with a warning in the answer, or refused with `--strict-fields`. `null` means that the field
+is not set. `SamplingParams` checks the ranges of sampling values.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class GenerateRequest(IgnoredFields, kw_only=True):
     logprob_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_progress: bool | None = None  # llama.cpp's: events with how much is prefilled
+    return_progress: bool | None = None  # llama.cpp's: events with the progress of prefill
     return_token_gaps: bool | None = None  # the causes of each gap between tokens, in `timings`
 
 
@@ -93,10 +92,10 @@ class ConversationRequest(GenerateRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "chat_template_kwargs")
 
     chat_template_kwargs: dict[str, Any] | None = None
-    include_reasoning: bool | None = None  # vLLM's: whether it is in the answer; true if not given
+    include_reasoning: bool | None = None  # vLLM's: include reasoning in the answer; default true
     # llama.cpp's: "none" leaves the reasoning in the content.
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
-    thinking_token_budget: int | None = None  # vLLM's: tokens of reasoning at most; -1: no limit
+    thinking_token_budget: int | None = None  # vLLM's: max. reasoning tokens; -1: no limit
 
 
 class ChatRequest(ConversationRequest, kw_only=True):
@@ -113,7 +112,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
     )
 
     messages: list[dict[str, Any]]
-    echo: bool | None = None  # the answer begins with the last message, if its role is the same
+    echo: bool | None = None  # the answer repeats the last message if it has the same role
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -128,7 +127,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None  # a model's calls are given as it writes them
+    parallel_tool_calls: bool | None = None  # false: only the first call is returned
     reasoning_effort: Name | None = None  # a variable of the chat template
     verbosity: Name | None = None  # has no effect
 
@@ -158,19 +157,19 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 
 
 class InvocationRequest(Body, kw_only=True, forbid_unknown_fields=False):
-    """SageMaker's: the request of another route, which is known by what it holds."""
+    """SageMaker's: a chat request if it has `messages`, a completion request if it has `prompt`."""
 
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
 
     @classmethod
-    def kind_of(cls, body: bytes | bytearray) -> type[Body]:
+    def type_of(cls, body: bytes | bytearray) -> type[Body]:
         found = msgspec.json.decode(body, type=cls)
         if found.messages is not UNSET:
             return ChatRequest
         if found.prompt is not UNSET:
             return CompletionRequest
-        raise ApiError(400, "neither messages nor a prompt is given; give one of them")
+        raise ApiError(400, "the request has neither messages nor prompt; send one of them")
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -187,7 +186,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True):
-    type: str  # another than "function" and "namespace", a group of them: OpenAI's server runs it
+    type: str  # "function", "namespace" (a group of functions), or a tool that OpenAI runs
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -196,13 +195,13 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
 
     @property
     def is_clients(self) -> bool:
-        """Whether the client runs the tool."""
+        """Return whether the client runs the tool."""
         return self.type in ("function", "namespace")
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: Name | None = None  # a variable of the chat template
-    summary: Name | None = None  # has no effect, as all others: reasoning is given as it is
+    summary: Name | None = None  # has no effect: reasoning is returned in full
 
 
 class ResponsesRequest(ConversationRequest, kw_only=True):
@@ -229,10 +228,10 @@ class ResponsesRequest(ConversationRequest, kw_only=True):
     tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None  # has no effect: it counts calls of OpenAI's own tools
+    max_tool_calls: int | None = None  # has no effect: it limits calls of OpenAI's built-in tools
     previous_response_id: Name | None = None
     background: bool | None = None
-    # Given back in the answer, so within OpenAI's limits.
+    # Returned in the answer, so limited as by OpenAI.
     metadata: Metadata | None = None  # type: ignore[assignment]
     client_metadata: Raw = None  # type: ignore[assignment]  # Codex's; has no effect
 
@@ -268,8 +267,8 @@ class DetokenizeRequest(Body, kw_only=True):
 
 
 class LearnRunRequest(Body, kw_only=True):
-    """An experiment of `/learn`. `text` and the fields below it are those of "text"; the last four
-    those of "predict"."""
+    """An experiment of `/learn`. "text" uses the fields from `text` to `top_p`; "predict" uses the
+    last four fields."""
 
     experiment: Literal[
         "text", "predict", "calibration", "stall", "prefix", "full_cache", "batch", "context"
@@ -301,14 +300,14 @@ class LearnAttentionRequest(Body, kw_only=True):
 
 
 class PoolsRequest(Body, kw_only=True):
-    """How many engines each pool is to have; one that is not named stays as it is."""
+    """The new number of engines in each pool; a pool that is not named does not change."""
 
     STRICT: ClassVar[bool] = True
 
     prefill_engines: int | None = msgspec.field(default=None, name="prefill")
     decode_engines: int | None = msgspec.field(default=None, name="decode")
     data_parallel_size: int | None = None  # engines that do both phases
-    drain_timeout: float = 120.0  # seconds; what has not ended in an engine by then is moved
+    drain_timeout: float = 120.0  # seconds; then requests move to another engine
 
 
 class ErrorContent(msgspec.Struct):
@@ -319,18 +318,18 @@ class ErrorContent(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error as an API writes it."""
+    """An error in the JSON format of an API."""
 
     @classmethod
-    def of(cls, error: ApiError) -> Self:
+    def from_error(cls, error: ApiError) -> Self:
         raise NotImplementedError
 
 
 class ErrorAnswer(ErrorBody):
-    """As OpenAI writes it."""
+    """An error in OpenAI's format."""
 
     error: ErrorContent
 
     @classmethod
-    def of(cls, error: ApiError) -> Self:
+    def from_error(cls, error: ApiError) -> Self:
         return cls(ErrorContent(**error.content()))

@@ -34,14 +34,14 @@ from twostroke.serve.settings import MIB, ServeSettings
 
 T = TypeVar("T", bound=Body)
 
-# What decoding costs, in tenths of a microsecond and in about as many tens of bytes. Characters
-# inside texts are counted too: telling them apart would take longer than decoding.
+# The cost of decoding, in tenths of a microsecond and in about as many tens of bytes. Characters
+# inside strings count too: telling them apart would take longer than decoding.
 WEIGHTS = ((b",", 1), (b"[", 4), (b"{", 4), (b":", 8))
-LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 8 * MIB, 64
-LEAST_WEIGHT, WEIGHT_PER_TOKEN = 512 * 1024, 8
-MEMORY_PER_BYTE = 5  # a text with one emoji has four bytes a character, after one while it is read
+MIN_BODY_LIMIT_BYTES, BODY_BYTES_PER_TOKEN = 8 * MIB, 64
+MIN_WEIGHT_LIMIT, WEIGHT_PER_TOKEN = 512 * 1024, 8
+MEMORY_PER_BYTE = 5  # a string with one emoji takes four bytes a character, and one while decoded
 MEMORY_PER_WEIGHT = 32
-FREE_BYTES = 8 * 1024  # bodies up to this are not counted, and wait for nobody
+FREE_BYTES = 8 * 1024  # bodies up to this size are not counted and never wait
 RATE_WINDOW_S = 5.0
 
 
@@ -52,10 +52,10 @@ def weight_of(body: bytes) -> int:
 class BodyReader:
     def __init__(self, settings: ServeSettings, max_model_len: int) -> None:
         self.max_bytes = settings.max_body_bytes or max(
-            LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len
+            MIN_BODY_LIMIT_BYTES, BODY_BYTES_PER_TOKEN * max_model_len
         )
         self.max_weight = settings.max_body_weight or max(
-            LEAST_WEIGHT, WEIGHT_PER_TOKEN * max_model_len
+            MIN_WEIGHT_LIMIT, WEIGHT_PER_TOKEN * max_model_len
         )
         self._timeout_s = settings.body_timeout_s
         self._min_rate = settings.min_body_bytes_per_s
@@ -66,9 +66,10 @@ class BodyReader:
         self._decoded = ByteBudget(self.max_bytes * MEMORY_PER_BYTE)
 
     @asynccontextmanager
-    async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
-        """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
-        _check_media(http, kind.DECLARED)
+    async def read(self, http: HttpRequest, request_type: type[T]) -> AsyncIterator[tuple[T, int]]:
+        """The decoded body and its size. Leave the block when the prompt is made of it: until then
+        its memory is counted."""
+        _check_media(http, request_type.DECLARED)
         sender = Sender(http.key_number, http.address)
         arrived, decoded = Reservation(self._arrived, sender), Reservation(self._decoded, sender)
         try:
@@ -77,7 +78,7 @@ class BodyReader:
             if num_bytes > FREE_BYTES:
                 await decoded.grow(MEMORY_PER_BYTE * num_bytes + MEMORY_PER_WEIGHT * weight)
             try:
-                request, unknown = decode_body(body, kind, self._strict)
+                request, unknown = decode_body(body, request_type, self._strict)
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
                 raise as_refusal(error) from None
             finally:
@@ -91,7 +92,8 @@ class BodyReader:
             decoded.give_back()
 
     async def _receive(self, http: HttpRequest, held: Reservation) -> tuple[bytearray, int]:
-        """Refused as soon as it is known to be too much, before the rest has arrived."""
+        """Return the body and its weight. A body that is too large is refused before all of it has
+        arrived."""
         length = http.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large()
@@ -99,7 +101,7 @@ class BodyReader:
         try:
             return body, await self._receive_into(body, http, held)
         except BaseException:
-            body.clear()  # which the error's traceback would keep while the client is answered
+            body.clear()  # the error's traceback would keep it while the client is answered
             raise
 
     async def _receive_into(self, body: bytearray, http: HttpRequest, held: Reservation) -> int:
@@ -125,7 +127,7 @@ class BodyReader:
             if len(body) + len(chunk) > FREE_BYTES:
                 waited = loop.time()
                 await held.grow(len(body) + len(chunk))
-                waited = loop.time() - waited  # not the sender's fault
+                waited = loop.time() - waited  # the sender is not at fault
                 until, window_end = until + waited, window_end + waited
             body += chunk
             if not more:
@@ -160,8 +162,9 @@ def is_json(http: HttpRequest) -> bool:
 
 
 def _check_media(http: HttpRequest, declared: bool) -> None:
-    """`declared`: it has to say that it is JSON. A browser lets the pages of any site send a body
-    that does not; it names the site then."""
+    """Check Content-Type and Content-Encoding. `declared`: the type must be application/json.
+
+    A browser lets pages of any site send a body of another type; the request has an Origin then."""
     from_page = http.header(b"origin") is not None
     if not is_json(http) and (declared or from_page):
         raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
@@ -172,11 +175,11 @@ def _check_media(http: HttpRequest, declared: bool) -> None:
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────
 
 
-MAX_WAIT_S = 5.0  # for memory that others hold, since some of it was last given back
-MOST_WAITS = 6  # how many times `MAX_WAIT_S` a body waits in all
+MAX_WAIT_S = 5.0  # for memory, since some was last given back
+MAX_WAITS = 6  # a body waits this many times `MAX_WAIT_S` in total
 MAX_WAITING = 32
-TICK_S = 0.5  # between two looks at which bodies have become slow
-SLOW_AFTER_S = 2.0  # of a body's life; before, its rate says little
+TICK_S = 0.5  # between two checks for slow bodies
+SLOW_AFTER_S = 2.0  # the age from which the rate of a body counts
 
 
 class Sender(NamedTuple):
@@ -185,16 +188,16 @@ class Sender(NamedTuple):
 
     @property
     def shares(self) -> tuple[tuple[int | None, str | None], ...]:
-        """The shares that its bodies count in, from the widest."""
+        """The shares that the sender's bodies count in, widest first."""
         return (self.key, None), (self.key, self.address)
 
 
 class ByteBudget:
     def __init__(self, total: int, slow_rate: float = 0.0) -> None:
-        """`slow_rate`, in bytes a second: slower bodies lose their memory to others."""
+        """`slow_rate`, in bytes a second: slower bodies lose their memory to other bodies."""
         self.total = self.left = total
         self._slow_rate = slow_rate
-        self._given_back_s = 0.0  # when that was, the last time
+        self._given_back_s = 0.0  # when memory was last given back
         self._holding: dict[Reservation, None] = {}  # oldest first
         self._held: Counter[tuple[int | None, str | None]] = Counter()  # bytes, by share
         self._waiting: dict[Reservation, Turn] = {}  # oldest first
@@ -221,28 +224,29 @@ class ByteBudget:
         self._waiting[holder] = turn = Turn(amount, asyncio.get_running_loop().create_future())
         started = monotonic()
         try:
-            self._settle()
+            self._grant_waiting()
             while not turn.granted.done():
-                since = min(max(started, self._given_back_s), started + MOST_WAITS * MAX_WAIT_S)
+                since = min(max(started, self._given_back_s), started + MAX_WAITS * MAX_WAIT_S)
                 left = since + MAX_WAIT_S - monotonic()
                 if left <= 0:
                     raise no_memory()
                 await asyncio.wait({turn.granted}, timeout=min(left, TICK_S))
-                self._settle()
+                self._grant_waiting()
             if (refusal := turn.granted.result()) is not None:
                 raise refusal
         finally:
             self._waiting.pop(holder, None)
-            self._settle()
+            self._grant_waiting()
 
     def give_back(self, holder: Reservation) -> None:
         if holder.num_bytes:
             self.add(holder, -holder.num_bytes)
             self._given_back_s = monotonic()
-        self._settle()
+        self._grant_waiting()
 
-    def _settle(self) -> None:
-        """Grant what there is room for, the shares that hold least first; make room for more."""
+    def _grant_waiting(self) -> None:
+        """Grant waiting requests for memory, smallest share first, and make room for the next
+        one."""
         while self._waiting:
             holder = min(self._waiting, key=self._order)
             amount, granted = self._waiting[holder]
@@ -264,7 +268,7 @@ class ByteBudget:
                 turn.granted.set_result(loser.refused)
 
     def _loser(self, asking: Reservation, amount: int) -> Reservation | None:
-        """The body that loses its memory to the one that is `asking`, told so."""
+        """Refuse the body that loses its memory to the `asking` body, and return it."""
         others = [one for one in self._holding if one is not asking and one.can_lose(self._waiting)]
         slowest = min(others, key=Reservation.rate, default=None)
         if slowest is not None and slowest.rate() < self._slow_rate:
@@ -305,7 +309,7 @@ class ByteBudget:
 
 class Turn(NamedTuple):
     amount: int
-    granted: asyncio.Future[ApiError | None]  # or why it is not
+    granted: asyncio.Future[ApiError | None]  # None, or the reason of a refusal
 
 
 class Reservation:
@@ -314,10 +318,10 @@ class Reservation:
     def __init__(self, budget: ByteBudget, sender: Sender | None = None) -> None:
         self.sender = sender or Sender()
         self.num_bytes = 0
-        self.refused: ApiError | None = None  # why it has lost its memory
+        self.refused: ApiError | None = None  # the reason why it has lost its memory
         self.receiving: asyncio.Timeout | None = None  # around the wait for more of the body
         self._budget = budget
-        self._since_s = monotonic()  # when it began, later by the time it has waited for memory
+        self._since_s = monotonic()  # the start, later by the time spent waiting for memory
         self._waits_since_s: float | None = None
 
     async def grow(self, to: int) -> None:
@@ -333,13 +337,13 @@ class Reservation:
         self._budget.give_back(self)
 
     def rate(self) -> float:
-        """Bytes a second; a body that has only begun is not slow."""
+        """Bytes a second; infinite for a body younger than `SLOW_AFTER_S`."""
         now = monotonic() if self._waits_since_s is None else self._waits_since_s
         age_s = now - self._since_s
         return self.num_bytes / age_s if age_s > SLOW_AFTER_S else float("inf")
 
     def can_lose(self, waiting: dict[Reservation, Turn]) -> bool:
-        """Whether it can still be refused: it waits for more of its body, or for memory."""
+        """Return whether the body can still be refused: it waits for bytes or for memory."""
         receiving = self.receiving is not None and not self.receiving.expired()
         return self.refused is None and (receiving or self in waiting)
 

@@ -88,11 +88,14 @@ class CompletionGeneration(Generation[CompletionRequest]):
             completion.finish_reason,
             completion.stop_reason,
         )
-        # vLLM's, which are there even if they were not asked for
-        asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
-        choice["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None
-        choice["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
-        choice["token_ids"] = completion.token_ids if ids_asked else None
+        # vLLM's fields, present even if not requested
+        with_logprobs, with_ids = (
+            self.request.prompt_logprobs is not None,
+            self.request.return_token_ids,
+        )
+        choice["prompt_logprobs"] = self._logprobs.prompt(output) if with_logprobs else None
+        choice["prompt_token_ids"] = output.prompt_token_ids if with_ids else None
+        choice["token_ids"] = completion.token_ids if with_ids else None
         return choice
 
     def prompt_text(self, output: RequestOutput) -> str:
@@ -195,7 +198,7 @@ class CompletionStreamWriter(ChunkWriter[CompletionGeneration]):
         return concat([begin, event(self.chunk([choice], **more))])
 
     def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> Encoded:
-        """A choice's echo, and the prompt's fields, which come once."""
+        """Write the echo of a choice and the fields of the prompt, which are sent once."""
         generation = self.generation
         self._offsets[index] = 0
         if prompt_index not in self._prompts_counted:
