@@ -90,20 +90,20 @@ def static_entries(tree: Path) -> Entries:
         found["pdl_lines"] += [f"{name}:{n}" for n in lines]
         found["pdl_files"] += [name] if lines else []
         module = ast.parse(text)
-        for node in module.body:
-            if isinstance(node, ast.ClassDef):
-                class_names[node.name].append(name)
-        for inner in outside_kernels(module):
-            if isinstance(inner, FUNCTIONS):
-                parameters.append((num_parameters(inner), f"{name}:{inner.lineno} {inner.name}"))
-            if isinstance(inner, ast.Call) and len(inner.args) > MAX_POSITIONAL:
-                called = ast.unparse(inner.func)
-                found["long_calls"].append(f"{name}:{inner.lineno} {called} {len(inner.args)}")
-            if isinstance(inner, DOCUMENTED):
-                docstring = ast.get_docstring(inner) or ""
+        for statement in module.body:
+            if isinstance(statement, ast.ClassDef):
+                class_names[statement.name].append(name)
+        for node in outside_kernels(module):
+            if isinstance(node, FUNCTIONS):
+                parameters.append((num_parameters(node), f"{name}:{node.lineno} {node.name}"))
+            if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL:
+                called = ast.unparse(node.func)
+                found["long_calls"].append(f"{name}:{node.lineno} {called} {len(node.args)}")
+            if isinstance(node, DOCUMENTED):
+                docstring = ast.get_docstring(node) or ""
                 title = docstring.split(maxsplit=1)[0] if docstring else ""
                 if title in TITLES:
-                    line = getattr(inner, "lineno", 1)
+                    line = getattr(node, "lineno", 1)
                     found[f"docstrings_{title}"].append(f"{name}:{line} {docstring[:60]!r}")
     parameters.sort(reverse=True)
     found["parameters"] = [f"{count} {place}" for count, place in parameters[:40]]

@@ -10,7 +10,7 @@ from typing import Any
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
-from twostroke.strict import Strict
+from twostroke.strict import StrictSettings
 
 MIB = 1024**2
 BOOLS = (
@@ -37,7 +37,7 @@ BOOLS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(Strict):
+class ServeSettings(StrictSettings):
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
     uds: str | None = None  # the path of a Unix socket, instead of host and port

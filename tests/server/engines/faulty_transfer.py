@@ -64,7 +64,7 @@ class FaultyTransfer(KVTransfer):
 
 def build(config: EngineConfig) -> Engine:
     engine = build_core_engine(config)
-    transfer = engine.core.scheduler._transfer
+    transfer = engine.core.scheduler.offers.transfer
     assert transfer is not None
     if config.kv_transport == "sockets":
         for way in transfer._ways:

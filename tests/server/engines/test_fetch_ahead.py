@@ -17,9 +17,9 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.kernels import cpu
 from twostroke.kv import nixl
-from twostroke.route.client import RoutedEngine
-from twostroke.route.member import Member, Placed, Standing
-from twostroke.route.pools import PoolSettings
+from twostroke.route.member import ActiveOffer, Member, RoutedRequest
+from twostroke.route.pool_settings import PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 
 pytestmark = pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
@@ -61,7 +61,9 @@ def test_a_long_prompts_blocks_are_sent_while_it_is_prefilled(
 ) -> None:
     hand_over = RoutedEngine._hand_over
 
-    def when_all_is_there(self: RoutedEngine, member: Member, placed: Placed, update: Any) -> None:
+    def when_all_is_there(
+        self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any
+    ) -> None:
         """Without it, the tiny model's last chunk would take less time than the transfer."""
         if any(one is placed for one, _ in self._ahead.values()):
             loop = asyncio.get_running_loop()
@@ -86,7 +88,7 @@ def test_one_that_leaves_while_its_blocks_are_sent_leaves_nothing(
 ) -> None:
     send_ahead, tasks = RoutedEngine._send_ahead, list[asyncio.Task[Any]]()
 
-    def send_and_leave(self: RoutedEngine, placed: Placed, standing: Standing) -> None:
+    def send_and_leave(self: RoutedEngine, placed: RoutedRequest, standing: ActiveOffer) -> None:
         send_ahead(self, placed, standing)
         if self._ahead:
             tasks[0].cancel()
@@ -109,7 +111,7 @@ def test_an_engine_that_dies_while_blocks_are_sent_ahead(
     killed: list[Member] = []
     send_ahead = RoutedEngine._send_ahead
 
-    def send_and_kill(self: RoutedEngine, placed: Placed, standing: Standing) -> None:
+    def send_and_kill(self: RoutedEngine, placed: RoutedRequest, standing: ActiveOffer) -> None:
         send_ahead(self, placed, standing)
         if self._ahead and not killed:
             ((member, _), (_, offered)) = next(iter(self._ahead.items()))

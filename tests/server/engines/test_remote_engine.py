@@ -27,7 +27,7 @@ from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine import child, remote, supervised
 from twostroke.engine.api import EngineClient, EngineLoad
-from twostroke.engine.client import AsyncEngine
+from twostroke.engine.in_process import AsyncEngine
 from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.wire import Add, Step, decode_from_engine, encode, pack_step, unpack_step
 from twostroke.errors import ConfigError, EngineError, ModelError, RequestError
@@ -37,7 +37,7 @@ from twostroke.outputs import RequestOutput
 from twostroke.owned_folder import OwnedFolder
 from twostroke.plan import Chunk, Slot, TokenLogprobs
 from twostroke.request import FinishReason
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

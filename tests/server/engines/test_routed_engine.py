@@ -23,10 +23,10 @@ from twostroke.errors import ConfigError, EngineError, ModelError, RequestError
 from twostroke.kernels import cpu
 from twostroke.kv.transfer import Offer
 from twostroke.outputs import RequestOutput
-from twostroke.route import client as route_client
-from twostroke.route.client import RoutedEngine
-from twostroke.route.member import Member, Placed
-from twostroke.route.pools import PoolSettings
+from twostroke.route import routed_engine
+from twostroke.route.member import Member, RoutedRequest
+from twostroke.route.pool_settings import PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 from twostroke.route.router import Role
 
 pytestmark = pytest.mark.skipif(
@@ -297,7 +297,9 @@ def test_an_engine_that_dies_at_any_stage_costs_no_request_and_no_token(
     killed = []
     hand_over = RoutedEngine._hand_over
 
-    def kill_in_between(self: RoutedEngine, member: Member, placed: Placed, update: Any) -> None:
+    def kill_in_between(
+        self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any
+    ) -> None:
         hand_over(self, member, placed, update)
         if not killed and stage in ("after prefill", "in transfer"):
             assert placed.member is not None
@@ -369,7 +371,7 @@ def test_with_no_decode_engine_up_the_other_pool_does_it_all(pools: Running, alo
 def test_a_request_that_may_be_what_kills_engines_is_not_sent_for_ever(
     pools: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(route_client, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(routed_engine, "MAX_ATTEMPTS", 1)
 
     async def test(engine: RoutedEngine) -> None:
         for member in engine.members:  # so that it has not left the one that is killed
@@ -443,7 +445,7 @@ def test_a_damaged_transfer_is_computed_again_and_told(
 ) -> None:
     hand_over = RoutedEngine._hand_over
 
-    def damaged(self: RoutedEngine, member: Member, placed: Placed, update: Any) -> None:
+    def damaged(self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any) -> None:
         offer: Offer = update.offer
         wrong = tuple(tuple(one ^ 1 for one in sums) for sums in offer.checksums)
         hand_over(self, member, placed, update._replace(offer=offer._replace(checksums=wrong)))
@@ -543,7 +545,7 @@ def test_engines_have_what_their_phase_wants() -> None:
         ({"ray": ""}, "ray must be an address"),
         ({"ray_timeout_s": 0}, "ray_timeout_s must be seconds"),
         ({"kv_transport": "tcp"}, "kv_transport must be one of auto, memory, device, nixl, socket"),
-        ({"kv_transport": "rdma"}, "do not travel by rdma; by RDMA they do with .*'nixl'"),
+        ({"kv_transport": "rdma"}, "kv_transport 'rdma' is not supported; for RDMA use .*'nixl'"),
         ({"kv_transfer_timeout_s": 0}, "kv_transfer_timeout_s must be seconds from 0.01 to 600"),
     ],
 )

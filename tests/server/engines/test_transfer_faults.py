@@ -17,8 +17,8 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.kernels import cpu
 from twostroke.outputs import RequestOutput
-from twostroke.route.client import RoutedEngine
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 
 pytestmark = pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tests.model.template_styles import HERMES
+from tests.model.text.template_styles import HERMES
 from tests.server.running import Running, running
 from tests.tiny import BOS, EOS, VOCAB_SIZE, tiny_folder, tiny_llm, write_json
 from twostroke import LLM, SamplingParams

@@ -115,7 +115,7 @@ def test_many_failures_do_not_fill_the_log(
     now[0] += 1
     server.ask("GET", "/x")
     assert len(logged.records) == MAX_LINES_PER_S + 1
-    assert "(5 lines before it were left out)" in logged.records[-1].getMessage()
+    assert "(5 lines before it were dropped)" in logged.records[-1].getMessage()
 
 
 def test_warnings_of_the_http_library_do_not_fill_the_log(
@@ -131,7 +131,7 @@ def test_warnings_of_the_http_library_do_not_fill_the_log(
     logging.getLogger("uvicorn.error").warning("an invalid %s", "request")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == MAX_LINES_PER_S + 1
-    assert lines[-1].endswith("an invalid request (5 lines before it were left out)")
+    assert lines[-1].endswith("an invalid request (5 lines before it were dropped)")
 
 
 @pytest.mark.parametrize(

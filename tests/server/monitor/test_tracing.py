@@ -21,7 +21,7 @@ from tests.cli.test_serve import started
 from tests.server.running import JSON, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.commands.parser import Parser
-from twostroke.commands.serve_flags import serve_settings
+from twostroke.commands.serve_settings import serve_settings
 from twostroke.kernels import cpu
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -267,15 +267,15 @@ def without_sdk(name: str) -> None:
 def test_the_flag_without_the_packages_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settle: Callable[..., Any] = serve_settings
+    resolve: Callable[..., Any] = serve_settings
     parser = Parser()
     here = argparse.Namespace(otlp_traces_endpoint="grpc://collector:4317", parser=parser)
     nothing = argparse.Namespace(parser=parser)
-    assert settle(here).otlp_traces_endpoint == "grpc://collector:4317"
+    assert resolve(here).otlp_traces_endpoint == "grpc://collector:4317"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
-    assert settle(nothing).otlp_traces_endpoint == ""
+    assert resolve(nothing).otlp_traces_endpoint == ""
     monkeypatch.setattr("twostroke.serve.monitor.tracing.find_spec", without_sdk)
-    assert settle(here) is None
+    assert resolve(here) is None
     assert "pip install 'twostroke[otel]'" in parser.problems[0]
-    assert settle(nothing).otlp_traces_endpoint is None
-    assert "no traces are exported" in capsys.readouterr().err
+    assert resolve(nothing).otlp_traces_endpoint is None
+    assert "traces are not exported" in capsys.readouterr().err
