@@ -29,7 +29,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.model.describe.cost import CostModel
 from twostroke.observe.record import Records, StepRecord
 from twostroke.observe.totals import Totals
-from twostroke.serve.monitor.metrics import Metrics
+from twostroke.serve.monitor.metrics import ServerMetrics
 
 STEPS = 400
 BUDGET_US = 50.0  # at 32 streams
@@ -109,7 +109,7 @@ def measure_page() -> float:
         num_restarts=0,
         load=lambda: EngineLoad(0, 0, kv),
     )
-    metrics = Metrics(cast(EngineClient, client), "model")
+    metrics = ServerMetrics(cast(EngineClient, client), "model")
     times = []
     for _ in range(30):
         start = perf_counter()

@@ -104,9 +104,9 @@ DEFECTS = [
     ),
     Defect(
         "a request without a key passes",
-        "serve/app.py",
-        "        if not any(matches):",
-        "        if not any(matches) and _given_key(http):",
+        "serve/http/routing.py",
+        "        if self._num_keys and http.key_number is None:",
+        "        if self._num_keys and http.key_number is None and _sent_key(http):",
         ("server",),
     ),
     Defect(

@@ -13,7 +13,7 @@ from tests.tiny import tiny_folder
 HERE = Path(__file__).parents[2]
 OF_OTHERS = (
     "gguf huggingface_hub httptools llguidance msgspec opentelemetry prometheus_client rich "
-    "sentencepiece starlette transformers triton uvicorn uvloop yaml zmq"
+    "sentencepiece transformers triton uvicorn uvloop yaml zmq"
 )
 PROGRAM = """
 import sys

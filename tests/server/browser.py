@@ -45,7 +45,7 @@ def chromium() -> str | None:
 
 
 class Page:
-    """`asked` are the addresses that it has asked for, `errors` what went wrong in it."""
+    """`asked`: the requested addresses; `errors`: the page's errors."""
 
     def __init__(self, port: int) -> None:
         self.asked: list[str] = []
@@ -117,7 +117,7 @@ class Page:
         return given["result"].get("value")
 
     def resolved(self, script: str) -> Any:
-        """The value that a promise resolves to."""
+        """Evaluate an expression and return the value of its promise."""
         return self.value(script, awaitPromise=True)
 
     def wait_for(self, script: str, patience_s: float = PATIENCE_S) -> None:
@@ -127,7 +127,7 @@ class Page:
             time.sleep(0.05)
 
     def write(self, text: str) -> None:
-        """Into the element that has the focus."""
+        """Type text into the focused element."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, modifiers: int = 0) -> None:
@@ -167,7 +167,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def picture(self, path: Path, whole: bool = True) -> None:
-        """Write a PNG of the page: all of its height, or what the window shows."""
+        """Write a PNG of the whole page, or of the visible part."""
         self.call("Emulation.setScrollbarsHidden", hidden=True)
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))

@@ -1,4 +1,4 @@
-"""A model's folder that the tests of a module share."""
+"""The folder of a tiny model, shared by the tests of a module."""
 
 from __future__ import annotations
 

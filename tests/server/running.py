@@ -45,7 +45,8 @@ class Running:
         body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers (lower case), body. A body that is not bytes is sent as JSON."""
+        """Send a request; return status, headers (lower case) and body. Non-bytes are sent as
+        JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             if body is not None and not isinstance(body, bytes):
@@ -81,7 +82,7 @@ class Running:
         core = self.client.engine.core
         until = time.monotonic() + PATIENCE_S
         while core.has_work or self.app.service.open_streams or self.app.service.admission.num_open:
-            assert time.monotonic() < until, "requests still run though nobody listens"
+            assert time.monotonic() < until, "requests still run without a client"
             time.sleep(0.005)
         core.scheduler.audit()
         assert not core.scheduler.has_requests
@@ -98,7 +99,7 @@ def running(
     listener: socket.socket | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """In the end the engine has nothing left of any request."""
+    """Run a server; check at the end that the engine has nothing left of any request."""
     with serving(lambda: AsyncEngine(llm.engine), loop_factory, listener, **settings) as one:
         yield one
         if one.thread.is_alive():
@@ -112,7 +113,7 @@ def serving(
     listener: socket.socket | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """The same over any engine."""
+    """Run a server over any engine client."""
     started = threading.Event()
     found: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""A model that writes what it is told, as far as it is let: over a real scheduler and core."""
+"""A fake model that writes a script, over a real scheduler and core."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Done:
 
 
 class Scripted:
-    """Writes the script. Where the next token is not allowed it writes the first that is, and goes
-    on after that token in the script, if it comes there."""
+    """Writes the script. If the next token is not allowed, it writes the first allowed token and
+    continues after that token in the script, if the script has it."""
 
     max_in_flight = 1
 
@@ -46,7 +46,7 @@ class Scripted:
         self.num_masked = 0
 
     def write(self, text: str) -> None:
-        """What the requests from now on are answered."""
+        """Set the script of the next requests."""
         self.script = self.encode(text + EOS)
         self.num_masked = 0
 
@@ -86,7 +86,7 @@ class Scripted:
 def scripted_llm(
     path: Path, chat_template: str, tags: list[str], special: bool = False
 ) -> tuple[LLM, Scripted]:
-    """`tags` are added tokens of the vocabulary, as models have them."""
+    """`tags`: special tokens that are added to the vocabulary."""
     tiny_folder(path, vocab_size=VOCAB_SIZE)
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     added = [tokenizers.AddedToken(tag, normalized=False, special=special) for tag in tags]

@@ -111,7 +111,7 @@ def test_a_broken_line_harms_only_itself(llm: LLM) -> None:
 
 
 class Counted(io.BytesIO):
-    """Notes how far it has been read when each answer is written."""
+    """Records the read position at each written answer."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -123,7 +123,7 @@ class Counted(io.BytesIO):
 
 
 def test_lines_are_read_as_they_are_worked_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "MOST_BYTES", 20 * len(line(100)))
+    monkeypatch.setattr(batch, "MAX_HELD_BYTES", 20 * len(line(100)))
     source = Counted(b"\n".join(line(n) for n in range(100, 300)))
     ahead = []
     write = batch._result

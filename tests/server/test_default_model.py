@@ -87,7 +87,7 @@ def model_of(client: openai.OpenAI) -> str:
 
 
 def test_several_answers_to_one_question_differ(client: openai.OpenAI) -> None:
-    """What the model's makers recommend is sampling, which a request without parameters gets."""
+    """A request without parameters gets the model's recommended sampling parameters."""
     asked: Any = [{"role": "user", "content": "Tell me a story about a robot."}]
     answer = client.chat.completions.create(
         model=model_of(client), messages=asked, n=4, max_tokens=24

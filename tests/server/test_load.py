@@ -1,7 +1,7 @@
-"""Many at once against the server as it runs for real: nothing lost, nothing left, memory bounded.
+"""Many concurrent requests against a real server: none lost, nothing left, bounded memory.
 
-The server is a process of its own with its engine in another. `Server.look` asks it, over a socket
-that only the tests have, what it holds.
+The server and its engine are separate processes. `Server.look` reads the server's state over a
+socket that only the tests have.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Server:
 
     @contextmanager
     def engine_held(self) -> Iterator[None]:
-        """The engine does nothing meanwhile, so that a test can look at what waits for it.
+        """Stop the engine, so that a test can inspect the waiting requests.
 
         A test may also kill it there.
         """
@@ -137,7 +137,8 @@ class Server:
         return int(line.split()[1]) * 1024
 
     def assert_nothing_left(self) -> dict[str, Any]:
-        """Of no request, on either side of the wire, once those that run have ended."""
+        """Check that neither process has anything left of any request after the running ones have
+        ended."""
         self.until(lambda seen: not (seen["open_streams"] or seen["connections"] or seen["states"]))
         seen = self.look(audit=True)
         assert seen["problem"] == ""
@@ -196,7 +197,7 @@ def read_line(control: socket.socket) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def room_for_connections() -> Iterator[None]:
-    """In this process and, as they inherit it, in the servers."""
+    """Raise the limit of open files in this process and in the servers, which inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
     yield
@@ -218,7 +219,7 @@ def written(folder: Path) -> list[int]:
 
 @dataclass
 class Answer:
-    """What came of one request: its status, and its events if it was a stream."""
+    """The result of a request: its status, and the events of a stream."""
 
     status: int = 0
     content: bytes = b""
@@ -318,7 +319,7 @@ def stream_of(prompt: Sequence[int], count: int, **more: Any) -> dict[str, Any]:
 
 
 def prompt_of(n: int) -> list[int]:
-    """A prompt that no other number has."""
+    """A prompt that is unique for its number."""
     return [50 + n % 200, 50 + n // 200 % 200, *(50 + (7 * n + k) % 200 for k in range(n % 11))]
 
 

@@ -1,4 +1,4 @@
-"""The server as it runs for real: its own process, the engine in another, ended by a signal."""
+"""A real server: HTTP process and engine process, ended by a signal."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ ORDER = [
     model.native_decoder, model.attention_maps
     sched, observe, exec
     engine, route
-    serve, serve.error_responses, serve.sse, serve.parsers, serve.fields, serve.settings
+    serve, serve.error_responses, serve.parsers, serve.fields, serve.settings
     serve.http, serve.monitor
     v1, v1.metrics, beam_search, llm_tokenizer, llm, llm_engine, v1.engine
     measure, measure.report, measure.load, measure.explain, measure.roofline, measure.doctor

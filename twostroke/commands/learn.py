@@ -101,7 +101,7 @@ async def _export(config: EngineConfig, settings: ServeSettings, path: Path) -> 
     print_status("Running every experiment once…")
     async with await RemoteEngine.start(config) as client:
         service = Service(client, settings)
-        await service.roof.measure()
+        await service.ceilings_probe.measure()
         try:
             page = exported(await recorded(LearnData(service)))
         except ApiError as error:

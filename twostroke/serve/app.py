@@ -1,18 +1,14 @@
-"""`App`: the ASGI application. Which routes there are and who may use them, how a request that
-fails is answered, and `/openapi.json` and `/docs`, made from the route table and the request types.
+"""`App`: the ASGI application. It has the route table, dispatches requests, answers requests that
+failed, and serves `/openapi.json` and `/docs`.
 """
 
 from __future__ import annotations
 
-import hmac
-from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
 import msgspec
-from starlette.middleware.cors import CORSMiddleware
 
-from twostroke import __version__
 from twostroke.engine.api import EngineClient
 from twostroke.serve.api.anthropic.messages import messages_routes
 from twostroke.serve.api.llama_server.llama_server_routes import llama_server_routes
@@ -23,8 +19,6 @@ from twostroke.serve.api.openai.completions import CompletionGeneration
 from twostroke.serve.api.responses.responses_routes import responses_routes
 from twostroke.serve.dashboard.dash import DashRoutes
 from twostroke.serve.error_responses import ApiError, ClientGone, as_api_error
-from twostroke.serve.fields.body_fields import with_nested
-from twostroke.serve.fields.field_limits import add_foreign_fields, add_limits
 from twostroke.serve.fields.protocol import (
     BatchChatRequest,
     ChatRequest,
@@ -36,14 +30,14 @@ from twostroke.serve.fields.protocol import (
 )
 from twostroke.serve.generation.generate import GenerateRoute
 from twostroke.serve.generation.service import Service
-from twostroke.serve.http.browser_guard import BrowserGuard
 from twostroke.serve.http.failure_log import FailureLog
 from twostroke.serve.http.http_request import HttpRequest, Message, Receive, Send
-from twostroke.serve.http.routing import Route, Router
+from twostroke.serve.http.routing import ApiKeys, BrowserGuard, Cors, Route, RouteTable
 from twostroke.serve.learn.learn_routes import learn_routes
 from twostroke.serve.monitor.metrics import CLIENT_GONE
 from twostroke.serve.pages.docs import docs_page, index_page
-from twostroke.serve.pages.static import ROOT_SUMMARY, TITLES, StaticPages, wants_page
+from twostroke.serve.pages.openapi import openapi
+from twostroke.serve.pages.static import ROOT_SUMMARY, StaticPages, wants_page
 from twostroke.serve.routes.dev_routes import DevRoutes
 from twostroke.serve.routes.info_routes import InfoRoutes
 from twostroke.serve.routes.pool_routes import pool_routes
@@ -52,50 +46,6 @@ from twostroke.serve.routes.record_routes import record_routes
 from twostroke.serve.settings import ServeSettings
 
 HTML = ((b"content-type", b"text/html; charset=utf-8"),)
-_REF = "#/components/schemas/{name}"
-
-
-class ApiKeys:
-    """API keys, compared in constant time: digests, all of them, every time.
-
-    An admin key is an API key too. It has a number of its own, after those of the others."""
-
-    def __init__(self, settings: ServeSettings) -> None:
-        keys, admin_keys = settings.api_keys, settings.admin_api_keys
-        self._digests = [sha256(key.encode()).digest() for key in (*keys, *admin_keys)]
-        self._num_keys = len(keys)
-        self._all_are_admins = not admin_keys and len(keys) < 2
-
-    def check(self, http: HttpRequest) -> None:
-        """Note which key it is (`http.key_number`), and whether it is an admin's."""
-        given = sha256(_given_key(http)).digest()
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        http.key_number = matches.index(True) if any(matches) else None
-        http.is_admin = self._all_are_admins or any(matches[self._num_keys :])
-        if self._num_keys and http.key_number is None:
-            raise ApiError(
-                401,
-                "a valid API key is needed, as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
-
-    def check_admin(self, http: HttpRequest) -> None:
-        """Refuse a request that acts on the server with a key that may not."""
-        if not http.is_admin:
-            raise ApiError(
-                403,
-                "only an admin key may do this; send one, as 'Authorization: Bearer KEY' (the "
-                "server is started with it: --admin-api-key KEY)",
-                code="admin_key_needed",
-            )
-
-
-def _given_key(http: HttpRequest) -> bytes:
-    scheme, _, key = (http.header(b"authorization") or b"").partition(b" ")
-    if scheme.lower() == b"bearer":
-        return key.strip()
-    return http.header(b"x-api-key") or b""
 
 
 class App:
@@ -104,22 +54,21 @@ class App:
         self._info = InfoRoutes(self.service)
         has_dash = settings.ui and settings.dash
         self._dash = DashRoutes(self.service) if has_dash else None
-        others = {"/dash": has_dash, "/docs": not settings.api_keys}  # a link cannot carry a key
+        others = {
+            "/dash": has_dash,
+            "/docs": not settings.api_keys,
+        }  # a link sends no key
         linked = [path for path, there in others.items() if there]
         self._pages = StaticPages(linked) if settings.ui else None
         self.routes = self._make_routes()
-        self._router = Router(self.routes)
+        self._router = RouteTable(self.routes)
         self.service.metrics.expect_routes(self._router)
         self._keys = ApiKeys(settings)
         self._guard = BrowserGuard(settings)
         self._failures = FailureLog()
         self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
-        description = _openapi(self.routes, bool(settings.api_keys), self._root)
-        admission, models = self.service.admission, self.service.models
-        schemas = description["components"]["schemas"]
-        bodies = {route.body for route in self.routes if route.body is not None}
-        add_foreign_fields(schemas, with_nested(bodies), settings.strict_fields)
-        add_limits(schemas, client.info, models, admission.max_choices)
+        limits = (client.info, self.service.models, self.service.admission.max_choices)
+        description = openapi(self.routes, settings, *limits)
         self._description = msgspec.json.encode(description)
         self._docs = docs_page(description)
         self._index = index_page(self.routes, self.service.models[0], self._root)
@@ -173,9 +122,9 @@ class App:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"{scope['type']}: only HTTP is spoken here")
+            raise RuntimeError(f"{scope['type']}: this application supports only HTTP")
         http = HttpRequest(scope, receive, send, self.service.settings.write_timeout_s)
-        path = "unknown"  # a label of the metrics, so not the client's to choose
+        path = "unknown"  # the metrics' label; the client must not choose its value
         if self._root and f"{http.path}/".startswith(f"{self._root}/"):
             http.path = http.path.removeprefix(self._root) or "/"
         if self._name_requests:
@@ -186,7 +135,7 @@ class App:
             self._guard.check_host(http)
             route = self._router.find(http)
             if isinstance(route, ApiError):
-                self._keys.check(http)  # without a key one does not learn what there is
+                self._keys.check(http)  # a client without a key must not learn which routes exist
                 raise route
             path, form = route.path, route.error
             if not route.open:
@@ -199,10 +148,10 @@ class App:
             http.status = CLIENT_GONE
         except Exception as error:
             if http.status:
-                raise  # part of a response is out: the connection is closed
+                raise  # the response has begun: uvicorn closes the connection
             failure = as_api_error(error)
             self._failures.add(http, path, failure)
-            await http.respond_error(failure, msgspec.json.encode(form.of(failure)))
+            await http.respond_error(failure, msgspec.json.encode(form.from_error(failure)))
         finally:
             self.service.metrics.answered(path, http.status)
             if http.late_error is not None:
@@ -211,7 +160,7 @@ class App:
                 self._failures.warn(http, path, warning)
 
     async def close(self) -> None:
-        """The server has ended."""
+        """Release resources after the server has stopped."""
         self.service.prompts.close()
         self._info.close()
         if self.service.tracing is not None:
@@ -224,9 +173,9 @@ class App:
         await http.respond(200, self._docs, HTML)
 
     async def _show_root(self, http: HttpRequest) -> None:
-        """The chat to a browser, which needs no key; the list of routes to other clients."""
+        """Send the chat page to a browser (no key needed), or the list of routes."""
         if self._pages is not None and wants_page(http):
-            if not http.scope["path"].endswith("/"):  # the page's addresses are relative
+            if not http.scope["path"].endswith("/"):  # the page has relative addresses
                 location = self._root.rpartition("/")[2] + "/"
                 await http.respond(308, b"", ((b"location", location.encode()),))
                 return
@@ -237,73 +186,8 @@ class App:
 
 
 def asgi(app: App) -> Any:
-    """The application as a server runs it: with CORS where pages of other sites may ask."""
+    """Return the application for uvicorn: with CORS headers if `cors_origins` are configured."""
     origins = app.service.settings.cors_origins
     if not origins:
         return app
-    return CORSMiddleware(
-        app, allow_origins=origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
-    )
-
-
-# ── /openapi.json ───────────────────────────────────────────────────────────────────────────────
-
-
-def _openapi(routes: list[Route], with_key: bool, root: str) -> dict[str, Any]:
-    routes = [route for route in routes if route.supported]
-    named = {kind: None for route in routes for kind in (route.error, route.body) if kind}
-    types = list(named)
-    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
-    schema_of = dict(zip(types, schemas, strict=True))
-    paths: dict[str, Any] = {}
-    for route in routes:
-        path = route.path.replace("...}", "}")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, schema_of)
-    described: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": "twostroke", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": components},
-    }
-    if root:
-        described["servers"] = [{"url": root}]
-    if with_key:
-        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        described["security"] = [{"key": []}]
-    return described
-
-
-def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    error = {"application/json": {"schema": schema_of[route.error]}}
-    named = "".join(char if char.isalnum() else "_" for char in route.path)
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "operationId": f"{route.method.lower()}{named}",
-        "responses": {
-            "200": {"description": "The answer.", "content": _answer(route)},
-            "4XX": {"description": "What is wrong with the request.", "content": error},
-            "5XX": {"description": "Why it cannot be answered now.", "content": error},
-        },
-    }
-    if params := [word.strip("{.}") for word in route.path.split("/") if word.startswith("{")]:
-        text = {"type": "string"}
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": text} for name in params
-        ]
-    if route.body is not None:
-        content = {"application/json": {"schema": schema_of[route.body]}}
-        operation["requestBody"] = {"required": True, "content": content}
-    if route.open:
-        operation["security"] = []
-    return operation
-
-
-def _answer(route: Route) -> dict[str, Any]:
-    if route.path == "/metrics":
-        return {"text/plain": {"schema": {"type": "string"}}}
-    if route.path in TITLES:
-        return {"text/html": {"schema": {"type": "string"}}}
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if route.body is not None and "stream" in route.body.__struct_fields__:
-        content[route.stream_type] = {"schema": {"type": "string"}}
-    return content
+    return Cors(app, origins)

@@ -1,10 +1,10 @@
-"""A file of requests, answered by the same `App` as a server's, without a socket.
+"""`twostroke run-batch`: answers a file of requests with an `App`, without a socket.
 
     in   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
     out  {"id": …, "custom_id": "1", "response": {"status_code": 200, "body": {…}}, "error": null}
 
-The format is OpenAI's and vLLM's. Answers are written in the order of their lines; a line that
-cannot be read, or whose request is refused, has its error in the answer's place.
+The format is OpenAI's and vLLM's. Answers are in the order of the lines. A line that cannot be
+read, or whose request is refused, has an error instead of an answer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from twostroke.serve.error_responses import ApiError, as_api_error, as_refusal
 from twostroke.serve.http.http_request import Message
 
 URLS = ("/v1/chat/completions", "/v1/completions")
-# Lines are read ahead of the answers, so that the engine's steps are full and an answer that takes
-# long does not hold up those after it.
-LINES_PER_SEQ, MOST_BYTES = 4, 64 * 1024**2
-AROUND_BODY_BYTES = 64 * 1024  # of a line
+# Lines are read ahead of the answers, so that the engine's steps are full and a long answer does
+# not delay the following lines.
+LINES_PER_SEQ, MAX_HELD_BYTES = 4, 64 * 1024**2
+LINE_OVERHEAD_BYTES = 64 * 1024  # of a line, around its body
 RETRY_S = 0.5  # after 429: too many large bodies are being read
 
 
@@ -38,7 +38,7 @@ class Line(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """All that matters here of a body."""
+    """The one field of a body that is checked here."""
 
     stream: bool | None = None
 
@@ -51,11 +51,11 @@ class Counts(NamedTuple):
 async def answer_file(
     app: App, source: BinaryIO, target: BinaryIO, max_inflight: int | None = None
 ) -> Counts:
-    """Answer all lines, at most `max_inflight` of them at a time.
+    """Answer all lines, at most `max_inflight` at a time.
 
-    Raises `EngineError` if the engine stops; what was answered by then is in `target`."""
+    Raises `EngineError` if the engine stops; `target` has the answers so far."""
     client = app.service.client
-    most_lines = max_inflight or LINES_PER_SEQ * client.info.max_num_seqs
+    max_lines = max_inflight or LINES_PER_SEQ * client.info.max_num_seqs
     answered = failed = held_bytes = 0
     window: deque[tuple[int, asyncio.Task[tuple[bytes, bool]]]] = deque()
 
@@ -71,17 +71,17 @@ async def answer_file(
             raise EngineError("the engine has stopped; the lines after this have no answer")
 
     try:
-        for number, line in _lines(source, app.service.bodies.max_bytes + AROUND_BODY_BYTES):
+        for number, line in _lines(source, app.service.bodies.max_bytes + LINE_OVERHEAD_BYTES):
             while window and (
                 window[0][1].done()
-                or len(window) >= most_lines
-                or held_bytes + len(line or b"") > MOST_BYTES
+                or len(window) >= max_lines
+                or held_bytes + len(line or b"") > MAX_HELD_BYTES
             ):
                 await write_first()
             task = asyncio.ensure_future(_answer(app, number, line))
             window.append((len(line or b""), task))
             held_bytes += len(line or b"")
-            await asyncio.sleep(0)  # let what has been read begin
+            await asyncio.sleep(0)  # let the request begin
         while window:
             await write_first()
     finally:
@@ -92,7 +92,8 @@ async def answer_file(
 
 
 def _lines(source: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers, from 1; None for one that is too long. Empty ones are left out."""
+    """Yield lines with numbers from 1; None for a line that is too long. Empty lines are
+    skipped."""
     number = 0
     while line := source.readline(max_bytes + 1):
         number += 1
@@ -105,7 +106,7 @@ def _lines(source: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None
 
 
 async def _answer(app: App, number: int, line: bytes | None) -> tuple[bytes, bool]:
-    """A line of the result, and whether it is an answer."""
+    """Return a line of the result, and whether it is an answer."""
     custom_id: str | None = None
     try:
         request = _read(app, line)
@@ -116,7 +117,7 @@ async def _answer(app: App, number: int, line: bytes | None) -> tuple[bytes, boo
         content["message"] = f"line {number}: {content['message']}"
         return _result(custom_id, None, content), False
     status, body = await _ask(app, request)
-    while status == 429:  # others of these lines are being read
+    while status == 429:  # other lines of the file use the memory
         await asyncio.sleep(RETRY_S)
         status, body = await _ask(app, request)
     answer = {"status_code": status, "request_id": f"batch-{uuid4().hex}", "body": body}
@@ -125,8 +126,8 @@ async def _answer(app: App, number: int, line: bytes | None) -> tuple[bytes, boo
 
 def _read(app: App, line: bytes | None) -> Line:
     if line is None:
-        most = app.service.bodies.max_bytes
-        raise ApiError(413, f"its body has more than {most} bytes; raise --max-body-bytes")
+        limit = app.service.bodies.max_bytes
+        raise ApiError(413, f"its body has more than {limit} bytes; raise --max-body-bytes")
     try:
         return msgspec.json.decode(line, type=Line)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -145,13 +146,13 @@ def _check(request: Line) -> None:
     try:
         streamed = msgspec.json.decode(request.body, type=Stream, strict=False).stream
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return  # the route says better what is wrong
+        return  # the route reports the error
     if streamed:
         raise ApiError(400, "stream: answers of a batch come whole; leave it out", param="stream")
 
 
 async def _ask(app: App, request: Line) -> tuple[int, msgspec.Raw]:
-    """Status and body of the response."""
+    """Return status and body of the response."""
     body = bytes(request.body)
     status, parts = 0, []
     unread = True
@@ -161,7 +162,7 @@ async def _ask(app: App, request: Line) -> tuple[int, msgspec.Raw]:
         if unread:
             unread = False
             return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.get_running_loop().create_future()  # nobody disconnects
+        await asyncio.get_running_loop().create_future()  # there is no client to disconnect
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -175,7 +176,7 @@ async def _ask(app: App, request: Line) -> tuple[int, msgspec.Raw]:
     scope: Message = {"type": "http", "method": "POST", "path": request.url, "headers": headers}
     try:
         await app(scope, receive, send)
-    except Exception as error:  # after the response had begun; it is this line's alone
+    except Exception as error:  # after the response had begun
         return 500, msgspec.Raw(as_api_error(error).body())
     return status, msgspec.Raw(b"".join(parts))
 

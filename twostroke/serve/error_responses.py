@@ -1,4 +1,4 @@
-"""Errors as responses: OpenAI's JSON, and nothing of our internals."""
+"""Errors as HTTP responses in OpenAI's JSON, without internals of the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AT = re.compile(r" - at `\$\.?(.*?)`$", re.S)
 
 
 class ApiError(Exception):
-    """An error with its HTTP status, ready to be sent."""
+    """An error with its HTTP status."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ApiError(Exception):
 
     def content(self) -> dict[str, Any]:
         """The object under "error"."""
-        message = self.message.encode("utf-8", "replace").decode()  # half a surrogate pair is not
+        message = self.message.encode("utf-8", "replace").decode()  # a lone surrogate is no UTF-8
         return {"message": message, "type": self.kind, "param": self.param, "code": self.code}
 
     def body(self) -> bytes:
@@ -73,31 +73,31 @@ def unavailable(message: str) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any exception → the error its client gets. What is our fault is logged here."""
+    """Return the error that the client gets for an exception. Errors of the server are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
         param = error.param or _first_name(str(error))
         return ApiError(400, str(error), param=param, code=error.code)
-    if isinstance(error, RecursionError):  # nothing recurses here but along what was sent
-        return ApiError(400, "what was sent is nested too deeply")
+    if isinstance(error, RecursionError):  # only nested input causes deep recursion
+        return ApiError(400, "the request is nested too deeply")
     if isinstance(error, EngineError):
         log.error("a request was lost: %s", error)
         return unavailable("the engine failed while it worked on this request; try again")
-    log.error("a request raised what nobody expected", exc_info=error)
-    return ApiError(500, "the server made an error; it has been logged", code="internal_error")
+    log.error("unexpected exception in a request", exc_info=error)
+    return ApiError(500, "internal server error; it has been logged", code="internal_error")
 
 
 def _first_name(message: str) -> str | None:
-    """The parameter that a message begins with, if it begins with one."""
+    """Return the parameter name at the beginning of a message, if there is one."""
     word = re.match(r"\w*", message)
     name = word.group() if word else ""
     return name if name in _PARAMS else None
 
 
 def as_refusal(error: Exception) -> ApiError:
-    """msgspec's error on a body as a 400."""
-    text = shortened(str(error), MAX_MESSAGE_CHARS)  # it may hold a name of megabytes
+    """Return status 400 for an error of msgspec."""
+    text = shortened(str(error), MAX_MESSAGE_CHARS)  # it may contain a very long name
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON is nested too deeply", code="invalid_json")
     if not isinstance(error, msgspec.ValidationError):

@@ -1,10 +1,10 @@
-"""`serve`: an engine's client and an `App` behind uvicorn, from first connection to clean end.
+"""`serve`: runs an engine's client and an `App` behind uvicorn until shutdown.
 
-    SIGTERM ──▶ /health 503, new requests 503 ──▶ running ones finish, up to drain_s
-            ──▶ those that have not end with an error ──▶ the sockets close
+    SIGTERM ──▶ /health 503, new requests 503 ──▶ running requests finish, up to drain_s
+            ──▶ other requests end with an error ──▶ the sockets close
 
-A second signal skips the waiting. An engine that has stopped for good ends the server, too, with
-an error: whoever started it may start it again.
+A second signal skips the wait. If the engine has stopped for good, the server ends with an error,
+and its supervisor can restart it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ClientFactory = Callable[[], AbstractAsyncContextManager[Client]]
 
 log = logging.getLogger(WORK)
 BACKLOG = 4096
-LAST_EVENTS_S = 2  # for error events to be written, once the draining is over
+LAST_EVENTS_S = 2  # to write error events after draining
 
 
 class WithoutQuery(logging.Filter):
-    """Leaves a request's query out of its line in the log: some clients put their key there."""
+    """Removes the query from access log lines: some clients send their key in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -52,7 +52,7 @@ class WithoutQuery(logging.Filter):
 
 
 class HttpServer(uvicorn.Server):
-    """One run of the server. `stop` asks it to end, from any thread."""
+    """One run of the server. `stop` ends it from any thread."""
 
     def __init__(self, app: App, settings: ServeSettings) -> None:
         super().__init__(_config(asgi(app), settings))
@@ -63,11 +63,11 @@ class HttpServer(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self.lost = ""  # why the engine has stopped, if it has
+        self.lost = ""  # the reason if the engine has stopped
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals drain instead of ending at once; only a main thread gets any."""
+        """Drain on signals instead of ending at once. Only the main thread receives signals."""
         self._loop = asyncio.get_running_loop()
         signals = (signal.SIGTERM, signal.SIGINT)
         with contextlib.ExitStack() as undo:
@@ -79,7 +79,7 @@ class HttpServer(uvicorn.Server):
 
     def stop(self) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended already
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
@@ -97,7 +97,7 @@ class HttpServer(uvicorn.Server):
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     def end_with_engine(self, lost: asyncio.Future[str]) -> None:
-        """The engine has stopped for good: its requests have ended, and no more can be taken."""
+        """End the server: the engine has stopped for good."""
         self.lost = lost.result()
         self._app.service.admission.draining = self.should_exit = True
 
@@ -110,7 +110,7 @@ class HttpServer(uvicorn.Server):
 
 
 class MetricsServer(uvicorn.Server):
-    """A server of an app's /metrics, and of no other route, beside the work of a batch."""
+    """Serves only /metrics of an app, while a batch runs."""
 
     def __init__(self, app: App, settings: ServeSettings) -> None:
         self._app = app
@@ -118,7 +118,7 @@ class MetricsServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for the batch."""
+        """Leave signals to the batch."""
         yield
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -154,8 +154,8 @@ async def serve_forever(
     on_started: Callable[[HttpServer, Client, str], None] | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """Until it is stopped. The address is taken first: a port in use costs no model's loading.
-    Raises `EngineError` if the engine stops for good."""
+    """Serve until stopped. The address is bound first, so that a port in use is reported before the
+    model is loaded. Raises `EngineError` if the engine stops for good."""
     listener = listener or bind(settings)
     try:
         async with client_factory() as client:
@@ -189,11 +189,11 @@ def serve(
     on_started: Callable[[HttpServer, Client, str], None] | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """`serve_forever`, in an event loop of its own and a process that does nothing else."""
+    """Run `serve_forever` in a new event loop, in a process that does nothing else."""
 
     def started(server: HttpServer, client: Client, url: str) -> None:
-        # What exists now stays: looking at it again and again, the garbage collector would take a
-        # fifth of the cost of a token.
+        # The objects that exist now stay. If the garbage collector scanned them again and again, it
+        # would take a fifth of the cost of a token.
         gc.collect()
         gc.freeze()
         if on_started is not None:

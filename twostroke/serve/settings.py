@@ -1,4 +1,5 @@
-"""`ServeSettings`: the HTTP side's settings, validated once. The engine has its own."""
+"""`ServeSettings`: the settings of the HTTP server, validated once. `EngineConfig` has the
+engine's."""
 
 from __future__ import annotations
 
@@ -12,82 +13,103 @@ from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 from twostroke.strict import StrictSettings
 
 MIB = 1024**2
+BOOLS = (
+    "access_log",
+    "prefix_cache_sharing",
+    "client_priority",
+    "open_health",
+    "ui",
+    "dash",
+    "learn_engines",
+    "dev_mode",
+    "enable_tokenizer_info_endpoint",
+    "enable_request_id_headers",
+    "force_include_usage",
+    "enable_per_request_metrics",
+    "return_tokens_as_token_ids",
+    "log_stats",
+    "trust_request_chat_template",
+    "enable_auto_tool_choice",
+    "exclude_tools_when_tool_choice_none",
+    "disable_additional_properties",
+    "strict_fields",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(StrictSettings):
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
-    uds: str | None = None  # a Unix socket's path, instead of host and port
+    port: int = 8000  # 0: any free port
+    uds: str | None = None  # the path of a Unix socket, instead of host and port
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     access_log: bool = False
     uvicorn_log_level: str = "warning"
 
-    api_keys: tuple[str, ...] = ()  # none: no key is needed
-    # They may act on the server and see the requests of every key. None: a server with at most one
-    # key lets every client do so, a server with several keys no client.
+    api_keys: tuple[str, ...] = ()  # empty: no key is needed
+    # Admin keys may change the server and see the requests of every key. Empty: with at most one
+    # key, every client may; with several keys, no client may.
     admin_api_keys: tuple[str, ...] = ()
-    prefix_cache_sharing: bool = False  # between keys, where there are several
-    client_priority: bool = True  # requests may set their priority; else theirs is ignored
+    prefix_cache_sharing: bool = False  # between API keys, if there are several
+    client_priority: bool = True  # requests may set their priority
     open_health: bool = True  # /health and /ping answer without a key
-    open_metrics: bool | None = None  # /metrics does; None: only if there are no keys
-    ui: bool = True  # the pages for people are there: the chat at /, /learn and /dash
-    dash: bool = True  # /dash is there, if `ui` is
-    engine: EngineConfig | None = None  # the engine's settings, for what /learn shows of its model
-    learn_engines: bool = False  # experiments of /learn may start engines of their own
-    dev_mode: bool = False  # /sleep, /wake_up, /reset_prefix_cache, /server_info are there
-    enable_tokenizer_info_endpoint: bool = False  # /tokenizer_info is there
-    root_path: str = ""  # a prefix that routes may have, as behind a proxy that leaves it there
+    open_metrics: bool | None = None  # /metrics answers without a key; None: if there are no keys
+    ui: bool = True  # serve the pages: the chat at /, /learn and /dash
+    dash: bool = True  # serve /dash, if `ui`
+    engine: EngineConfig | None = None  # the engine's settings, for /learn
+    learn_engines: bool = False  # experiments of /learn may start engines
+    dev_mode: bool = False  # serve /sleep, /wake_up, /reset_prefix_cache, /server_info
+    enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info
+    root_path: str = ""  # a prefix of all paths, for a proxy that does not remove it
     enable_request_id_headers: bool = False  # answers have X-Request-Id
-    log_stats: bool = True  # a line of log about both phases while there is work
-    cors_origins: tuple[str, ...] = ()  # none: other sites' pages may not ask
-    # Names that a Host header may have besides this machine's. None: with a key, any.
+    log_stats: bool = True  # a log line about both phases while there is work
+    cors_origins: tuple[str, ...] = ()  # empty: pages of other sites may not call the server
+    # Names in the Host header, in addition to this machine's. Empty: with a key, any name.
     allowed_hosts: tuple[str, ...] = ()
 
-    served_model_names: tuple[str, ...] = ()  # the first is in the responses; none: the engine's
+    served_model_names: tuple[str, ...] = ()  # the first is in responses; empty: the engine's name
     response_role: str = "assistant"
-    return_tokens_as_token_ids: bool = False  # in log-probabilities, unless a request says
+    return_tokens_as_token_ids: bool = False  # in log-probabilities; requests may override it
     force_include_usage: bool = False  # every chunk of every stream has `usage`
     enable_per_request_metrics: bool = False  # answers have vLLM's `metrics`
-    # A request's reasoning effort → the one that the chat template gets.
+    # Reasoning effort of a request → the value for the chat template.
     reasoning_effort_map: dict[str, str] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    trust_request_chat_template: bool = False  # whether a request may bring its own template
-    enable_auto_tool_choice: bool = True  # a model may call tools unless it is told not to
-    exclude_tools_when_tool_choice_none: bool = False  # the model is not shown them
-    tool_call_parser: str | None = None  # how its calls are read; None: by its chat template
-    reasoning_parser: str | None = None  # None: only where the prompt leaves the model thinking
+    trust_request_chat_template: bool = False  # requests may have a chat template
+    enable_auto_tool_choice: bool = True  # tool_choice "auto" is allowed
+    exclude_tools_when_tool_choice_none: bool = False  # hide the tools from the model then
+    tool_call_parser: str | None = None  # None: by the chat template
+    reasoning_parser: str | None = None  # None: only if the prompt opens reasoning
 
-    # A request's JSON schemas: an object has no other names than its `properties`.
+    # In JSON schemas of requests, objects have only their `properties`.
     disable_additional_properties: bool = True
     strict_fields: bool = False  # unknown fields of requests are refused, not ignored
 
     max_body_bytes: int | None = None  # None: 8 MiB, or 64 for each token of max_model_len
-    # Of its JSON: a comma weighs 1, a bracket 4, a colon 8. None: 524288, or 8 for each token.
+    # Weight of the JSON: comma 1, bracket 4, colon 8. None: 524288, or 8 for each token.
     max_body_weight: int | None = None
-    min_body_bytes_per_s: int = 1024  # slower senders are answered 408
-    # Texts that one request may ask for: prompts times n. None: 128 on a GPU, 8 a core on a CPU.
+    min_body_bytes_per_s: int = 1024  # slower bodies are refused with 408
+    # Texts of one request: prompts times n. None: 128 on a GPU, 8 for each core on a CPU.
     max_choices: int | None = None
-    max_connections: int | None = None  # None: what the limit of open files leaves
+    max_connections: int | None = None  # None: by the limit of open files
     max_header_bytes: int = 64 * 1024  # request line and headers together
-    max_prompt_tokens: int | None = None  # None: what the engine takes
-    max_output_tokens: int | None = None  # requests that ask for more get this many
-    max_unread_bytes: int = 4 * MIB  # of a stream that its client leaves unread; in total, 8 times
-    # What /v1/responses keeps. 0: nothing. In bytes: with what running requests keep for it.
+    max_prompt_tokens: int | None = None  # None: the engine's limit
+    max_output_tokens: int | None = None  # higher max_tokens are lowered to it
+    max_unread_bytes: int = 4 * MIB  # unread bytes of a stream; 8 times as many in total
+    # Responses stored by /v1/responses; 0: none. The bytes include those of running requests.
     max_stored_responses: int = 1024
     max_stored_response_bytes: int = 32 * MIB
     stored_response_ttl_s: float = 24 * 3600.0
-    max_queue: int = 4096  # sequences that may wait; more are answered 429
-    head_timeout_s: float = 30.0  # to send a request's headers
-    body_timeout_s: float = 60.0  # to send its body
-    write_timeout_s: float = 60.0  # for a client to read some of what is written to it
+    max_queue: int = 4096  # waiting sequences; further requests are refused with 429
+    head_timeout_s: float = 30.0  # to receive the headers
+    body_timeout_s: float = 60.0  # to receive the body
+    write_timeout_s: float = 60.0  # without progress of a client that reads a response
     keep_alive_s: float = 60.0
-    engine_hang_timeout_s: float = 30.0  # an engine that is silent for longer is killed; 0: never
-    engine_restart_limit: int = 6  # deaths soon after the start, in a row, that end the server
-    drain_s: float = 30.0  # for running requests, once the server is asked to stop
+    engine_hang_timeout_s: float = 30.0  # a silent engine is killed after it; 0: never
+    engine_restart_limit: int = 6  # consecutive early deaths that end the server
+    drain_s: float = 30.0  # for running requests at shutdown
 
-    otlp_traces_endpoint: str | None = None  # "": as OTEL_EXPORTER_OTLP_* say; None: no traces
+    otlp_traces_endpoint: str | None = None  # "": from OTEL_EXPORTER_OTLP_*; None: no traces
 
     def __post_init__(self) -> None:
         self._check_int("port", 0, 65535)
@@ -111,27 +133,7 @@ class ServeSettings(StrictSettings):
         for name in times:
             self._check_number(name, 0.0, 1e6, "a number of seconds")
         self._check_number("stored_response_ttl_s", 0.0, 1e9, "a number of seconds")
-        self._check_bools(
-            "access_log",
-            "prefix_cache_sharing",
-            "client_priority",
-            "open_health",
-            "ui",
-            "dash",
-            "learn_engines",
-            "dev_mode",
-            "enable_tokenizer_info_endpoint",
-            "enable_request_id_headers",
-            "force_include_usage",
-            "enable_per_request_metrics",
-            "return_tokens_as_token_ids",
-            "log_stats",
-            "trust_request_chat_template",
-            "enable_auto_tool_choice",
-            "exclude_tools_when_tool_choice_none",
-            "disable_additional_properties",
-            "strict_fields",
-        )
+        self._check_bools(*BOOLS)
         efforts = self.reasoning_effort_map
         if not isinstance(efforts, dict) or not all(
             isinstance(word, str) for pair in efforts.items() for word in pair
@@ -148,13 +150,13 @@ class ServeSettings(StrictSettings):
             "allowed_hosts",
             "served_model_names",
         ):
-            given = getattr(self, name)
-            if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+            values = getattr(self, name)
+            if isinstance(values, str) or not all(isinstance(one, str) and one for one in values):
                 self._refuse(name, "a list of non-empty strings")
-            object.__setattr__(self, name, tuple(given))
+            object.__setattr__(self, name, tuple(values))
         self._check_allowed_hosts()
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
+            raise ConfigError("ssl_keyfile is set without ssl_certfile; set both")
         path = self.root_path
         if not isinstance(path, str) or (path and not path.startswith("/")) or "?" in path:
             self._refuse("root_path", "a path that begins with '/', such as /llm")

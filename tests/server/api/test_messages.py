@@ -303,7 +303,7 @@ def thinking(
 
 
 def told(client: anthropic.Anthropic, **more: Any) -> Any:
-    """The answer; a stream must say the same."""
+    """The answer. The streamed answer must be equal."""
     ask: Any = {"model": "model", "max_tokens": 150, "messages": HELLO, **more}
     whole = client.messages.create(**ask)
     with client.messages.stream(**ask) as stream:

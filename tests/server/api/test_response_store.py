@@ -1,4 +1,4 @@
-"""What `/v1/responses` keeps: in number, bytes and age, and of whom."""
+"""The store of `/v1/responses`: limits on number, bytes and age, for each API key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add(
     num_bytes: int = KIB,
     previous: StoredResponse | None = None,
 ) -> StoredResponse | None:
-    """A request from its begin to its end, as the server has it."""
+    """A request from beginning to end, with the server's calls of the store."""
     one = StoredResponse(owner, name, previous, b"[]", keep=True)
     if not store.open(one, 2):
         return None

@@ -138,7 +138,7 @@ def test_tool_choice_in_its_forms(client: openai.OpenAI) -> None:
         ({"conversation": "conv_1"}, "previous_response_id"),
         ({"prompt": {"id": "p"}}, "instructions"),
         ({"include": ["message.output_text.logprob"]}, "did you mean"),
-        ({"background": True, "store": False}, "background needs store"),
+        ({"background": True, "store": False}, "background requires store"),
         ({"previous_response_id": "resp_no"}, "not stored"),
         ({"input": [{"type": "item_reference", "id": "msg_no_0"}]}, "not stored"),
         ({"input": [{"type": "computer_call"}]}, "'computer_call'"),

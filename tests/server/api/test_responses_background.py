@@ -1,4 +1,4 @@
-"""Responses that are written while nobody waits, and what is left of them when an engine dies."""
+"""Background responses, and their state after the death of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items of `/v1/responses`: as a chat's messages on the way in, as typed events on the way out."""
+"""Items of `/v1/responses`: input items as chat messages, output items as typed events."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from twostroke.serve.api.responses.responses_input import (
 from twostroke.serve.api.responses.responses_output import OutputItems, response_of_item
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import ResponsesRequest, ResponsesTool
-from twostroke.serve.fields.response_fields import LogprobWriter, TokenNames
+from twostroke.serve.fields.response_json import LogprobWriter, TokenNames, encode_json
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from twostroke.serve.sse import encode_json
 
 EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 ITEM: Any = pydantic.TypeAdapter(ResponseOutputItem)
@@ -110,7 +109,7 @@ def new_items(namespaces: Any = None) -> OutputItems:
 
 
 def valid(kind: str, content: Any) -> Any:
-    """The event as the official client's types have it."""
+    """The event as a type of the official client."""
     encoded = encode_json({"type": kind, "sequence_number": 0, **content})
     return EVENT.validate_json(encoded)
 

@@ -18,8 +18,8 @@ from tests.server.monitor.test_metrics import scrape, value
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.kernels import cpu
-from twostroke.serve.dashboard.dash import MOST_A_SECOND, SLOWEST, STEPS, page_headers
-from twostroke.serve.monitor.ceilings_probe import IDLE_S, Roof
+from twostroke.serve.dashboard.dash import MAX_ANSWERS_PER_S, SLOWEST, STEPS, page_headers
+from twostroke.serve.monitor.ceilings_probe import IDLE_S, CeilingsProbe
 
 CAUSES = ("decode", "prefill", "preemption", "host", "communication")
 
@@ -189,22 +189,22 @@ def test_the_roof_is_measured_while_the_engine_is_idle_and_somebody_looks(
 
 
 def test_work_ends_the_measurement_and_the_next_idle_time_begins_another() -> None:
-    """The process that measures is ended as soon as a request is there."""
+    """A request that arrives ends the measuring process."""
     client = SimpleNamespace(info=SimpleNamespace(read_bytes_per_s=0.0, ops_per_s=0.0, threads=1))
     client.load = lambda: SimpleNamespace(running=1, waiting=0)
 
     async def test() -> None:
-        roof = Roof(client)  # type: ignore[arg-type]
+        roof = CeilingsProbe(client)  # type: ignore[arg-type]
         for _ in range(2):
-            roof.look(0.0)
+            roof.measure_if_idle(0.0)
             assert roof._task is None, "not idle for long enough"
-            roof.look(IDLE_S)
+            roof.measure_if_idle(IDLE_S)
             assert roof._task is not None
             await asyncio.wait_for(roof._task, 60)
             assert not any(roof.ceilings)
-            assert roof.is_coming
+            assert roof.is_pending
         client.info.threads = 0  # a GPU's is measured at the start or not at all
-        assert not roof.is_coming
+        assert not roof.is_pending
 
     asyncio.run(test())
 
@@ -223,7 +223,7 @@ def test_who_asks_too_often_is_told_to_wait(
 ) -> None:
     now = monotonic()
     monkeypatch.setattr("twostroke.serve.dashboard.dash.monotonic", lambda: now)
-    most = int(MOST_A_SECOND)
+    most = int(MAX_ANSWERS_PER_S)
     answers = [server.ask("GET", "/dash/feed") for _ in range(2 * most)]
     refused = [headers for status, headers, _ in answers if status == 429]
     assert [status for status, _, _ in answers] == [200] * most + [429] * most

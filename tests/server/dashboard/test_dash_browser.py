@@ -71,7 +71,7 @@ def figure(page: Page, name: str) -> float:
 
 
 def settled(page: Page, server: Running) -> None:
-    """The load has ended, and the page has heard of it."""
+    """Wait until the load has ended and the page shows it."""
     server.assert_idle()
     ended = value(scrape(server), "vllm:request_success_total", finished_reason="length")
     page.value("document.querySelector('[data-window=all]').click()")

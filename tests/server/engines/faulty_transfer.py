@@ -1,5 +1,5 @@
-"""An engine whose KV blocks go wrong on their way, as the file named by `FAULT_FILE` says: it holds
-one of `FAULTS` and a number, and is read anew for every block. A builder for `RoutedEngine`."""
+"""A builder for `RoutedEngine` whose engines damage KV blocks during transfer. The file named by
+`FAULT_FILE` has one of `FAULTS` and a number; it is read for every block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fault() -> tuple[str, float]:
 
 
 class FaultyServer(BlockServer):
-    """Of sockets: what is sent differs from what was read."""
+    """A socket transport that sends damaged bytes."""
 
     def answer(self, peer: bytes, wanted: Wanted) -> None:
         self._held: list[tuple[bytes, Sent, bytes]] = []
@@ -48,7 +48,7 @@ class FaultyServer(BlockServer):
 
 
 class FaultyTransfer(KVTransfer):
-    """Of shared memory: the blocks themselves are damaged, or the table leads beyond them."""
+    """A shared-memory transport with damaged blocks, or with a table that points beyond them."""
 
     def offer(self, *what: Any) -> Offer:
         offer = super().offer(*what)

@@ -1,6 +1,6 @@
-"""What clients see when something breaks, and that nobody else is harmed and the server recovers.
+"""Faults: the affected client gets an error, other clients are not harmed, the server recovers.
 
-The servers are processes of their own, their engines in others (`test_load.py`).
+Servers and engines are separate processes (`test_load.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def written(folder: Path) -> list[int]:
 
 
 def build_behind_a_gate(config: EngineConfig) -> InstantEngine:
-    """The first engine starts at once, every other one when the gate's folder has an "open"."""
+    """The first engine starts at once, the next engines when the gate's folder has a file
+    "open"."""
     gate = Path(os.environ[GATE])
     try:
         (gate / "first").touch(exist_ok=False)
@@ -97,7 +98,8 @@ class Raising(InstantExecutor):
 
 
 class Numberless(InstantExecutor):
-    """Its logits are NaN where a prompt begins with `BAD_PROMPT`, from the third token on."""
+    """An engine with NaN logits from the third token on, for prompts that begin with
+    `BAD_PROMPT`."""
 
     def sample(self, plan: StepPlan, masks: object = None) -> Done:
         done = super().sample(plan, masks)
@@ -253,7 +255,7 @@ def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
 
 
 def new_engine(server: Server, known: set[int]) -> int:
-    """Wait for an engine's process that is not known yet."""
+    """Wait for a new engine process."""
     end = time.monotonic() + PATIENCE_S
     while True:
         for task in Path(f"/proc/{server.process.pid}/task").iterdir():
@@ -269,7 +271,7 @@ def new_engine(server: Server, known: set[int]) -> int:
 def test_an_engine_that_cannot_live_ends_the_server_with_the_reason(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Nobody is left without an answer, and whoever started the server can tell."""
+    """Every client gets an answer, and the server's exit status shows the failure."""
     settings = {"engine_restart_limit": 2}
     said = tmp_path / "stderr"
     with (
@@ -432,8 +434,8 @@ async def until(server: Server, **values: int) -> None:
 
 
 def test_out_of_kv_every_request_finishes_with_its_tokens(folder: Path) -> None:
-    """Together they would need seven times the cache: those that have no room give way and come
-    again. The real model over real blocks, and what each writes alone in a large cache."""
+    """Together the requests need seven times the cache, so they are preempted and resumed. Their
+    tokens equal those of each request alone in a large cache, with the real model."""
     many, count, blocks = 10, 240, 24  # requests that grow to 16 blocks each
     prompts = [prompt_of(n) for n in range(many)]
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)

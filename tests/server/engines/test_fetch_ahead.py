@@ -1,5 +1,5 @@
-"""Blocks of long prompts that travel between real engines, each a process, while the rest is still
-computed: the tokens are those of one engine alone, whichever engine dies meanwhile."""
+"""KV blocks of long prompts that are sent between engine processes while the rest is still
+computed. The tokens equal those of a single engine, even if an engine dies meanwhile."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_long_prompts_blocks_are_sent_while_it_is_prefilled(
     def when_all_is_there(
         self: RoutedRequests, member: Member, routed: RoutedRequest, update: Any
     ) -> None:
-        """The tiny model's last chunk would take less than the blocks before it."""
+        """Without the wait, the tiny model's last chunk would take less time than the transfer."""
         if any(one is routed for one, _ in self.hand_overs.ahead.values()):
             loop = asyncio.get_running_loop()
             loop.call_later(0.001, when_all_is_there, self, member, routed, update)

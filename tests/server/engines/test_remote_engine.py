@@ -1,4 +1,5 @@
-"""`RemoteEngine`: an engine in another process, and every way in which a stream or it may end."""
+"""`RemoteEngine`: an engine in another process, and all ways in which streams and engine may
+end."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> LLM:
-    """Answers one at a time, in this process: what the streams must give."""
+    """The expected answers: one request at a time, in this process."""
     return tiny_llm(folder)
 
 
@@ -62,14 +63,14 @@ def written(folder: Path) -> list[int]:
 
 
 class Running:
-    """An engine, and the loop it lives in, for several tests."""
+    """An engine with its event loop, for several tests."""
 
     def __init__(self, config: EngineConfig, **more: Any) -> None:
         self.runner = asyncio.Runner()
         self.engine = self.runner.run(RemoteEngine.start(config, **more))
 
     def run(self, test: Callable[[RemoteEngine], Coroutine[Any, Any, None]]) -> None:
-        """In the end nothing may be left of any request, on either side."""
+        """Check at the end that neither side has anything left of any request."""
 
         async def run() -> None:
             await asyncio.wait_for(test(self.engine), PATIENCE_S)
@@ -459,7 +460,7 @@ def test_messages_that_cannot_be_read_are_dropped(instant: Running, written: lis
 def test_a_killed_engine_is_replaced_and_only_begun_streams_are_lost(
     folder: Path, written: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three times: four streams have begun, others wait or want only the end."""
+    """Three times: four streams have begun, other requests wait or are not streamed."""
     monkeypatch.setenv(STEP_DELAY, "0.01")
 
     async def test() -> None:
@@ -610,7 +611,7 @@ class Clock:
 def test_a_server_that_was_stopped_itself_kills_no_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a laptop is shut: the server has missed messages, and the engine was not silent."""
+    """As after the sleep of a laptop: the server has missed messages of a working engine."""
     clock = Clock()
     for module in (supervised, child):
         monkeypatch.setattr(module, "monotonic", clock)
@@ -745,7 +746,7 @@ def test_a_parent_without_torch_takes_its_engine_along_when_it_is_killed(folder:
 
 
 def gone(pid: int) -> bool:
-    """Ended; perhaps not yet collected by whoever has inherited it."""
+    """Return whether a process has ended; it may be a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Several real engines, each a process, behind one client: every request ends once, and as it would
-have in one engine alone."""
+"""Several engine processes behind one client: every request ends once, with the result of a single
+engine."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> LLM:
-    """Answers one at a time, in this process: what the streams must give."""
+    """The expected answers: one request at a time, in this process."""
     return tiny_llm(folder, exact=True)
 
 
 class Running:
-    """Engines, and the loop they live in, for several tests."""
+    """Engines with their event loop, for several tests."""
 
     def __init__(
         self, folder: Path, settings: PoolSettings, builder: str = DEFAULT_BUILDER, **more: Any
@@ -69,7 +69,7 @@ class Running:
         self.engine.requests.router._place_directly = lambda *_: None  # type: ignore[method-assign]
 
     def run(self, test: Callable[[RoutedEngine], Coroutine[Any, Any, None]]) -> None:
-        """In the end nothing may be left of any request, on any side."""
+        """Check at the end that no side has anything left of any request."""
 
         async def run() -> None:
             await asyncio.wait_for(test(self.engine), PATIENCE_S)
@@ -290,7 +290,7 @@ STAGES = ("before prefill", "after prefill", "in transfer", "in decode")
 def test_an_engine_that_dies_at_any_stage_costs_no_request_and_no_token(
     stage: str, seed: int | None, pools: Running, alone: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engine is killed while a request is at that stage; ten others run beside it."""
+    """Kill the engine of a request at that stage, while ten other requests run."""
     params = SamplingParams(
         temperature=0 if seed is None else 0.9, seed=seed, max_tokens=150, ignore_eos=True
     )
@@ -489,7 +489,8 @@ def test_closing_ends_open_streams_with_an_error(folder: Path) -> None:
 
 
 def test_pools_that_keep_different_blocks_are_refused_by_name(folder: Path) -> None:
-    """As on machines that compute differently; `PoolSettings` gives all of them the same."""
+    """Engines on machines that compute differently; `PoolSettings` gives all engines equal
+    settings."""
     settings = PoolSettings(prefill_engines=1, decode_engines=1)
     config = EngineConfig(model=str(folder), num_gpu_blocks_override=64)
     prefill, decode = settings.engines(config)

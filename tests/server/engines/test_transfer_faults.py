@@ -1,5 +1,5 @@
-"""KV blocks that go wrong between real engines, each a process: every request ends once, with the
-tokens of an undisturbed run, and its record says what happened."""
+"""Faults in KV transfers between engine processes: every request ends once, with the tokens of an
+undisturbed run, and its record has the cause."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def alone(folder: Path) -> LLM:
 
 
 class Faulty(Running):
-    """One prefill engine whose blocks go wrong as it is told, and one decode engine."""
+    """A prefill engine with faults on request, and a decode engine."""
 
     def __init__(self, folder: Path, file: Path, transport: str) -> None:
         self._file, self.transport = file, transport
@@ -158,7 +158,7 @@ def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
 
 
 def test_requests_wait_for_room_in_a_full_receiver_and_say_so(folder: Path, alone: LLM) -> None:
-    """It holds two of them at one time."""
+    """The cache holds two of the prompts at a time."""
     settings = PoolSettings(
         prefill_engines=1,
         decode_engines=1,

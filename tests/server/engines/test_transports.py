@@ -36,7 +36,7 @@ class Transport:
     connect: Callable[[], socket.socket]
 
     def is_aborted(self, connection: socket.socket, leave: Callable[[socket.socket], None]) -> bool:
-        """Whether a stream ends early after `leave`."""
+        """Return whether a stream ends early after `leave`."""
         records = self.server.client.records.requests
         before = len(records)
         body = json.dumps(LONG).encode()

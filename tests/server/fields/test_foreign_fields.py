@@ -1,4 +1,4 @@
-"""Fields of other servers' requests: translated, without effect, refused, or unknown."""
+"""Fields of other servers: translated, ignored, refused, or unknown."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.serve.api.anthropic.messages_request import MessagesRequest, as_chat
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.fields.body_fields import decode_body
-from twostroke.serve.fields.protocol import Body, ChatRequest, CompletionRequest, ResponsesRequest
+from twostroke.serve.fields.body_fields import Body, decode_body
+from twostroke.serve.fields.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LLAMA, MESSAGES, OLLAMA = "/completion", "/v1/messages", "/api/chat"

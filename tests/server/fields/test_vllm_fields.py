@@ -1,4 +1,4 @@
-"""Fields and headers as vLLM has them: what its clients send, and what they look for."""
+"""vLLM's request fields and response headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers of many choices and log-probabilities: written in pieces, the same JSON, kept packed."""
+"""Answers of many choices and log-probabilities: encoded in pieces to the same JSON, and stored
+packed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke.outputs import CompletionOutput as Completion
 from twostroke.outputs import Deltas, Logprob, Logprobs, RequestOutput
 from twostroke.plan import TokenLogprobs
-from twostroke.serve.sse import CHUNK_BYTES, LazyList, encode_json, iter_json
+from twostroke.serve.fields.response_json import CHUNK_BYTES, LazyList, encode_json, iter_json
 
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MANY: dict[str, Any] = {"prompt": [60, 61, 62], "ignore_eos": True, "seed": 1, "temperature": 1.0}

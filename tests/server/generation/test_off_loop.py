@@ -1,4 +1,4 @@
-"""Work for one request that takes long, or for ever, is no other request's matter."""
+"""Slow or endless work for one request does not delay other requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chat(content: str = "the fox", **more: Any) -> dict[str, Any]:
 
 
 def costly(n: int) -> dict[str, Any]:
-    """Takes a checker all the time that a grammar may have."""
+    """A grammar that takes a checker the maximal time."""
     patterns = [{"type": "string", "pattern": f"^.*x{k}_{n}.*$"} for k in range(300)]
     return chat(structured_outputs={"json": {"allOf": patterns}})
 

@@ -1,4 +1,4 @@
-"""Server-sent events to the byte, and the fast encoding held to the plain one."""
+"""Server-sent events byte by byte; the fast encoding equals the plain encoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.serve.api.openai.completions import CompletionStreamWriter
-from twostroke.serve.sse import TextEventTemplate, event
+from twostroke.serve.fields.response_json import TextEventTemplate, event
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

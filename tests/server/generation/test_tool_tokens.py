@@ -1,6 +1,6 @@
-"""A model whose tool tags are tokens of their own, as Qwen's are: forced calls, and what follows.
+"""A model with special tokens for tool tags, as Qwen's: forced calls, and the text after them.
 
-The tiny model's weights are random: whatever is valid, the grammar made.
+The tiny model has random weights, so valid output comes from the grammar.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_a_grammar_may_hold_a_tag_as_text_or_as_a_token(llm: LLM, grammar: str) 
 
 
 def test_the_text_of_a_special_token_is_written_with_others(llm: LLM) -> None:
-    """It would be missing from the answer, where special tokens are not shown."""
+    """The tag would be missing from an answer without special tokens."""
     for asked in ({"choice": [f"{SPECIAL}x"]}, {"regex": re.escape(SPECIAL) + "x"}):
         output = write(llm, **asked)
         assert output.text == f"{SPECIAL}x"
@@ -174,7 +174,7 @@ def test_objects_are_closed_unless_the_request_opens_them(server: Running) -> No
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
 
     def names(**more: Any) -> set[str]:
-        """The model is made to go on wherever it may."""
+        """The model continues wherever the grammar allows it."""
         bias = {str(token): 50 for token in comma}
         (said,) = ask(server, logit_bias=bias, max_tokens=60, **more)["choices"]
         return set(re.findall(r'"([^"]*)" ?:', said["message"]["content"]))

@@ -1,4 +1,4 @@
-"""Tool calls: what requests may say, what models write, and what is told of it piece by piece."""
+"""Tool calls: the fields of requests, the output of models, and the streamed deltas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Joined = tuple[str, list[tuple[str, str, str]]]
 
 
 def joined(deltas: list[Delta]) -> Joined:
-    """What a client makes of a stream."""
+    """The message that a client joins from a stream."""
     content, calls = "", list[list[str]]()
     for delta in deltas:
         if isinstance(delta, ContentDelta):

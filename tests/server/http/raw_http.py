@@ -40,7 +40,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Everything until the server closes the connection."""
+    """Read until the server closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while data := connection.recv(65536):

@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Answered:
-    """The statuses of the text route's responses, counted where the metrics count them."""
+    """The statuses of the responses of /v1/completions, from the metrics."""
 
     def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         self.statuses: list[int] = []
@@ -74,7 +74,7 @@ class Answered:
 
 @contextlib.contextmanager
 def loop_held(server: Running) -> Iterator[None]:
-    """The server's event loop does nothing meanwhile."""
+    """Block the server's event loop."""
     held, go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -165,7 +165,7 @@ def test_no_step_computes_requests_that_were_left_before_it(
     folder: Path, written: list[int]
 ) -> None:
     """An engine finds `MANY` requests and their aborts in its inbox, and then another's request.
-    Of the first few requests it may not have received the abort when their step begins."""
+    For the first few requests, the abort may arrive after the beginning of their step."""
     limits = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 4096}
     with served(folder, settings={"max_queue": 2 * MANY}, **limits) as server:
 

@@ -1,5 +1,5 @@
-"""What a client sends costs only itself: bodies are bounded in size, in values, in how slowly they
-come and in what stays of them, and other streams go on meanwhile."""
+"""Limits of bodies: size, number of values, speed, and memory. Streams of other clients continue
+meanwhile."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.input_processor import COUNTED_CHARS
 from twostroke.engine.rendering import TemplateRenderer
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.http import bodies, byte_budget
-from twostroke.serve.http.bodies import BodyReader
-from twostroke.serve.http.byte_budget import MAX_WAITING, ByteBudget, Reservation, Sender
+from twostroke.serve.http import bodies
+from twostroke.serve.http.bodies import MAX_WAITING, BodyReader, ByteBudget, Reservation, Sender
 from twostroke.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.core  # bounds of security
@@ -56,7 +55,7 @@ def refusal(answer: tuple[int, dict[str, str], bytes], status: int) -> dict[str,
 
 @contextmanager
 def watched(server: Running) -> Iterator[Callable[[], int]]:
-    """Streams beside what happens inside, one after the other; how many tokens they have got."""
+    """Run streams one after the other during the block; yields their numbers of tokens."""
     tokens, end, begun = [0], threading.Event(), threading.Event()
 
     def read() -> None:
@@ -293,8 +292,8 @@ def test_bodies_together_hold_no_more_than_there_is_room_for(folder: Path) -> No
 def test_bodies_that_hold_a_part_and_wait_for_more_do_not_all_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four hold a quarter each and want another: refusing one is enough for the others."""
-    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.2)
+    """Four bodies hold a quarter each and need another quarter: refusing one body is enough."""
+    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.2)
 
     async def main() -> list[bool]:
         budget = ByteBudget(100)
@@ -384,7 +383,7 @@ def test_the_share_that_holds_most_makes_room(
     amount: int,
     ends: list[int | None] | None,
 ) -> None:
-    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.1)
     if ends is None:
         with pytest.raises(ApiError, match="too many large requests"):
             refused(ByteBudget(100), held, asking, amount)
@@ -393,8 +392,8 @@ def test_the_share_that_holds_most_makes_room(
 
 
 def test_slow_senders_lose_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even to a body of their own client, and the slowest first."""
-    monkeypatch.setattr(byte_budget, "SLOW_AFTER_S", -1.0)
+    """Slow bodies lose memory even to a body of their own client, the slowest body first."""
+    monkeypatch.setattr(bodies, "SLOW_AFTER_S", -1.0)
     slow = ByteBudget(100, slow_rate=1e9)
     assert refused(slow, [(A, 60), (A, 15), (A, 25)], A, 30) == [None, 408, 408]
 
@@ -402,7 +401,7 @@ def test_slow_senders_lose_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_waits_often_takes_no_turns_from_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(byte_budget, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(bodies, "MAX_WAIT_S", 0.2)
 
     async def main() -> tuple[list[Any], Any]:
         budget = ByteBudget(100)
@@ -517,7 +516,7 @@ def test_limits_follow_the_context_and_can_be_set() -> None:
 
 
 def test_what_agents_and_evaluations_send_is_well_within_the_limits(server: Running) -> None:
-    """Refused for its length here, by a model of a short context, and not for its shape."""
+    """The request is refused for its length, by a model with a short context, not for its shape."""
     ids = {"prompt": list(range(100, 600)) * 256, "max_tokens": 1}  # 128,000 of them
     error = refusal(server.ask("POST", TEXT, ids), 400)
     assert error["code"] == "context_length_exceeded"

@@ -1,4 +1,4 @@
-"""Requests of foreign web pages: refused by a server that a browser on its machine can reach."""
+"""Requests of foreign web pages are refused."""
 
 from __future__ import annotations
 

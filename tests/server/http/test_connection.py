@@ -1,4 +1,4 @@
-"""Limits of a connection that hold before a route or a key is looked at."""
+"""Limits of a connection, applied before route and key are checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twostroke.serve.http.connection import (
     MAX_HEADER_LINES,
     MAX_PIPELINED,
     TURN_S,
-    Turns,
+    ParseScheduler,
     connection_type,
 )
 from twostroke.serve.settings import ServeSettings
@@ -54,7 +54,7 @@ def exchange(server: Running, *pieces: bytes) -> bytes:
 
 
 def is_cut_off(server: Running, begin: bytes, endless: bytes) -> bool:
-    """Whether the server closes a connection whose client never stops sending."""
+    """Return whether the server closes a connection whose client never stops sending."""
     with connect(server) as connection:
         reader = threading.Thread(target=read_all, args=(connection,))
         reader.start()
@@ -140,7 +140,7 @@ UPGRADE = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUp
 
 
 def test_an_upgrade_is_answered_as_http(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """The connection is kept: HTTP clients that would like HTTP/2 go on with HTTP/1.1."""
+    """The connection stays open: clients that offer HTTP/2 continue with HTTP/1.1."""
     last = GET.replace(b"Host: localhost", b"Connection: close")
     assert statuses(exchange(server, UPGRADE + UPGRADE + last)) == [200, 200, 200]
     assert not caplog.records
@@ -261,7 +261,7 @@ def test_an_answer_that_is_not_read_holds_no_connection(folder: Path, line: byte
 
 
 def test_bytes_that_are_ignored_are_bounded(server: Running) -> None:
-    """A client that goes on sending while its first response is written is cut off."""
+    """A client that keeps sending during its first response is disconnected."""
     body = json.dumps(TEXT | {"max_tokens": 400, "ignore_eos": True}).encode()
     begin = head("/v1/completions", b"Content-Length: %d" % len(body)) + body
     assert is_cut_off(server, begin, GET * 1000)
@@ -278,7 +278,7 @@ def test_servers_of_one_process_share_no_buffer() -> None:
 
 
 def test_connections_share_the_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn ends when its time is over, and the next turn goes on with the next connection."""
+    """A turn ends after its time, and the next turn continues with the next connection."""
     now, order = [0.0], []
 
     class Endless:
@@ -294,7 +294,7 @@ def test_connections_share_the_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(connection, "monotonic", lambda: now[0])
 
     async def run() -> list[int]:
-        turns, per_turn = Turns(), []
+        turns, per_turn = ParseScheduler(), []
         slow = 0.6 * TURN_S
         for one in (Endless("a", 4, slow), Endless("b", 4, slow), Endless("c", 1, 0.0)):
             turns.add(one)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Requests that fail are logged: status, route, request id and reason, nothing of their text."""
+"""Failed requests are logged with status, route, request id and reason, without their text."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_many_failures_do_not_fill_the_log(
 def test_warnings_of_the_http_library_do_not_fill_the_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the lines of the access log, which the operator has asked for, have no limit."""
+    """Only access log lines have no limit."""
     now = [monotonic() + 100]
     monkeypatch.setattr("twostroke.log_lines.monotonic", lambda: now[0])
     logging.config.dictConfig(log_lines.uvicorn_config())

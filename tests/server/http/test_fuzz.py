@@ -1,5 +1,5 @@
-"""Calls that nobody would make: none of them may break, hang or hurt the server. `bench/fuzz.py`
-makes them by the thousand; here are some hundreds."""
+"""Malformed calls: none of them may break, hang or harm the server. `bench/fuzz.py` makes thousands
+of calls, this test some hundreds."""
 
 from __future__ import annotations
 

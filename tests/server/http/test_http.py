@@ -1,4 +1,4 @@
-"""What the server says to a request that is wrong, too large, too many, or left alone."""
+"""Answers to requests that are invalid, too large, too many, or abandoned."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server(folder: Path) -> Iterator[Running]:
 
 
 def refusal(answer: tuple[int, dict[str, str], bytes], status: int) -> dict[str, Any]:
-    """The error of an answer that has OpenAI's shape and nothing of our insides."""
+    """Return the error of an answer; check OpenAI's format, without internals of the server."""
     got, headers, body = answer
     assert got == status, body
     assert headers["content-type"] == "application/json"
@@ -276,7 +276,7 @@ def test_a_full_queue_is_answered_429_and_those_in_it_are_served(folder: Path) -
 
 @pytest.fixture
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request takes seconds, so that it cannot end by itself while a test looks."""
+    """A request takes seconds, so that it cannot end during a test."""
     step = EngineCore.step
 
     def slow(core: EngineCore) -> Any:

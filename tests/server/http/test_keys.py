@@ -1,4 +1,4 @@
-"""With a key configured, nothing acts or tells without it."""
+"""API keys: without a key, no route acts or returns information."""
 
 from __future__ import annotations
 
@@ -88,23 +88,46 @@ def test_health_and_metrics_open_and_close_by_settings(folder: Path) -> None:
         assert server.ask("GET", "/version")[0] == 401
 
 
+HERE, THERE = "https://here.example", "https://there.example"
+PREFLIGHT = {"Origin": HERE, "Access-Control-Request-Method": "POST"}
+ALLOW = "access-control-allow-origin"
+
+
 def test_pages_of_other_sites_may_ask_only_where_they_are_named(folder: Path) -> None:
-    asks = {"Origin": "https://here.example", "Access-Control-Request-Method": "POST"}
     with running(tiny_llm(folder)) as server:
-        assert (
-            "access-control-allow-origin" not in server.ask("OPTIONS", "/v1/models", None, asks)[1]
+        assert ALLOW not in server.ask("OPTIONS", "/v1/models", None, PREFLIGHT)[1]
+    with running(tiny_llm(folder), cors_origins=(HERE,)) as server:
+        asked = {**PREFLIGHT, "Access-Control-Request-Headers": "authorization, x-own"}
+        status, headers, body = server.ask("OPTIONS", "/v1/models", None, asked)
+        assert (status, body, headers[ALLOW]) == (200, b"OK", HERE)
+        assert headers["access-control-allow-methods"] == "GET, POST, DELETE"
+        assert headers["access-control-allow-headers"] == "authorization, x-own"
+        status, headers, body = server.ask(
+            "OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": THERE}
         )
-    with running(tiny_llm(folder), cors_origins=("https://here.example",)) as server:
-        status, headers, _ = server.ask("OPTIONS", "/v1/models", None, asks)
-        assert (status, headers["access-control-allow-origin"]) == (200, "https://here.example")
-        other = {**asks, "Origin": "https://there.example"}
-        assert (
-            "access-control-allow-origin" not in server.ask("OPTIONS", "/v1/models", None, other)[1]
-        )
+        assert (status, body) == (400, b"Disallowed CORS origin")
+        assert ALLOW not in headers
+        put = {**PREFLIGHT, "Access-Control-Request-Method": "PUT"}
+        put["Access-Control-Request-Private-Network"] = "true"
+        status, _, body = server.ask("OPTIONS", "/v1/models", None, put)
+        assert (status, body) == (400, b"Disallowed CORS method, private-network")
+        headers = server.ask("GET", "/v1/models", None, {"Origin": HERE})[1]
+        assert (headers[ALLOW], headers["vary"]) == (HERE, "Origin")
+        headers = server.ask("GET", "/v1/models", None, {"Origin": THERE})[1]
+        assert ALLOW not in headers
+        assert headers["vary"] == "Origin"
+        assert server.ask("GET", "/", None, {"Origin": HERE})[1]["vary"] == "accept, Origin"
+
+
+def test_an_asterisk_lets_the_pages_of_every_site_ask(folder: Path) -> None:
+    with running(tiny_llm(folder), cors_origins=("*",)) as server:
+        assert server.ask("OPTIONS", "/v1/models", None, PREFLIGHT)[1][ALLOW] == "*"
+        assert server.ask("GET", "/v1/models", None, {"Origin": THERE})[1][ALLOW] == "*"
+        assert ALLOW not in server.ask("GET", "/v1/models")[1]
 
 
 def cached(server: Running, key: str, **more: object) -> int:
-    """Of a prompt that was sent before, as its sender is told."""
+    """Return the number of cached prompt tokens in the answer to a client."""
     headers = {**JSON, "X-Api-Key": key.encode()}
     body = {"prompt": list(range(4, 104)), "max_tokens": 1, **more}
     status, _, answer = server.ask("POST", "/v1/completions", body, headers)  # type: ignore[arg-type]

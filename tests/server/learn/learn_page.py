@@ -1,4 +1,4 @@
-"""The page `/learn` as its reader uses it, in a real browser."""
+"""The page `/learn` in a real browser, with the actions of a reader."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The routes that /learn reads: experiments act on requests of their own, and tell what the records
-say."""
+"""The routes of /learn: experiments act only on requests of their own, and their results equal the
+records."""
 
 from __future__ import annotations
 

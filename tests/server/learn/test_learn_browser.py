@@ -23,7 +23,7 @@ from twostroke.observe.ceilings import Ceilings
 from twostroke.observe.record import ENGINE_STEPS, RequestRecord, StepRecord
 from twostroke.serve.learn.learn_export import exported, recorded
 from twostroke.serve.learn.learn_routes import LearnData
-from twostroke.serve.monitor.ceilings_probe import Roof
+from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def _steps_with_chunks_first(request: RequestRecord) -> list[int]:
 def test_the_dots_of_the_roofline_are_the_recorded_steps(
     chrome: Browser, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Roof, "ceilings", Ceilings(2e10, 4e11))
+    monkeypatch.setattr(CeilingsProbe, "ceilings", Ceilings(2e10, 4e11))
     with learn_page(chrome, f"{server.url}/learn", "roofline") as learn:
         assert learn.shown("circle[data-step]") == []
         learn.run("run")

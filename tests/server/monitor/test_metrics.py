@@ -1,4 +1,4 @@
-"""`/metrics`: what it says agrees with the engine's books, from before the first request on."""
+"""`/metrics` agrees with the engine's records, beginning before the first request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from twostroke.observe.totals import (
 )
 from twostroke.request import SamplingParams
 from twostroke.serve.monitor.gpu import gpu_figures
-from twostroke.serve.monitor.metrics import Metrics, gpu_families
+from twostroke.serve.monitor.metrics import ServerMetrics, gpu_families
 
 MONITORING = Path(__file__).parents[3] / "deploy" / "monitoring"
 TEXT = "/v1/completions"
@@ -105,7 +105,7 @@ def scrape(server: Running) -> Samples:
 
 
 def value(samples: Samples, series: str, **labels: str) -> float:
-    """The one sample of that name with these labels, whatever others it has."""
+    """The only sample of that name with these labels, ignoring other labels."""
     found = [
         v
         for (name, has), v in samples.items()
@@ -307,7 +307,7 @@ def test_an_engine_started_again_goes_on_counting(folder: Path) -> None:
 
     async def test() -> None:
         async with await RemoteEngine.start(config, builder=BUILDER) as engine:
-            metrics = Metrics(engine, "m")
+            metrics = ServerMetrics(engine, "m")
 
             async def answer(count: int, params: SamplingParams = params) -> None:
                 async for output in engine.generate([5] * 20, params):

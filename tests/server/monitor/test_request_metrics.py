@@ -10,7 +10,7 @@ import pytest
 from tests.server.running import running
 from tests.tiny import tiny_llm
 from twostroke import LLM
-from twostroke.serve.generation.conversation import Conversation
+from twostroke.serve.generation.conversation import ConversationGeneration
 from twostroke.serve.settings import ServeSettings
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
@@ -64,6 +64,6 @@ def test_the_template_gets_the_effort_that_the_map_names() -> None:
         reasoning_effort = "xhigh"
 
     conversation: Any = SimpleNamespace(service=Service(), chat=Chat())
-    assert Conversation.render(conversation) == {"reasoning_effort": "high"}
+    assert ConversationGeneration.render(conversation) == {"reasoning_effort": "high"}
     Chat.reasoning_effort = "low"
-    assert Conversation.render(conversation) == {"reasoning_effort": "low"}
+    assert ConversationGeneration.render(conversation) == {"reasoning_effort": "low"}

@@ -1,4 +1,4 @@
-"""The KV cache on the page, in `/metrics` and in the log: what the audit finds, at any moment."""
+"""The figures of the KV cache on the page, in `/metrics` and in the log equal the audit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Gate:
         core.step = gated
 
     def let_a_step_pass(self, ended: Callable[[], bool]) -> None:
-        """Returns after the step, or when `ended` says that no step comes."""
+        """Return after the step, or when `ended` returns True."""
         steps = self.steps
         self._allowed.release()
         while self.steps == steps and not ended():
@@ -82,7 +82,7 @@ def test_page_metrics_log_and_audit_agree_at_every_sampled_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "twostroke.serve.dashboard.dash.MOST_A_SECOND", 1e9
+        "twostroke.serve.dashboard.dash.MAX_ANSWERS_PER_S", 1e9
     )  # asked as fast as it steps
     llm = tiny_llm(tmp_path)
     core = llm.engine.core

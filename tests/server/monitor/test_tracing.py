@@ -1,4 +1,4 @@
-"""Traces, read by a collector that speaks OpenTelemetry's protocol over a real socket."""
+"""Traces, received by a collector over OpenTelemetry's protocol on a real socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CAUSES = ("decode", "prefill", "preemption", "host", "communication")
 
 
 class Collector:
-    """Takes what comes, slowly if told to, and decodes it."""
+    """A collector that decodes spans, with an optional delay."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -1,4 +1,4 @@
-"""The chat page as its reader uses it, in a real browser."""
+"""The chat page in a real browser, with the actions of a reader."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ChatPage:
         return self.page.value(f"[...{ANSWERS}].at({number}).querySelector('.content').innerText")
 
     def messages(self) -> list[str]:
-        """What the reader has said and was answered, in order."""
+        """The messages of the conversation, in order."""
         return self.page.value(
             "[...document.querySelectorAll('.message .content')].map(one => one.innerText)"
         )
@@ -59,7 +59,7 @@ class ChatPage:
         )
 
     def always_answer(self, text: str | None, **more: Any) -> None:
-        """From the next chat on the model can write nothing but `text`; None: what it likes."""
+        """Let the model write only `text` from the next chat on; None: no restriction."""
         fields = more if text is None else {"structured_outputs": {"choice": [text]}, **more}
         settings = {"system": "", "sampling": {}, "tools": "", "more": "", "details": True}
         settings |= {"more": json.dumps(fields) if fields else ""}

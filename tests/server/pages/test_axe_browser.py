@@ -15,7 +15,7 @@ from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.observe.ceilings import Ceilings
-from twostroke.serve.monitor.ceilings_probe import Roof
+from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
 
 pytestmark = [
     pytest.mark.full,
@@ -75,7 +75,7 @@ def test_the_chat_in_each_of_its_states(
 def test_every_view_of_learn(
     chrome: Browser, folder: Path, axe: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Roof, "ceilings", Ceilings(2e10, 4e11))  # the sliders need some
+    monkeypatch.setattr(CeilingsProbe, "ceilings", Ceilings(2e10, 4e11))  # the sliders need some
     with (
         running(tiny_llm(folder), engine=EngineConfig(model=str(folder))) as server,
         learn_page(chrome, f"{server.url}/learn") as learn,

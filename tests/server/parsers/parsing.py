@@ -1,4 +1,4 @@
-"""What a client makes of a message that comes in pieces, cut everywhere."""
+"""The message that a client joins from deltas, with the text cut at every position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Said(NamedTuple):
 
 
 def read(message: AssistantMessage, pieces: Sequence[str]) -> Said:
-    """Joined from the deltas, as a client does; the message itself must say the same."""
+    """Join the deltas as a client does. The parser's own message must be equal."""
     deltas = [delta for piece in pieces for delta in message.push(piece)] + message.flush()
     reasoning, content, calls = "", "", list[list[str]]()
     for delta in deltas:
@@ -40,7 +40,8 @@ def read(message: AssistantMessage, pieces: Sequence[str]) -> Said:
 
 
 def read_however_cut(new_message: Callable[[], AssistantMessage], text: str) -> Said:
-    """What is read in one piece; the same must be read in two, in many, and by the character."""
+    """Parse the text in one piece; parsing in two or more pieces, or by character, must be
+    equal."""
     whole = read(new_message(), [text])
     for cut in range(1, len(text)):
         assert read(new_message(), [text[:cut], text[cut:]]) == whole, text[:cut]

@@ -1,4 +1,4 @@
-"""Reasoning: parted from the answer wherever the text is cut, counted, bounded by a budget."""
+"""Reasoning: split from the answer for every cut of the text, counted, limited by a budget."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def model(thinking: tuple[Running, Scripted]) -> Scripted:
 
 
 def answer(server: Running, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The message and the usage; a stream must say the same."""
+    """The message and the usage. The streamed answer must be equal."""
     whole = server.post(CHAT, ASKED | fields)
     (choice,) = whole["choices"]
     said = choice["message"]

@@ -1,4 +1,4 @@
-"""Tool calls as each format writes them, and as models get them wrong."""
+"""Tool calls in each format, and the typical mistakes of models."""
 
 from __future__ import annotations
 
@@ -622,7 +622,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
 def test_a_forced_call_is_written_so_that_its_parser_reads_it(llm: LLM, parser: str) -> None:
-    """Of a format that writes no JSON, the calls are written and read in another."""
+    """Forced calls of a format without JSON are in another format."""
     small = {"type": "object", "properties": {"nights": {"enum": [1, 2]}}, "required": ["nights"]}
     closed = small | {"additionalProperties": False}
     calls = ToolCalls(parser, [function("book", closed)], "required")

@@ -1,4 +1,4 @@
-"""`twostroke serve` with several engines, as it runs for real: flags, HTTP, /metrics, a death."""
+"""`twostroke serve` with several engines in real processes: flags, HTTP, /metrics, a death."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_what_pools_cannot_do_is_refused_and_changes_nothing(folder: Path) -> No
     key = "sesame"
     with started("twostroke", "serve", str(folder), *options, "-dp", "2") as server:
         for body, says in (
-            ({}, "give prefill, decode or data_parallel_size"),
+            ({}, "send prefill, decode or data_parallel_size"),
             ({"prefill": 1}, "prefill: there is no such pool here, only data_parallel_size"),
             ({"data_parallel_size": 0}, "must be from 1 to 64, not 0"),
             ({"data_parallel_size": 65}, "must be from 1 to 64, not 65"),

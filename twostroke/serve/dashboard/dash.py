@@ -1,8 +1,7 @@
 """`/dash`: one page that needs nothing but this server, and the data it reads (`/dash/feed`).
 
-The page holds no data and needs no key; the feed needs one, as `/metrics` does. A visible page asks
-twice a second, a hidden one not at all. At most `MOST_A_SECOND` answers are made; more are answered
-429.
+The page holds no data and needs no key; the feed needs a key, as `/metrics` does. A visible page
+asks twice a second, a hidden page never. Above `MAX_ANSWERS_PER_S` the feed answers 429.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from twostroke.engine.api import EngineClient
 from twostroke.observe.recent import HOUR_S, MINUTE_S, Point, Spread, Window
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.serve.error_responses import ApiError, retry_after
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import JSON, Headers, HttpRequest
 from twostroke.serve.http.routing import Route
-from twostroke.serve.monitor.ceilings_probe import IDLE_S, Roof
+from twostroke.serve.monitor.ceilings_probe import IDLE_S, CeilingsProbe
 from twostroke.serve.monitor.gpu import gpu_figures
-from twostroke.serve.monitor.metrics import Metrics
+from twostroke.serve.monitor.metrics import ServerMetrics
 
-MOST_A_SECOND = 20.0
+MAX_ANSWERS_PER_S = 20.0
 NO_STORE = (b"cache-control", b"no-store")
 STEPS = 400  # on the timeline
 SLOWEST = 8
-ENGINES_S = 10.0  # that what each of several engines does is taken over
+ENGINES_S = 10.0  # the time over which the work of each engine is averaged
 QUANTILES = (0.5, 0.95, 0.99)
 WINDOWS: dict[str, float | None] = {
     "10": 10.0,
@@ -81,15 +80,15 @@ SLOW_BY = {"total": _total_s, "first": _ttft_s, "gap": _worst_s}
 class DashRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._data = DashData(service.client, service.metrics, service.roof)
+        self._data = DashData(service.client, service.metrics, service.ceilings_probe)
         self._page = files("twostroke.serve.dashboard").joinpath("dash.html").read_bytes()
         self._headers = page_headers(self._page.decode())
-        self._tokens, self._tokens_s = MOST_A_SECOND, 0.0  # of a token bucket, and when counted
+        self._tokens, self._tokens_s = MAX_ANSWERS_PER_S, 0.0  # a token bucket, and its last update
 
     def routes(self) -> list[Route]:
         return [
             Route("GET", "/dash", self.page, "A page that shows the engine live.", open=True),
-            Route("GET", "/dash/feed", self.feed, "What the page shows, as JSON."),
+            Route("GET", "/dash/feed", self.feed, "The data of /dash, as JSON."),
         ]
 
     async def page(self, http: HttpRequest) -> None:
@@ -105,16 +104,16 @@ class DashRoutes:
 
     def _limit_rate(self) -> None:
         now = monotonic()
-        left = self._tokens + (now - self._tokens_s) * MOST_A_SECOND
-        self._tokens, self._tokens_s = min(left, MOST_A_SECOND), now
+        left = self._tokens + (now - self._tokens_s) * MAX_ANSWERS_PER_S
+        self._tokens, self._tokens_s = min(left, MAX_ANSWERS_PER_S), now
         if self._tokens < 1.0:
-            message = "too many look at the dashboard; ask less often"
+            message = "too many clients read the dashboard's data; ask less often"
             raise ApiError(429, message, code="too_many_watchers", headers=retry_after(2))
         self._tokens -= 1.0
 
 
 def page_headers(page: str) -> Headers:
-    """Nothing but the page's own script and style runs, and it can speak to nobody but us."""
+    """Headers that allow only the page's own script and style, and connections to this server."""
     script, style = (_hash_of(tag, page) for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
@@ -150,15 +149,15 @@ def _query(http: HttpRequest) -> tuple[int, str, str]:
 
 
 class DashData:
-    """What the page shows, as plain data, from the records that the engine's client mirrors and the
-    totals of `/metrics`. Times are in milliseconds here: people read them."""
+    """The data of the page, from the records that the engine's client mirrors and the totals of
+    `/metrics`. Times are in milliseconds: people read them."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, roof: Roof) -> None:
+    def __init__(self, client: EngineClient, metrics: ServerMetrics, probe: CeilingsProbe) -> None:
         self._client = client
         self._records = client.records
         self._totals, self._recent = metrics.totals, metrics.recent
-        self._id = uuid4().hex[:8]  # another after the server was started again
-        self._roof = roof
+        self._id = uuid4().hex[:8]  # changes when the server restarts
+        self._probe = probe
 
     def snapshot(
         self,
@@ -168,8 +167,8 @@ class DashData:
         slow_by: str,
         may_see: Callable[[RequestRecord], bool],
     ) -> Json:
-        """`since`: the `num_steps` of the last answer, whose steps are left out. `may_see`: which
-        requests are shown one by one."""
+        """`since`: the `num_steps` of the previous answer; only later steps are included.
+        `may_see`: whether the client may see this request."""
         client, recent, now = self._client, self._recent, monotonic()
         load, info = client.load(), client.info
         seconds = WINDOWS[window]
@@ -177,7 +176,9 @@ class DashData:
         span_s = max(min(seconds or HOUR_S, up_s), MINUTE_S)  # of the curves
         newest = self._records.steps[-1] if self._records.steps else None
         if not (load.running or load.waiting):
-            self._roof.look(now - (recent.started_s if newest is None else newest.committed_s))
+            self._probe.measure_if_idle(
+                now - (recent.started_s if newest is None else newest.committed_s)
+            )
         return {
             "server": {
                 "id": self._id,
@@ -217,7 +218,7 @@ class DashData:
         }
 
     def _engines(self, now: float) -> list[Json]:
-        """Of several engines: what each has, and what it did of late. Nothing of one alone."""
+        """Load and recent work of each engine; empty if there is only one engine."""
         engines = self._client.each_engine()
         if len(engines) < 2:
             return []
@@ -251,7 +252,7 @@ class DashData:
         return found
 
     def _transfers(self) -> list[Json]:
-        """Since the start, by sender and receiver."""
+        """KV transfers since the start, by sender and receiver."""
         return [
             {
                 "sender": sender,
@@ -265,17 +266,19 @@ class DashData:
         ]
 
     def _roof_json(self) -> Json:
-        found = self._roof.ceilings
+        found = self._probe.ceilings
         return {
             "flops": found.ops_per_s or None,
             "bytes": found.read_bytes_per_s or None,
-            "idle_s": IDLE_S if self._roof.is_coming else None,  # it is measured after so long
+            "idle_s": IDLE_S
+            if self._probe.is_pending
+            else None,  # the idle time before the measurement
         }
 
     def _steps(self, since: int) -> list[list[float | str]]:
-        """Those that are new, oldest first, as `STEP_FIELDS` has them."""
+        """New steps, oldest first, with the fields of `STEP_FIELDS`."""
         new = self._recent.num_steps - since
-        new = STEPS if new < 0 else min(new, STEPS)  # below 0: another server's number
+        new = STEPS if new < 0 else min(new, STEPS)  # below 0: `since` is of another server process
         newest = list(islice(reversed(self._records.steps), new))
         return [_step_row(record, self._recent.started_s) for record in reversed(newest)]
 
@@ -297,7 +300,7 @@ def _ms(seconds: float) -> float:
 
 
 def _point_json(point: Point) -> list[float | None]:
-    """Times ago, rates a second and the load, then quantiles in milliseconds."""
+    """The age, rates a second and the load, then quantiles in milliseconds."""
     return [
         *(None if value is None else round(value, 4) for value in point[:9]),
         *(None if value is None else _ms(value) for value in point[9:]),
@@ -327,7 +330,7 @@ def _spread_json(spread: Spread) -> Json:
 def _step_row(record: StepRecord, zero_s: float) -> list[float | str]:
     since, host_s = record.since_s, record.since_s.host
     if not (record.regular or record.late):
-        # No stream waited for it. Before the planning began there was nothing to do.
+        # No stream waited for this step. Before its planning began there was nothing to do.
         host_s = record.committed_s - record.planned_s - record.device_s
         host_s = min(max(host_s, 0.0), since.host)
     return [
@@ -350,7 +353,7 @@ def _step_row(record: StepRecord, zero_s: float) -> list[float | str]:
 
 
 def _request_json(record: RequestRecord, now: float) -> Json:
-    """Of a request that ended early, as far as it came."""
+    """The figures of an ended request; phases that it did not reach end with it."""
     scheduled_s = record.scheduled_s or record.finished_s
     first_s = record.first_token_s or record.finished_s
     worst = record.worst_gap

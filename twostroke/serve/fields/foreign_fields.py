@@ -1,14 +1,13 @@
-"""Request fields that other servers read and the types of `protocol.py` do not have: vLLM's older
-and optional fields, llama-server's, SGLang's, OpenRouter's.
+"""Request fields of other servers that are not in `protocol.py`: vLLM's older and optional fields,
+and fields of llama-server, SGLang and OpenRouter.
 
 A table gives each field one of three meanings:
 
-    becomes    the field is translated into fields that this server has
-    ignored    the field has no effect on the answer here
-    unbuilt    the field would change the answer: only its neutral values are accepted
+    translated   the field is converted into fields of this server
+    ignored      the field has no effect on the answer
+    unsupported  the field would change the answer: only its neutral values are accepted
 
-`Body.FOREIGN` is the table of a type, `body_fields.py` applies it. A field that is in no table is
-unknown.
+`Body.FOREIGN` is the table of a request type; `body_fields.py` applies it.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from twostroke.serve.error_responses import ApiError
 Fields = dict[str, Any]  # a JSON object; values that were not read are `msgspec.Raw`
 Apply = Callable[[Fields, Any], None]
 
-MAX_TOKENS: Final = 2**31 - 1  # "until the context is full", where a field has no word for it
-OFF_BY_DEFAULT: Final[tuple[Any, ...]] = ("", [], {})  # of any feature
-# llama.cpp's samplers that are not built: the values that switch each of them off.
+MAX_TOKENS: Final = 2**31 - 1  # means: until the context is full
+OFF_BY_DEFAULT: Final[tuple[Any, ...]] = ("", [], {})  # values that switch off any feature
+# Unsupported samplers of llama.cpp, with the values that switch them off.
 LLAMA_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "mirostat": (0,),
     "typical_p": (1.0,),
@@ -41,7 +40,7 @@ LLAMA_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "post_sampling_probs": (False,),
     "lora": ([],),
 }
-# The effect of each sampler that is missing in `samplers`.
+# The values that switch off each sampler that is missing in `samplers`.
 WITHOUT: Final[dict[str, dict[str, float | int]]] = {
     "temperature": {"temperature": 1.0},
     "top_k": {"top_k": 0},
@@ -56,17 +55,17 @@ WITHOUT: Final[dict[str, dict[str, float | int]]] = {
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """The meaning of one field. `apply` is None where the field has no effect."""
+class ForeignField:
+    """The meaning of one field. `apply`: None if the field has no effect."""
 
     type: Any = Any  # the type of its JSON value
     apply: Apply | None = None
-    neutral: tuple[Any, ...] | None = None  # the values that an unbuilt field may have
+    neutral: tuple[Any, ...] | None = None  # the accepted values of an unsupported field
     advice: str = ""
-    code: str | None = None  # of the error, where clients look for one
+    code: str | None = None  # the error's code, if clients test it
 
     def read(self, fields: Fields, name: str, value: Any) -> None:
-        """Add the meaning of a value to the request's fields; raises `ApiError`."""
+        """Apply a value to the fields of the request; raise `ApiError` if it is unsupported."""
         if self.neutral is not None and not _is_in(value, (*OFF_BY_DEFAULT, *self.neutral)):
             advice = self.advice or "leave it out"
             if self.neutral and not self.advice:
@@ -77,41 +76,41 @@ class Foreign:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The field in /openapi.json."""
+        """The JSON schema of the field in /openapi.json."""
         if self.neutral is not None:
             return {"enum": [None, *OFF_BY_DEFAULT, *self.neutral]}
         return msgspec.json.schema(self.type | None) if self.type is not Any else {}
 
 
-Table = Mapping[str, Foreign]
+Table = Mapping[str, ForeignField]
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
-    """Also of the same kind: 0 is not false, but 0 is 0.0."""
+    """Return whether a value is one of `values`: 0 equals 0.0, but not false."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
-def ignored(type: Any = Any) -> Foreign:
-    return Foreign(type)
+def ignored(type: Any = Any) -> ForeignField:
+    return ForeignField(type)
 
 
-def unbuilt(*neutral: Any, advice: str = "", code: str | None = None) -> Foreign:
-    return Foreign(neutral=neutral, advice=advice, code=code)
+def unsupported(*neutral: Any, advice: str = "", code: str | None = None) -> ForeignField:
+    return ForeignField(neutral=neutral, advice=advice, code=code)
 
 
-def renamed(type: Any, name: str) -> Foreign:
-    """The same field under this server's name, which counts if both are given."""
-    return Foreign(type, lambda fields, value: _default(fields, name, value))
+def renamed(type: Any, name: str) -> ForeignField:
+    """A field with another name here. This server's name takes precedence."""
+    return ForeignField(type, lambda fields, value: _default(fields, name, value))
 
 
-def inside(type: Any, name: str, key: str) -> Foreign:
-    """An entry of a field that is an object; an empty text is no entry."""
+def inside(type: Any, name: str, key: str) -> ForeignField:
+    """An entry of a field that is an object. An empty string is ignored."""
 
     def apply(fields: Fields, value: Any) -> None:
         if value != "":
             _merge(fields, name, {key: value})
 
-    return Foreign(type, apply)
+    return ForeignField(type, apply)
 
 
 def _default(fields: Fields, name: str, value: Any) -> None:
@@ -120,7 +119,7 @@ def _default(fields: Fields, name: str, value: Any) -> None:
 
 
 def _merge(fields: Fields, name: str, entries: dict[str, Any]) -> None:
-    """Add entries to a field that is an object; those that the request has itself count."""
+    """Add entries to a field that is an object. Entries of the request take precedence."""
     given = _value(fields, name)
     if given is None or isinstance(given, dict):
         fields[name] = entries | (given or {})
@@ -139,17 +138,17 @@ def _without_cache(fields: Fields, cache_prompt: bool) -> None:
         fields["cache_salt"] = uuid4().hex  # no other request has the same
 
 
-def _max_tokens(name: str, unlimited: int | None) -> Foreign:
-    """llama.cpp's n_predict; -1 is "until the context is full"."""
+def _max_tokens(name: str, unlimited: int | None) -> ForeignField:
+    """llama.cpp's n_predict; -1 means until the context is full."""
 
     def apply(fields: Fields, value: int) -> None:
         _default(fields, name, value if value >= 0 else unlimited)
 
-    return Foreign(int, apply)
+    return ForeignField(int, apply)
 
 
 def _thinking(fields: Fields, value: Any) -> None:
-    """A boolean, or an object as Anthropic's: {"type": "enabled", "budget_tokens": …}."""
+    """Translate a boolean, or Anthropic's object: {"type": "enabled", "budget_tokens": …}."""
     budget = None
     if isinstance(value, dict):
         budget, value = value.get("budget_tokens"), value.get("type") != "disabled"
@@ -159,7 +158,7 @@ def _thinking(fields: Fields, value: Any) -> None:
 
 
 def _reasoning(fields: Fields, value: Any) -> None:
-    """A boolean, or OpenRouter's object: effort, max_tokens, enabled, exclude."""
+    """Translate a boolean, or OpenRouter's object: effort, max_tokens, enabled, exclude."""
     given = value if isinstance(value, dict) else {"enabled": value}
     if given.get("enabled") is not None:
         _thinking(fields, given["enabled"])
@@ -193,20 +192,21 @@ def _samplers(fields: Fields, names: list[str]) -> None:
 
 
 def _repeat_last_n(fields: Fields, value: int) -> None:
-    """How far back penalties look: here at the whole text. In the table after `repeat_penalty`."""
+    """Refuse a window of the penalties: here they apply to the whole text. The field must follow
+    `repeat_penalty` in the table."""
     if value == 0:
         fields.update(WITHOUT["penalties"])
     elif value > 0 and any(
         _value(fields, name) not in (None, off) for name, off in WITHOUT["penalties"].items()
     ):
-        message = "repeat_last_n: penalties look at the whole text; leave it out, or give -1"
+        message = "repeat_last_n: penalties apply to the whole text; leave it out, or give -1"
         raise ApiError(400, message, param="repeat_last_n")
 
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
 
-# Settings of samplers that are off, slots (there are none), ends by indentation or time, and
-# timings, which come with the last part of every answer.
+# Settings of samplers that are off, slots, stops by indentation or time, and timings, which are in
+# the last part of every answer.
 LLAMA_IGNORED: Final[Table] = {
     name: ignored()
     for name in (
@@ -230,12 +230,12 @@ LLAMA_IGNORED: Final[Table] = {
     )
 }
 LLAMA: Final[Table] = {
-    **{name: unbuilt(*values) for name, values in LLAMA_OFF.items()},
+    **{name: unsupported(*values) for name, values in LLAMA_OFF.items()},
     **LLAMA_IGNORED,
 }
-OLLAMA_OPTIONS: Final[Table] = {  # the last ones say how a model is loaded
+OLLAMA_OPTIONS: Final[Table] = {  # the last fields are for loading a model
     **LLAMA,
-    "tfs_z": unbuilt(1.0),
+    "tfs_z": unsupported(1.0),
     **{
         name: ignored()
         for name in (
@@ -258,12 +258,12 @@ OLLAMA_OPTIONS: Final[Table] = {  # the last ones say how a model is loaded
     },
 }
 STRUCTURED: Final[Table] = {
-    "structural_tag": unbuilt(advice="give a grammar"),
-    "whitespace_pattern": unbuilt(),
+    "structural_tag": unsupported(advice="give a grammar"),
+    "whitespace_pattern": unsupported(),
     "disable_fallback": ignored(bool),
-    "disable_any_whitespace": unbuilt(False),
+    "disable_any_whitespace": unsupported(False),
 }
-# Of all routes whose request is one of OpenAI's.
+# For all routes with a request of OpenAI's.
 _SHARED: Final[Table] = {
     # vLLM
     "guided_json": inside(str | dict[str, Any], "structured_outputs", "json"),
@@ -272,23 +272,23 @@ _SHARED: Final[Table] = {
     "guided_grammar": inside(str, "structured_outputs", "grammar"),
     "guided_json_object": inside(bool, "structured_outputs", "json_object"),
     "guided_decoding_backend": ignored(str),
-    "guided_whitespace_pattern": unbuilt(),
-    "use_beam_search": unbuilt(False),
+    "guided_whitespace_pattern": unsupported(),
+    "use_beam_search": unsupported(False),
     "length_penalty": ignored(float),  # of beam search
     "early_stopping": ignored(bool),
-    "logits_processors": unbuilt(),
-    "kv_transfer_params": unbuilt(),
-    "repetition_detection": unbuilt(),
-    "vllm_xargs": unbuilt(),
-    "mm_processor_kwargs": ignored(),  # of media, which no request may have
+    "logits_processors": unsupported(),
+    "kv_transfer_params": unsupported(),
+    "repetition_detection": unsupported(),
+    "vllm_xargs": unsupported(),
+    "mm_processor_kwargs": ignored(),  # for media, which no request may have
     "media_io_kwargs": ignored(),
     # llama-server
     "repeat_penalty": renamed(float, "repetition_penalty"),
-    "repeat_last_n": Foreign(int, _repeat_last_n),
-    "samplers": Foreign(list[str], _samplers),
+    "repeat_last_n": ForeignField(int, _repeat_last_n),
+    "samplers": ForeignField(list[str], _samplers),
     "grammar": inside(str, "structured_outputs", "grammar"),
     "json_schema": inside(dict[str, Any], "structured_outputs", "json"),
-    "cache_prompt": Foreign(bool, _without_cache),
+    "cache_prompt": ForeignField(bool, _without_cache),
     "return_tokens": ignored(bool),
     "response_fields": ignored(list[str]),
     **LLAMA,
@@ -297,57 +297,57 @@ _SHARED: Final[Table] = {
     "ebnf": inside(str, "structured_outputs", "grammar"),
     "rid": renamed(str, "request_id"),
     "no_stop_trim": renamed(bool, "include_stop_str_in_output"),
-    "stop_regex": unbuilt(),
-    "return_hidden_states": unbuilt(False),
-    "lora_path": unbuilt(),
-    "session_params": unbuilt(),
-    "custom_logit_processor": unbuilt(),
+    "stop_regex": unsupported(),
+    "return_hidden_states": unsupported(False),
+    "lora_path": unsupported(),
+    "session_params": unsupported(),
+    "custom_logit_processor": unsupported(),
     "custom_params": ignored(),
     # OpenRouter, Mistral
-    "transforms": unbuilt(),
-    "top_a": unbuilt(0.0),
+    "transforms": unsupported(),
+    "top_a": unsupported(0.0),
     "usage": ignored(dict[str, Any]),  # of a stream: `stream_options` asks for it
     "provider": ignored(),
     "random_seed": renamed(int, "seed"),
-    "safe_prompt": unbuilt(False),
+    "safe_prompt": unsupported(False),
 }
 _THINKING: Final[Table] = {
-    "enable_thinking": Foreign(bool, _thinking),
-    "thinking": Foreign(bool | dict[str, Any], _thinking),
+    "enable_thinking": ForeignField(bool, _thinking),
+    "thinking": ForeignField(bool | dict[str, Any], _thinking),
 }
 CHAT: Final[Table] = {
     **_SHARED,
     **_THINKING,
-    "reasoning": Foreign(bool | dict[str, Any], _reasoning),
+    "reasoning": ForeignField(bool | dict[str, Any], _reasoning),
     "thinking_budget": renamed(int, "thinking_token_budget"),
     "thinking_budget_tokens": renamed(int, "thinking_token_budget"),
     "reasoning_budget": renamed(int, "thinking_token_budget"),
-    "separate_reasoning": Foreign(bool, _separate_reasoning),
-    "stream_reasoning": unbuilt(True),
-    "thinking_forced_open": unbuilt(False),
+    "separate_reasoning": ForeignField(bool, _separate_reasoning),
+    "stream_reasoning": unsupported(True),
+    "thinking_forced_open": unsupported(False),
     "chat_format": ignored(),
-    "parse_tool_calls": unbuilt(True, advice='give tool_choice "none" to get no calls'),
+    "parse_tool_calls": unsupported(True, advice='give tool_choice "none" to get no calls'),
     "n_predict": _max_tokens("max_tokens", None),
     "max_output_tokens": renamed(int, "max_completion_tokens"),
     "n_cmpl": renamed(int, "n"),
-    "n_probs": Foreign(int, _chat_probabilities),
-    "best_of": unbuilt(1),
+    "n_probs": ForeignField(int, _chat_probabilities),
+    "best_of": unsupported(1),
     # OpenAI's
-    "functions": unbuilt(advice="use tools"),
-    "function_call": unbuilt("none", "auto", advice="use tool_choice"),
-    "audio": unbuilt(advice="this server writes text only"),
-    "modalities": unbuilt(["text"], advice='only ["text"] is'),
-    "web_search_options": unbuilt(),
-    "prediction": ignored(),  # it makes OpenAI's models faster, and changes no answer
+    "functions": unsupported(advice="use tools"),
+    "function_call": unsupported("none", "auto", advice="use tool_choice"),
+    "audio": unsupported(advice="this server writes text only"),
+    "modalities": unsupported(["text"], advice='only ["text"] is'),
+    "web_search_options": unsupported(),
+    "prediction": ignored(),  # only makes OpenAI's models faster
 }
 COMPLETION: Final[Table] = {
     **_SHARED,
     "n_predict": _max_tokens("max_tokens", MAX_TOKENS),
     "max_completion_tokens": renamed(int, "max_tokens"),
     "n_cmpl": renamed(int, "n"),
-    "n_probs": Foreign(int, _text_probabilities),
-    "prompt_embeds": unbuilt(advice="send the prompt as a text or token ids"),
-    "suffix": unbuilt(advice="use /infill"),
+    "n_probs": ForeignField(int, _text_probabilities),
+    "prompt_embeds": unsupported(advice="send the prompt as a text or token ids"),
+    "suffix": unsupported(advice="use /infill"),
 }
 RESPONSES: Final[Table] = {
     **_SHARED,
@@ -356,13 +356,13 @@ RESPONSES: Final[Table] = {
     "n_predict": _max_tokens("max_output_tokens", None),
     "max_tokens": renamed(int, "max_output_tokens"),
     "max_completion_tokens": renamed(int, "max_output_tokens"),
-    "n_probs": unbuilt(0, advice="include message.output_text.logprobs, and give top_logprobs"),
-    "n": unbuilt(1),
-    "n_cmpl": unbuilt(1),
-    "conversation": unbuilt(advice="go on from an answer with previous_response_id"),
-    "prompt": unbuilt(advice="send instructions and input"),
-    "context_management": unbuilt(advice='set truncation to "auto", or shorten the input'),
-    "enable_response_messages": unbuilt(False),
+    "n_probs": unsupported(0, advice="include message.output_text.logprobs, and give top_logprobs"),
+    "n": unsupported(1),
+    "n_cmpl": unsupported(1),
+    "conversation": unsupported(advice="go on from an answer with previous_response_id"),
+    "prompt": unsupported(advice="send instructions and input"),
+    "context_management": unsupported(advice='set truncation to "auto", or shorten the input'),
+    "enable_response_messages": unsupported(False),
 }
 LLAMA_COMPLETION: Final[Table] = {
     **LLAMA,
@@ -382,30 +382,31 @@ MESSAGES: Final[Table] = {
     **{name: _SHARED[name] for name in _SHARED if name.startswith("guided_")},
     "repeat_penalty": _SHARED["repeat_penalty"],
     "cache_prompt": _SHARED["cache_prompt"],
-    "enable_thinking": Foreign(
+    "enable_thinking": ForeignField(
         bool,
         lambda fields, value: _merge(
             fields, "chat_template_kwargs", {"enable_thinking": value, "thinking": value}
         ),
     ),
-    "mcp_servers": unbuilt(advice="call them on the client's side, as tools"),
-    "container": unbuilt(advice="nothing is run on the server's side"),
-    "compaction": unbuilt(advice="shorten the conversation on the client's side"),
-    # By this code Anthropic's clients know to go on without threads.
-    "thread": unbuilt(
-        advice="nothing is kept; send the whole conversation", code="thread_unsupported_request"
+    "mcp_servers": unsupported(advice="call them on the client's side, as tools"),
+    "container": unsupported(advice="nothing is run on the server's side"),
+    "compaction": unsupported(advice="shorten the conversation on the client's side"),
+    # With this code Anthropic's clients continue without threads.
+    "thread": unsupported(
+        advice="this server keeps no threads; send the whole conversation",
+        code="thread_unsupported_request",
     ),
 }
 OLLAMA_GENERATE: Final[Table] = {
-    "template": unbuilt(
+    "template": unsupported(
         advice="the model's own is used; send raw: true and a prompt that is rendered"
     ),
-    "context": unbuilt(advice="send the conversation to /api/chat"),
+    "context": unsupported(advice="send the conversation to /api/chat"),
 }
 TOKENIZE: Final[Table] = {  # llama-server's names
     "content": renamed(str, "prompt"),
     "add_special": renamed(bool, "add_special_tokens"),
-    "parse_special": unbuilt(True),
-    "with_pieces": unbuilt(False, advice="give return_token_strs"),
+    "parse_special": unsupported(True),
+    "with_pieces": unsupported(False, advice="give return_token_strs"),
     "mm_processor_kwargs": ignored(),
 }

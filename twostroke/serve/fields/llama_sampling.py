@@ -6,10 +6,11 @@ from typing import ClassVar
 
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Stops, StopText
 from twostroke.serve.fields.foreign_fields import Table
-from twostroke.serve.fields.protocol import EngineFields, GenerateRequest, Stops, StopText
+from twostroke.serve.fields.protocol import GenerateRequest
 
-RANDOM_SEEDS = (-1, 2**32 - 1)  # by which llama.cpp means: any
+RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's values for a random seed
 
 
 class LlamaSampling(EngineFields, kw_only=True):
@@ -19,13 +20,13 @@ class LlamaSampling(EngineFields, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: int | None = None  # penalties look at the whole text
+    repeat_last_n: int | None = None  # only 0 and -1: penalties apply to the whole text
     stop: StopText | Stops | None = None
 
     def apply_to(self, request: GenerateRequest) -> None:
-        """Set them in a request of OpenAI's; raises `ApiError` for what cannot be done."""
+        """Set the fields in a request of OpenAI's; raise `ApiError` if one is unsupported."""
         if self.temperature is not None:
-            request.temperature = max(self.temperature, 0.0)  # below 0 it is greedy, too
+            request.temperature = max(self.temperature, 0.0)  # below 0 is greedy, too
         if self.top_k is not None:
             request.top_k = max(self.top_k, 0)
         if self.seed not in RANDOM_SEEDS:
@@ -43,6 +44,6 @@ class LlamaSampling(EngineFields, kw_only=True):
         if penalised and (self.repeat_last_n or -1) > 0:
             raise ApiError(
                 400,
-                "repeat_last_n: penalties look at the whole text; leave it out, or give -1",
+                "repeat_last_n: penalties apply to the whole text; leave it out, or give -1",
                 param="repeat_last_n",
             )

@@ -1,5 +1,5 @@
-"""A conversation, whichever API it came by: its request in OpenAI's form, and the assistant's
-message as it is written."""
+"""`ConversationGeneration`: a conversation of any API as a chat request of OpenAI's form, and
+`AssistantMessage`, the message that the model writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import msgspec
 
 from twostroke.request import EngineRequest
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.fields.protocol import Body, ChatRequest
+from twostroke.serve.fields.body_fields import Body
+from twostroke.serve.fields.protocol import ChatRequest
 from twostroke.serve.generation.generate import Generation
 from twostroke.serve.generation.params import chat_params
 from twostroke.serve.generation.service import Service
@@ -38,11 +39,11 @@ from twostroke.serve.settings import ServeSettings
 R = TypeVar("R", bound=Body)
 
 
-class Conversation(Generation[R]):
-    """A request that is answered by an assistant's message (`n` of them).
+class ConversationGeneration(Generation[R]):
+    """A request that is answered with an assistant's message (or `n` of them).
 
-    An API says how its request reads as a chat request (`as_chat`) and writes its answer from
-    `AssistantMessage`s; all between is done here."""
+    An API translates its request into a chat request (`as_chat`) and writes its answer from
+    `AssistantMessage`; this class does everything in between."""
 
     def __init__(self, service: Service, request: R) -> None:
         super().__init__(service, request)
@@ -53,15 +54,15 @@ class Conversation(Generation[R]):
         self.reasoning: Reasoning | None = None
 
     def drop_server_tools(self, types: Sequence[str]) -> None:
-        """Warn of tools that the client wants the server to run, by their types: none is run
-        here, and the model is not shown them."""
+        """Warn of tools, given by their types, that the client expects the server to run. This
+        server runs no tools, and the model is not shown them."""
         if types:
             message = "tools that this server does not run were left out"
             self.warnings.append(IgnoredParts(message, types))
 
     @abstractmethod
     def as_chat(self) -> ChatRequest:
-        """The request in OpenAI's form; what cannot be expressed in it is refused."""
+        """Return the request in OpenAI's form; raise `ApiError` for unsupported features."""
 
     def prepare(self) -> list[EngineRequest]:
         service, chat = self.service, self.chat
@@ -85,7 +86,7 @@ class Conversation(Generation[R]):
         return [replace(request, thinking=thinking)]
 
     def render(self) -> list[int]:
-        """The prompt's token ids. Called off the event loop."""
+        """Return the prompt's token ids. Called off the event loop."""
         chat, variables = self.chat, {}
         if (effort := chat.reasoning_effort) is not None:
             efforts = self.service.settings.reasoning_effort_map
@@ -102,7 +103,7 @@ class Conversation(Generation[R]):
         return requested_reasoning(parser, template, service.prompts.tokenizer, prompt, continued)
 
     def _tags_are_special(self) -> bool:
-        """Whether what calls and reasoning are known by would be skipped with special tokens."""
+        """Return whether the tags of calls or of reasoning are special tokens."""
         if self.tools is not None and self.tools.format.special_tokens:
             return True
         tokenizer = self.service.prompts.tokenizer
@@ -115,7 +116,7 @@ class Conversation(Generation[R]):
         return AssistantMessage(self.tools, parallel, self.reasoning, include, counter)
 
     def reasoning_tokens(self, token_ids: Sequence[int]) -> int | None:
-        """How many of a whole choice's tokens are reasoning; None where it is not parted."""
+        """Return the number of reasoning tokens of a choice; None if reasoning is not parsed."""
         counter = self._reasoning_counter()
         if counter is None:
             return None
@@ -141,8 +142,8 @@ def _thinking_budget(chat: ChatRequest, reasoning: Reasoning | None) -> int | No
     if reasoning is None:
         raise ApiError(
             400,
-            "thinking_token_budget: this server does not know how the model thinks; start it with "
-            "--reasoning-parser",
+            "thinking_token_budget: this server does not know the model's reasoning format; start "
+            "it with --reasoning-parser",
             param="thinking_token_budget",
         )
     return budget
@@ -151,8 +152,8 @@ def _thinking_budget(chat: ChatRequest, reasoning: Reasoning | None) -> int | No
 def requested_tools(
     request: ChatRequest, settings: ServeSettings, chat_template: str | None
 ) -> ToolCalls | None:
-    """The tools that the model may call; None if there are none to call. The template shows them to
-    the model all the same."""
+    """Return the tools that the model may call, or None. The template shows the tools to the model
+    even if it may not call them."""
     if not request.tools and request.tool_choice in (None, "none", "auto"):
         return None
     parser = settings.tool_call_parser or "auto"
@@ -168,7 +169,7 @@ def requested_tools(
 
 
 class AssistantMessage:
-    """The message of one choice as it is written: reasoning, text and tool calls."""
+    """The streamed message of one choice: reasoning, text and tool calls."""
 
     def __init__(
         self,
@@ -178,11 +179,11 @@ class AssistantMessage:
         include_reasoning: bool = True,
         counter: ReasoningCounter | None = None,
     ) -> None:
-        """`parallel`: whether calls after the first are given."""
+        """`parallel`: include calls after the first one."""
         self._tools = tools
         self._calls = None if tools is None else tools.stream()
         self._parsers: list[Scanner] = [] if self._calls is None else [self._calls]
-        # Harmony's channels are read by one parser, whatever is on them.
+        # One parser reads all of Harmony's channels.
         if reasoning is not None and not isinstance(self._calls, Harmony):
             self._parsers.insert(0, reasoning.parser())
         self._parallel = parallel
@@ -199,28 +200,28 @@ class AssistantMessage:
 
     @property
     def content(self) -> str | None:
-        """None in a message that has only reasoning or tool calls."""
+        """The text; None in a message that has only reasoning or tool calls."""
         text = "".join(self._text)
         return text if text or not (self.calls or self._reasoning) else None
 
     @property
     def reasoning(self) -> str | None:
-        """None where the model did not think aloud, or nobody wants to know."""
+        """The reasoning; None if there is none or the request excludes it."""
         return "".join(self._reasoning) or None
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Of the tokens that were pushed; None where reasoning is not parted from the answer."""
+        """The number of reasoning tokens so far; None if reasoning is not parsed."""
         return None if self._counter is None else self._counter.count
 
     @property
     def is_plain(self) -> bool:
-        """All that comes is content, as it comes."""
+        """Return whether all further text is content."""
         return all(isinstance(one, ReasoningParser) and one.ended for one in self._parsers)
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
-        """What is new. Text that may become something else is held back. `token_ids`: those that
-        came with it, for `reasoning_tokens`."""
+        """Add text and return the new deltas. Text that may be part of a tag is held back.
+        `token_ids`: the tokens of the text, for `reasoning_tokens`."""
         if self._counter is not None:
             self._counter.push(token_ids)
         if not self._parsers:
@@ -232,19 +233,19 @@ class AssistantMessage:
         return self._take(deltas)
 
     def flush(self) -> list[Delta]:
-        """What was held back: the text has ended."""
+        """Return the deltas of the text held back: the text has ended."""
         deltas: list[Delta] = []
         for parser in self._parsers:
             deltas = _through(parser, deltas) + parser.flush()
         return self._take(deltas)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI has it: "tool_calls" unless the tool was forced by name."""
+        """OpenAI's finish reason: "tool_calls" unless the tool was forced by name."""
         named = self._tools is not None and self._tools.choice.startswith("name:")
         return "tool_calls" if self.calls and reason == "stop" and not named else reason
 
     def _take(self, deltas: list[Delta]) -> list[Delta]:
-        given: list[Delta] = []
+        taken: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ContentDelta):
                 self._text.append(delta.text)
@@ -254,12 +255,12 @@ class AssistantMessage:
                 self._reasoning.append(delta.text)
             elif isinstance(delta, ToolCallDelta) and not self._parallel and delta.index:
                 continue
-            given.append(delta)
-        return given
+            taken.append(delta)
+        return taken
 
 
 def _through(parser: Scanner, deltas: list[Delta]) -> list[Delta]:
-    """The deltas, with what a parser finds in the content among them."""
+    """Pass the content of the deltas through a parser."""
     found: list[Delta] = []
     for delta in deltas:
         found += parser.push(delta.text) if isinstance(delta, ContentDelta) else [delta]

@@ -1,13 +1,12 @@
-"""The one way of every request that generates text, whatever its route (`chat.py`,
-`completions.py`, `responses.py`):
+"""The path of every request that generates text, shared by all routes:
 
     GenerateRoute   admit ─▶ read the body ─▶ Generation.prepare, off the event loop ─▶ submit
-    ResponseStream  engine ─▶ output ─▶ encoded at once ─▶ connection     a reader that keeps up
-                                └─▶ unread ─▶ next_chunks()               one that does not
+    ResponseStream  engine ─▶ output ─▶ encoded at once ─▶ connection     a fast reader
+                                └─▶ unread ─▶ next_chunks()               a slow reader
                     engine ─▶ last output of each prompt ─▶ final_outputs()     without streaming
 
-An output becomes bytes when it arrives, so that what a slow reader has not taken yet is small, is
-counted, and is cheap to write or to drop (`UnreadBytes`).
+An output is encoded when it arrives, so that the data waiting for a slow reader is small, counted,
+and cheap to write or to drop (`UnreadBytes`).
 """
 
 from __future__ import annotations
@@ -28,30 +27,34 @@ from twostroke.outputs import RequestOutput
 from twostroke.plan import BROKEN_LOGITS
 from twostroke.request import EngineRequest
 from twostroke.serve.error_responses import ApiError, ClientGone, as_api_error
-from twostroke.serve.fields.protocol import Body, GenerateRequest, StreamOptions
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.body_fields import Body
+from twostroke.serve.fields.protocol import GenerateRequest, StreamOptions
+from twostroke.serve.fields.response_json import (
+    DONE,
+    Encoded,
     Json,
     ResponseHead,
     TokenCounts,
     cached_tokens,
+    error_event,
+    event,
     progress,
     request_metrics,
     timings,
 )
 from twostroke.serve.generation.service import Service, UnreadBytes
 from twostroke.serve.http.http_request import SSE, DirectWriter, Headers, HttpRequest, IgnoredParts
-from twostroke.serve.sse import DONE, Encoded, error_event, event
 
-SUBMITTED_AT_ONCE = 16  # prompts of one request, before other requests get their turn
+SUBMITTED_AT_ONCE = 16  # prompts of one request; then other tasks run
 MAX_REQUEST_ID = 256  # characters
-LOGPROB_BYTES = 8  # of a token and its log-probability, as `Logprobs` keeps them
+LOGPROB_BYTES = 8  # of a token and its log-probability in `Logprobs`
 
 R = TypeVar("R", bound=Body)
 G = TypeVar("G", bound="Generation[Any]")
 
 
 class StreamWriter(Protocol):
-    """The events of one streamed response: outputs in, bytes of whole events out."""
+    """Encodes one streamed response: takes outputs, returns the bytes of whole events."""
 
     def write(self, prompt_index: int, output: RequestOutput) -> Encoded: ...
 
@@ -61,12 +64,12 @@ class StreamWriter(Protocol):
 
 
 class Generation(ABC, Generic[R]):
-    """One request of a route, and how its response is written, whole or streamed."""
+    """One request of a route. Prepares the engine's requests and writes the response."""
 
     request_type: ClassVar[type[Any]]
     id_prefix: ClassVar[str]
     stream_headers: ClassVar[Headers] = SSE
-    fields: GenerateRequest  # of every route: the request's own, or what it was translated to
+    fields: GenerateRequest  # the request itself, or its translation into OpenAI's fields
     head: ResponseHead
 
     def __init__(self, service: Service, request: R) -> None:
@@ -76,18 +79,18 @@ class Generation(ABC, Generic[R]):
             self.fields = request
         self.num_choices = 1  # prompts times n
         self.warnings: list[IgnoredParts] = []
-        self.num_stored_bytes = 0  # of earlier requests that the prompt is made of, too
+        self.num_stored_bytes = 0  # of stored responses that the prompt includes
 
     def holding_stored(self) -> AbstractContextManager[None]:
-        """Around `prepare`: what is stored and is read there is counted meanwhile."""
+        """A context around `prepare`, in which stored responses that are read stay counted."""
         return nullcontext()
 
     @abstractmethod
     def prepare(self) -> list[EngineRequest]:
-        """One for each prompt. Called off the event loop; a refusal is raised."""
+        """Return one request for each prompt, or raise a refusal. Called off the event loop."""
 
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
-        """Before anything is written. The request's input has been dropped."""
+        """Called before anything is written, after the request's input has been dropped."""
         self.head = head
 
     @abstractmethod
@@ -95,11 +98,11 @@ class Generation(ABC, Generic[R]):
 
     @abstractmethod
     def full_response(self, outputs: Sequence[RequestOutput]) -> Json | list[Json]:
-        """The whole answer; `outputs` are the last ones, in the order of the prompts."""
+        """Return the whole answer from the last output of each prompt, in order."""
 
 
 class ChunkWriter(ABC, Generic[G]):
-    """What the streams of chat and text completions share: chunks, usage, progress, the end."""
+    """The base of the stream writers of chat and text completions."""
 
     chunk_object: ClassVar[str]
 
@@ -142,22 +145,22 @@ class ChunkWriter(ABC, Generic[G]):
 
 
 class GenerateRoute:
-    """The handler of a route that generates. `kind` is what is particular to the route."""
+    """The handler of a route that generates text. `generation_type`: the route's `Generation`."""
 
-    def __init__(self, service: Service, kind: type[Generation[Any]]) -> None:
+    def __init__(self, service: Service, generation_type: type[Generation[Any]]) -> None:
         self._service = service
-        self._kind = kind
-        self._request_type: type[Body] = kind.request_type
+        self._generation_type = generation_type
+        self._request_type: type[Body] = generation_type.request_type
 
     async def __call__(self, http: HttpRequest) -> None:
         generation, requests = await self.prepare(http)
         await self.respond(http, generation, requests)
 
     def new_generation(self, http: HttpRequest, request: Any) -> Generation[Any]:
-        return self._kind(self._service, request)
+        return self._generation_type(self._service, request)
 
     async def prepare(self, http: HttpRequest) -> tuple[Generation[Any], list[EngineRequest]]:
-        """What was asked for, ready to run; nothing of the body is held any more."""
+        """Read the request and return the engine's requests. The body's memory is released."""
         service = self._service
         service.admission.check()
         async with service.read(http, self._request_type) as (request, num_bytes):
@@ -183,7 +186,7 @@ class GenerateRoute:
     async def respond(
         self, http: HttpRequest, generation: Generation[Any], requests: Sequence[EngineRequest]
     ) -> None:
-        """Run it and send its answer, whole or streamed."""
+        """Run the requests and send the answer, whole or streamed."""
         http.more_headers += self._service.load_report(http)
         writer = generation.stream_writer() if generation.fields.stream else None
         write = None if writer is None else writer.write
@@ -204,13 +207,13 @@ class GenerateRoute:
         *,
         without_client: bool = False,
     ) -> AsyncIterator[ResponseStream]:
-        """The engine at work on a response, for as long as the client is there or also
-        `without_client`; leaving aborts it."""
+        """Run the requests in the engine. Leaving the block aborts them, and so does a client that
+        disconnects, unless `without_client`."""
         service = self._service
         self._check_logprobs_size(requests, whole=write is None)
         tracing = service.tracing
         with service.admission.enter(sum(request.params.n for request in requests)):
-            # A client may use an id again; the engine's name for a request is never another's.
+            # Clients may reuse an id; the engine's name for a request is unique.
             name = f"{response_id}-{uuid4().hex[:8]}"
             stream = ResponseStream(service.client, requests, name, service.unread, write)
             service.open_streams.add(stream)
@@ -227,8 +230,8 @@ class GenerateRoute:
                     tracing.end(stream.engine_ids)
 
     def _check_logprobs_size(self, requests: Sequence[EngineRequest], whole: bool) -> None:
-        """Refuse an answer whose log-probabilities would take too much memory. Those of a prompt
-        come at once, even in a stream."""
+        """Refuse an answer whose log-probabilities would take too much memory. The
+        log-probabilities of a prompt arrive in one piece, even in a stream."""
         longest = self._service.client.info.max_model_len
         limit = self._service.unread.max_total_bytes
         num_bytes = 0
@@ -238,8 +241,8 @@ class GenerateRoute:
                 num_bytes += prompt * (1 + params.prompt_logprobs) * LOGPROB_BYTES
             if params.logprobs is not None and whole:
                 tokens = min(params.max_tokens or longest, longest - prompt)
-                told = 1 + max(params.logprobs, len(params.logprob_token_ids or ()))
-                num_bytes += params.n * tokens * told * LOGPROB_BYTES
+                entries = 1 + max(params.logprobs, len(params.logprob_token_ids or ()))
+                num_bytes += params.n * tokens * entries * LOGPROB_BYTES
         if num_bytes > limit:
             raise ApiError(
                 400,
@@ -250,16 +253,16 @@ class GenerateRoute:
 
 
 def _request_id(http: HttpRequest) -> str | None:
-    """The name that the client gives its request in a header."""
-    given = http.header(b"x-request-id")
-    if given is not None and len(given) > MAX_REQUEST_ID:
+    """Return the request id in the client's X-Request-Id header."""
+    name = http.header(b"x-request-id")
+    if name is not None and len(name) > MAX_REQUEST_ID:
         raise ApiError(400, f"X-Request-Id has more than {MAX_REQUEST_ID} characters")
-    return given.decode("latin-1") if given else None
+    return name.decode("latin-1") if name else None
 
 
 class ResponseStream:
-    """The outputs of one HTTP request, from the engine to its connection. Use as `async with`:
-    leaving it aborts what still runs."""
+    """The outputs of one HTTP request, from the engine to the connection. Use as `async with`:
+    leaving the block aborts the requests that still run."""
 
     def __init__(
         self,
@@ -269,7 +272,7 @@ class ResponseStream:
         unread: UnreadBytes,
         write: Callable[[int, RequestOutput], Encoded] | None = None,
     ) -> None:
-        """`write` encodes a stream's events; None: only the last outputs are wanted."""
+        """`write` encodes the events of a stream; None: only the last outputs are kept."""
         self._client = client
         self._requests = requests
         several = len(requests) > 1
@@ -277,11 +280,11 @@ class ResponseStream:
         self._unread = unread
         self._write = write
         self._ready: list[Encoded] = []
-        self._num_handed = 0  # bytes that `next_chunks` has given last
+        self._num_handed = 0  # bytes returned by the last `next_chunks`
         self._last_outputs: dict[int, RequestOutput] = {}  # by prompt
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._direct: DirectWriter | None = None  # the connection, once the response has begun
+        self._direct: DirectWriter | None = None  # set when the response has begun
         self._running: dict[int, RequestState] = {}  # by prompt
 
     @property
@@ -290,7 +293,7 @@ class ResponseStream:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have not ended, waiting ones included."""
+        """The number of sequences that have not ended, including waiting sequences."""
         return sum(self._requests[index].params.n for index in self._running)
 
     async def __aenter__(self) -> ResponseStream:
@@ -321,14 +324,14 @@ class ResponseStream:
         self._unread.remove(self)
 
     def fail(self, error: Exception) -> None:
-        """End it for its reader, after what is ready; the first reason counts."""
+        """End the stream with an error, after the ready chunks. Only the first error counts."""
         self._error = self._error or error
         if isinstance(error, ClientGone):
             self._drop()
         self._wake()
 
     def cancel(self, error: Exception) -> None:
-        """`fail`, and keep nothing: the reader may never look at it."""
+        """Abort, drop all chunks and fail: the client may never read them."""
         self._abort()
         self._drop()
         self.fail(error)
@@ -340,7 +343,7 @@ class ResponseStream:
             self._running.pop(index, None)
             self.fail(output)
             return
-        if self._error is not None:  # what comes after a failure is dropped
+        if self._error is not None:  # outputs after a failure are dropped
             return
         if output.finished:
             self._running.pop(index, None)
@@ -388,7 +391,7 @@ class ResponseStream:
     # ── to the connection ───────────────────────────────────────────────────────────────────
 
     async def final_outputs(self) -> list[RequestOutput]:
-        """The last output of every prompt, in order."""
+        """Wait for the last output of every prompt; return them in order."""
         while self._error is None and self._running:
             await self._wait()
         if self._error is not None:
@@ -396,8 +399,8 @@ class ResponseStream:
         return [self._last_outputs[index] for index in range(len(self._requests))]
 
     async def next_chunks(self) -> list[Encoded]:
-        """What there is to be written, at least something; nothing once all has been. Until the
-        next call it counts as unread."""
+        """Wait for chunks and return them; empty after the last chunk. The chunks count as unread
+        until the next call."""
         self._unread.remove(self, self._num_handed)
         self._num_handed = 0
         while not self._ready and self._error is None and self._running:
@@ -409,7 +412,8 @@ class ResponseStream:
         return ready
 
     async def send(self, http: HttpRequest, writer: StreamWriter, headers: Headers) -> None:
-        """Until the last event is out. Before the first output a failure is still a status."""
+        """Send the whole stream. A failure before the first output is raised, to become a
+        status."""
         try:
             while ready := await self.next_chunks():
                 if not http.status:
@@ -434,7 +438,7 @@ class ResponseStream:
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:
-    """Small ones together; long ones chunk by chunk, with the loop's other work in between."""
+    """Write small chunks together and long ones piece by piece; other tasks run in between."""
     small: list[bytes] = []
     for encoded in ready:
         if isinstance(encoded, bytes):
@@ -451,7 +455,7 @@ async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:
 
 
 def _size(encoded: Encoded) -> int:
-    """What is not encoded yet takes no room, but makes what comes after it wait."""
+    """The size of a chunk. A chunk that is not encoded yet counts as one byte."""
     return len(encoded) if isinstance(encoded, bytes) else 1
 
 

@@ -1,12 +1,12 @@
-"""Fill in the middle: the prompt of a text that has a gap, for models that were trained on it."""
+"""Fill in the middle (FIM): the prompt for a gap between a prefix and a suffix."""
 
 from __future__ import annotations
 
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.generation.prompts import Prompts
+from twostroke.serve.generation.prompts import PromptProcessor
 
-# What stands before the prefix, the suffix and the middle, by family.
+# The tokens before the prefix, the suffix and the middle, by model family.
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -18,7 +18,7 @@ FILE_SEPARATORS = ("<|file_sep|>", "<file_sep>")
 
 
 def infill_tokens(tokenizer: Tokenizer | None) -> tuple[int, int, int] | None:
-    """The ids of the three tokens; None if the model has none."""
+    """Return the ids of the three FIM tokens; None if the model has none."""
     if tokenizer is None:
         return None
     for texts in TOKENS:
@@ -30,16 +30,16 @@ def infill_tokens(tokenizer: Tokenizer | None) -> tuple[int, int, int] | None:
 
 
 def infill_prompt(
-    prompts: Prompts,
+    prompts: PromptProcessor,
     tokenizer: Tokenizer | None,
     prefix: str,
     suffix: str,
     middle: str = "",
     files: tuple[tuple[str, str], ...] = (),
 ) -> list[int]:
-    """The ids after which a model writes what stands between prefix and suffix.
+    """Return the prompt after which a model writes the text between prefix and suffix.
 
-    `middle` is its beginning; `files` are (name, text) of files to be known beside this one."""
+    `middle` is the beginning of that text; `files` are (name, text) of other files for context."""
     tokens = infill_tokens(tokenizer)
     if tokens is None or tokenizer is None:
         raise ApiError(
@@ -48,7 +48,7 @@ def infill_prompt(
             "that was trained for it, or send a prompt without a suffix",
             code="no_infill",
         )
-    parts: list[int | str] = [*tokenizer.encode("")]  # what a text begins with, if anything
+    parts: list[int | str] = [*tokenizer.encode("")]  # BOS, if the model has one
     separators = [_token_id(tokenizer, text) for text in FILE_SEPARATORS]
     separator = next((token for token in separators if token is not None), None)
     for name, text in files:

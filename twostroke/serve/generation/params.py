@@ -1,4 +1,4 @@
-"""A request's fields → `SamplingParams`, over what the model's makers recommend."""
+"""Converts the fields of a request into `SamplingParams`, with the model's recommended defaults."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from twostroke.engine.api import EngineInfo
 from twostroke.request import SamplingParams, StructuredOutputs
 from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.body_fields import StructuredFields
 from twostroke.serve.fields.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     ResponseFormat,
-    StructuredFields,
 )
 from twostroke.serve.settings import ServeSettings
 
@@ -49,7 +49,7 @@ def chat_params(
     settings: ServeSettings,
     forced: StructuredOutputs | None = None,
 ) -> SamplingParams:
-    """`forced`: the grammar of a required tool call, which overrides the request's own."""
+    """`forced`: the grammar of a required tool call, which overrides the request's grammar."""
     _check_stream_options(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -69,11 +69,11 @@ def completion_params(
     request: CompletionRequest, info: EngineInfo, settings: ServeSettings
 ) -> SamplingParams:
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise ApiError(400, "best_of must equal n; nothing is ranked here", param="best_of")
+        raise ApiError(400, "best_of must equal n: completions are not ranked", param="best_of")
     _check_stream_options(request)
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if max_tokens == 0 and request.echo:
-        max_tokens = 1  # a step has to write one; `completions.py` leaves it out
+        max_tokens = 1  # a step writes at least one token; `completions.py` drops it
     params = _params(
         request,
         info,
@@ -96,24 +96,24 @@ def _params(
     logprobs: int | None,
     structured: StructuredOutputs | None,
 ) -> SamplingParams:
-    given: dict[str, Any] = {
+    sampling: dict[str, Any] = {
         name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None
     }
     if structured is not None:
-        given["structured_outputs"] = structured
-    kind = "delta" if request.stream else "final_only"
+        sampling["structured_outputs"] = structured
+    output_kind = "delta" if request.stream else "final_only"
     return replace(
         info.sampling,
         n=n or 1 if n != 0 else 0,
         max_tokens=max_tokens,
         logprobs=logprobs,
-        output_kind=kind,
-        **given,
+        output_kind=output_kind,
+        **sampling,
     )
 
 
 def _count_logprobs(request: GenerateRequest, asked: int | None) -> int | None:
-    """How many of the best tokens are told: none where the request names the tokens itself."""
+    """Return the number of top log-probabilities: 0 if the request names the tokens itself."""
     if not request.logprob_token_ids:
         return asked
     if asked is None:
@@ -142,7 +142,8 @@ def _structured(
     form: ResponseFormat | None,
     forced: StructuredOutputs | None = None,
 ) -> StructuredOutputs | None:
-    """`forced` goes before what the request asks for, and that before its format."""
+    """Return the grammar: `forced`, or `structured_outputs`, or `response_format`, in this
+    order."""
     fields = request.structured_outputs or StructuredFields()
     asked = fields.disable_additional_properties
     closed = settings.disable_additional_properties if asked is None else asked

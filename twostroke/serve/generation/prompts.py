@@ -1,13 +1,13 @@
-"""A request's prompt → `EngineRequest`. All of it happens off the event loop, so that streams go
-on.
+"""`PromptProcessor`: turns the prompt of a request into an `EngineRequest`, off the event loop, so
+that streams continue meanwhile.
 
     text (2 threads): render the model's template (in a process), tokenise, validate
-    large (1 thread): the same for large bodies, which take memory, one after the other
-    own templates (1 thread): the same with a template that the request brings
-    grammars (2 threads): compile a grammar that is not known yet (in a process)
+    large (1 thread): the same for large bodies, one after the other, since they take memory
+    own templates (1 thread): the same with a chat template of the request
+    grammars (2 threads): compile a new grammar (in a process)
 
-A kind of work waits for its own kind only, and what would wait too long is refused with 429. Work
-for a request whose client has left is not begun.
+Each kind of work has a queue of its own. A full queue refuses with 429. Work for a request whose
+client has disconnected is not started.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from twostroke.serve.error_responses import ApiError, retry_after
 from twostroke.serve.fields.protocol import GenerateRequest, TemplatedRequest
 from twostroke.serve.settings import ServeSettings
 
-# What `ChatTemplate.render` is called with: no request may give these names to its variables.
+# Arguments of `ChatTemplate.render`: chat_template_kwargs may not use these names.
 TAKEN = ("self", "messages", "add_generation_prompt", "tools", "continue_final_message")
 TEXT_THREADS: Final = 2
-MAX_GRAMMARS_WAITING: Final = 16  # requests with a grammar that is not known yet
+MAX_GRAMMARS_WAITING: Final = 16  # requests with a new grammar
 MAX_TEMPLATES_WAITING: Final = 8  # requests with a chat template of their own
 RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2, nice=10)
 OWN_TEMPLATE_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=10)
@@ -48,13 +48,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Job:
-    work: Callable[[], Any] | None  # None: its request has left
+    work: Callable[[], Any] | None  # None: the request has ended
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
 
 
-class Prompts:
-    """Makes `EngineRequest`s of requests' prompts, off the event loop."""
+class PromptProcessor:
+    """Makes `EngineRequest` objects from prompts, off the event loop."""
 
     def __init__(self, input_processor: InputProcessor, settings: ServeSettings) -> None:
         self._input = input_processor
@@ -84,7 +84,8 @@ class Prompts:
     # ── in a thread ─────────────────────────────────────────────────────────────────────────
 
     async def off_loop(self, request: Any, num_bytes: int, work: Callable[[], T]) -> T:
-        """`work`'s result. `num_bytes`: of the request's body."""
+        """Run `work` in a thread and return its result. `num_bytes`: the size of the request's
+        body."""
         if getattr(request, "chat_template", None) is not None:
             return await self._own_templates.run(work)
         return await (self._large if num_bytes > self._large_bytes else self._text).run(work)
@@ -92,8 +93,8 @@ class Prompts:
     async def prepare_off_loop(
         self, request: GenerateRequest, num_bytes: int, work: Callable[[], list[EngineRequest]]
     ) -> list[EngineRequest]:
-        """`work`'s requests, with their grammar checked. They count as received now, so that what
-        template and tokenizer take, and the wait for them, is in their times."""
+        """Return the requests of `work`, with their grammar checked. They count as received now, so
+        that the time for template and tokenizer is included in their queue time."""
         received_s, session = monotonic(), _session(request)
 
         def prepare() -> tuple[list[EngineRequest], Callable[[], None] | None]:
@@ -115,12 +116,12 @@ class Prompts:
     ) -> EngineRequest:
         if request.truncate_prompt_tokens is not None:
             prompt = self._truncated(prompt, request)
-        given = {
+        fields = {
             "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt,
             "cache_salt": request.cache_salt,
         }
         return self._input.process(
-            given,
+            fields,
             params,
             request.priority or 0,
             bool(request.return_progress and request.stream),
@@ -131,7 +132,7 @@ class Prompts:
         )
 
     def _truncated(self, prompt: str | Sequence[int], request: GenerateRequest) -> Sequence[int]:
-        """The prompt's last tokens, or its first with `truncation_side: "right"`."""
+        """Return the last tokens of the prompt, or the first with `truncation_side: "right"`."""
         count, from_left = request.truncate_prompt_tokens or 0, request.truncation_side != "right"
         if count > self.max_tokens:
             raise ApiError(
@@ -141,9 +142,9 @@ class Prompts:
             )
         count = self.max_tokens if count < 0 else count
         if isinstance(prompt, str):
-            # What is far from the end that stays is not even tokenised.
-            most = self._max_chars
-            prompt = self.tokenizer.encode(prompt[-most:] if from_left else prompt[:most])
+            # Text far from the kept end is not tokenised.
+            limit = self._max_chars
+            prompt = self.tokenizer.encode(prompt[-limit:] if from_left else prompt[:limit])
         return prompt[max(0, len(prompt) - count) :] if from_left else prompt[:count]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -152,7 +153,8 @@ class Prompts:
         return tokenizer.encode(text, add_special_tokens)
 
     def encode_parts(self, parts: Iterable[int | str], add_special_tokens: bool) -> list[int]:
-        """Token ids and texts in a row, as one prompt; refused as soon as it is too long."""
+        """Encode a sequence of token ids and texts as one prompt. A prompt that is too long is
+        refused early."""
         ids: list[int] = []
         for n, part in enumerate(parts):
             if isinstance(part, int):
@@ -165,7 +167,8 @@ class Prompts:
     def render(
         self, messages: list[dict[str, Any]], request: TemplatedRequest, **variables: Any
     ) -> list[int]:
-        """A conversation → token ids, by the model's template or by one the request brings."""
+        """Render a conversation with the template of the model or of the request; return token
+        ids."""
         of_request = request.chat_template is not None
         self._check_template(of_request)
         generate = request.add_generation_prompt
@@ -212,7 +215,7 @@ class Prompts:
         )
 
     def _check_template(self, of_request: bool) -> None:
-        """Refuse a request's own template unless the server trusts them."""
+        """Refuse the template of a request unless the server trusts such templates."""
         if of_request and not self._settings.trust_request_chat_template:
             raise ApiError(
                 400,
@@ -236,14 +239,14 @@ class Prompts:
 
 
 def _without_none(value: Any) -> Any:
-    """Templates ask whether a field is there, so one that was not given must not be."""
+    """Remove fields that are None: templates test whether a field is defined."""
     if isinstance(value, dict):
         return {key: _without_none(one) for key, one in value.items() if one is not None}
     return value
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Completions are of a text, of token ids, or of a list of either."""
+    """Return the prompts of a completion request: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -255,12 +258,12 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 class ThreadPool:
-    """Daemon threads for one kind of work, with a bounded queue: a thread that hangs does not keep
-    the server from ending."""
+    """Daemon threads for one kind of work, with a bounded queue. A thread that hangs does not block
+    the end of the server."""
 
-    def __init__(self, what: str, threads: int, max_waiting: int) -> None:
-        """`what`: the work's name in refusals."""
-        self._what = what
+    def __init__(self, name: str, threads: int, max_waiting: int) -> None:
+        """`name`: the name of the work in error messages."""
+        self._name = name
         self._num_threads = threads
         self._max_waiting = max_waiting
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -268,11 +271,11 @@ class ThreadPool:
         self._started = False
 
     async def run(self, work: Callable[[], T]) -> T:
-        """`work`'s result. Refused with 429 if too much waits already."""
+        """Run `work` in a thread and return its result. Raise 429 if the queue is full."""
         if self._num_open >= self._num_threads + self._max_waiting:
             raise ApiError(
                 429,
-                f"{self._max_waiting} {self._what} are waiting, and no more may; try again in a "
+                f"{self._max_waiting} {self._name} are waiting, and no more may; try again in a "
                 "moment",
                 code="queue_full",
                 headers=retry_after(1),
@@ -280,7 +283,7 @@ class ThreadPool:
         if not self._started:
             self._started = True
             for n in range(self._num_threads):
-                name = f"{self._what} {n}"
+                name = f"{self._name} {n}"
                 threading.Thread(target=self._work, name=name, daemon=True).start()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
@@ -291,10 +294,10 @@ class ThreadPool:
             return await result
         finally:
             self._num_open -= 1
-            job.work = None  # a job that was left keeps nothing of its request
+            job.work = None  # an abandoned job must not keep its request
 
     def close(self) -> None:
-        """End the threads that have nothing to do, and the others when they have done it."""
+        """End the threads after their current work."""
         for _ in range(self._num_threads):
             self._jobs.put(None)
 
@@ -308,12 +311,12 @@ class ThreadPool:
                 value = work()
             except BaseException as raised:
                 error = raised
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(_settle, result, value, error)
-            del job, work, loop, result, value, error  # not kept until the next one comes
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(_resolve, result, value, error)
+            del job, work, loop, result, value, error  # not kept while waiting for the next job
 
 
-def _settle(result: asyncio.Future[T], value: T, error: BaseException | None) -> None:
+def _resolve(result: asyncio.Future[T], value: T, error: BaseException | None) -> None:
     if result.cancelled():
         return
     if error is not None:
@@ -323,7 +326,7 @@ def _settle(result: asyncio.Future[T], value: T, error: BaseException | None) ->
 
 
 def _session(request: GenerateRequest) -> str:
-    """A name of the conversation that no other tenant's conversation has."""
+    """Return a name of the conversation that is unique across tenants."""
     if not request.prompt_cache_key:
         return ""
     text = json.dumps([request.cache_salt, request.prompt_cache_key])

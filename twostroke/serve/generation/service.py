@@ -1,5 +1,5 @@
-"""`Service`: what the routes of one server share, and its limits over all requests: how many
-sequences may be open (`Admission`), and how much of what was written may be unread (`UnreadBytes`).
+"""`Service`: the objects that all routes share, and the limits over all requests: the number of
+open sequences (`Admission`) and the bytes that clients have not read (`UnreadBytes`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from twostroke.engine.api import EngineClient
 from twostroke.errors import shown
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.serve.error_responses import ApiError, retry_after, unavailable
-from twostroke.serve.fields.protocol import Body, GenerateRequest
-from twostroke.serve.fields.response_fields import ResponseHead, TokenNames
-from twostroke.serve.generation.prompts import Prompts
+from twostroke.serve.fields.body_fields import Body
+from twostroke.serve.fields.protocol import GenerateRequest
+from twostroke.serve.fields.response_json import ResponseHead, TokenNames
+from twostroke.serve.generation.prompts import PromptProcessor
 from twostroke.serve.http.bodies import BodyReader
 from twostroke.serve.http.http_request import Headers, HttpRequest
-from twostroke.serve.monitor.ceilings_probe import Roof
-from twostroke.serve.monitor.metrics import Metrics
+from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
+from twostroke.serve.monitor.metrics import ServerMetrics
 from twostroke.serve.monitor.tracing import Tracing
 from twostroke.serve.settings import ServeSettings
 
 T = TypeVar("T", bound=Body)
 MAX_CHOICES, CHOICES_PER_CORE = 128, 8
-MOST_UNREAD = 8  # streams with all that one may have: so much may be unread in total
+MAX_UNREAD_STREAMS = 8  # the total of unread bytes, in limits of one stream
 
 
 class Service:
@@ -42,15 +43,15 @@ class Service:
         self.token_names = TokenNames(self.tokenizer)
         self.unread = UnreadBytes(settings.max_unread_bytes)
         self.bodies = BodyReader(settings, client.info.max_model_len)
-        self.prompts = Prompts(client.input_processor, settings)
+        self.prompts = PromptProcessor(client.input_processor, settings)
         self.models = settings.served_model_names or (client.info.model_name,)
-        self.metrics = Metrics(client, self.models[0])
+        self.metrics = ServerMetrics(client, self.models[0])
         self.started = int(time.time())
         info = client.info
         setup = f"{info.model_name} {info.dtype} {info.device}"
         self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
         self.open_streams: set[OpenStream] = set()
-        self.roof = Roof(client)
+        self.ceilings_probe = CeilingsProbe(client)
         self.tracing: Tracing | None = None
         if settings.otlp_traces_endpoint is not None:
             self.tracing = Tracing(settings.otlp_traces_endpoint, self.models[0])
@@ -61,18 +62,19 @@ class Service:
         return self.client.input_processor.tokenizer
 
     @asynccontextmanager
-    async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
-        """The request and its size. Leave once a prompt is made of it: its memory is counted."""
-        async with self.bodies.read(http, kind) as (request, num_bytes):
+    async def read(self, http: HttpRequest, request_type: type[T]) -> AsyncIterator[tuple[T, int]]:
+        """Read a request and its size. Leave the block when the prompt is made: its memory is
+        counted."""
+        async with self.bodies.read(http, request_type) as (request, num_bytes):
             yield request, num_bytes
             request.drop_input()
 
     def apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
-        """What the server decides for a request, whatever the request says."""
+        """Apply the server's settings that override the request."""
         settings = self.settings
         num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
         if num_keys > 1 and not settings.prefix_cache_sharing:
-            # How long a prompt takes tells whether it is cached, so whether another has sent it.
+            # The prefill time would reveal whether another client has sent the same prompt.
             request.cache_salt = f"{http.key_number}/{request.cache_salt or ''}"
         if not settings.client_priority:
             request.priority = None
@@ -88,7 +90,7 @@ class Service:
         return min(running, sum(own))
 
     def tokens_as_ids(self, request: GenerateRequest) -> bool:
-        """Whether log-probabilities name their tokens by id; the request may say."""
+        """Return whether log-probabilities name tokens by id: the request or the server decides."""
         asked = request.return_tokens_as_token_ids
         return self.settings.return_tokens_as_token_ids if asked is None else asked
 
@@ -97,7 +99,7 @@ class Service:
         return ResponseHead(name, int(time.time()), model or self.models[0], self.fingerprint)
 
     def load_report(self, http: HttpRequest) -> Headers:
-        """How busy the engine is, for a load balancer that asks by ORCA's header."""
+        """Return ORCA's load header if the load balancer asks for it."""
         form = (http.header(b"endpoint-load-metrics-format") or b"").upper()
         if form not in (b"TEXT", b"JSON"):
             return ()
@@ -107,10 +109,10 @@ class Service:
             "num_requests_waiting": float(load.waiting),
         }
         if form == b"JSON":
-            told = msgspec.json.encode({"named_metrics": figures})
+            report = msgspec.json.encode({"named_metrics": figures})
         else:
-            told = ", ".join(f"named_metrics.{name}={figures[name]}" for name in figures).encode()
-        return ((b"endpoint-load-metrics", form + b" " + told),)
+            report = ", ".join(f"named_metrics.{name}={figures[name]}" for name in figures).encode()
+        return ((b"endpoint-load-metrics", form + b" " + report),)
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model not in self.models:
@@ -122,7 +124,7 @@ class Service:
             )
 
     def end_streams(self) -> None:
-        """Give up what still runs, with an error for those who wait."""
+        """End all running streams with an error."""
         for stream in list(self.open_streams):
             stream.fail(unavailable("the server was stopped before the answer was finished"))
 
@@ -131,36 +133,37 @@ class Service:
 
 
 class Admission:
-    """Counts the sequences this server has open, so that they cannot pile up without bound."""
+    """Limits the number of open sequences."""
 
     def __init__(self, client: EngineClient, max_queue: int, max_choices: int | None) -> None:
         self._client = client
         self._max_queue = max_queue
-        # They run side by side, so every step of every stream takes longer by all of them.
+        # All choices of a request run in the same steps and slow down every stream.
         on_gpu = client.info.device.startswith("cuda")
-        most = MAX_CHOICES if on_gpu else min(MAX_CHOICES, CHOICES_PER_CORE * (os.cpu_count() or 1))
-        self.max_choices = max_choices or most
+        cores = os.cpu_count() or 1
+        default = MAX_CHOICES if on_gpu else min(MAX_CHOICES, CHOICES_PER_CORE * cores)
+        self.max_choices = max_choices or default
         self.num_open = 0
         self.draining = False
 
     def check(self, count: int = 1) -> None:
-        """Raises `ApiError` if `count` more sequences cannot be taken; also called early, before a
-        prompt is read."""
+        """Raise `ApiError` if `count` more sequences cannot be admitted. Also called before the
+        body is read, to refuse early."""
         if self.draining:
             raise unavailable("the server is shutting down; ask another one")
         if self._client.asleep:
             raise unavailable("the engine sleeps; POST /wake_up first")
         if not self._client.healthy:
             raise unavailable("the engine is not running; try again in a moment")
-        # The engine's count may be a moment old, and memory may hold fewer than
-        # max_num_seqs: so both counts are looked at.
+        # The engine's count may be outdated, and memory may hold fewer than max_num_seqs: so both
+        # counts are checked.
         limit = self._client.info.max_num_seqs + self._max_queue
-        most = min(limit, self.max_choices)
-        if count > most:
+        max_count = min(limit, self.max_choices)
+        if count > max_count:
             raise ApiError(
                 400,
-                f"n: {count} texts are asked for at once (prompts times n), and at most {most} may "
-                "be; send several requests, or raise --max-choices",
+                f"n: the request asks for {count} texts (prompts times n); at most {max_count} are "
+                "allowed; send several requests, or raise --max-choices",
                 param="n",
             )
         waiting = self._client.load().waiting
@@ -175,7 +178,7 @@ class Admission:
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
-        """Count them as open meanwhile."""
+        """Count the sequences as open inside the block."""
         self.check(count)
         self.num_open += count
         try:
@@ -199,17 +202,18 @@ class OpenStream(Protocol):
 
 
 class UnreadBytes:
-    """Bytes that streams have written and their clients have not read: limited for each stream, and
-    in total."""
+    """Bytes that streams have written and clients have not read, limited for each stream and in
+    total."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self.max_total_bytes = MOST_UNREAD * max_bytes
+        self.max_total_bytes = MAX_UNREAD_STREAMS * max_bytes
         self._bytes: dict[OpenStream, int] = {}
         self.num_bytes = 0
 
     def add(self, stream: OpenStream, count: int) -> None:
-        """One output may have any size, but then nothing more may wait behind it."""
+        """Count bytes. A single output may have any size, but no further output may wait behind
+        it."""
         before = self._bytes.get(stream, 0)
         self._bytes[stream] = before + count
         self.num_bytes += count
@@ -219,7 +223,7 @@ class UnreadBytes:
             self._end(max(self._bytes, key=lambda one: self._bytes[one]))
 
     def remove(self, stream: OpenStream, count: int | None = None) -> None:
-        """`count` bytes have been read, or were dropped; None: all of them."""
+        """Uncount `count` bytes that were read or dropped; None: all bytes of the stream."""
         held = self._bytes.pop(stream, 0)
         left = 0 if count is None else max(0, held - count)
         self.num_bytes -= held - left

@@ -1,4 +1,4 @@
-"""Tool calls: what a request says of its tools. How calls are read is in `parsers`. No torch."""
+"""Tool calls: the `tools` and `tool_choice` of a request. `parsers` reads the calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from twostroke.errors import RequestError, nearest
 from twostroke.request import StructuredOutputs
 from twostroke.serve.parsers import TOOL_PARSERS, choose_parser
-from twostroke.serve.parsers.arguments import argument_kinds
+from twostroke.serve.parsers.arguments import argument_types
 from twostroke.serve.parsers.calls import CallParser, MakeId
 from twostroke.structured import JSON_SPACE
 
@@ -20,7 +20,8 @@ NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class ToolCalls:
-    """The tools of one request. `parser` is "auto" to go by the chat template."""
+    """The tools of one request. `parser`: a parser's name, or "auto" for the chat template's
+    format."""
 
     def __init__(
         self, parser: str, tools: Any, tool_choice: Any = None, chat_template: str | None = None
@@ -34,11 +35,11 @@ class ToolCalls:
         self.parser = choose_parser(chat_template) if parser == "auto" else parser
         self._schemas = _read_tools(tools)
         self.choice = _read_choice(tool_choice, self._schemas)
-        self._kinds = {name: argument_kinds(schema) for name, schema in self._schemas.items()}
+        self._types = {name: argument_types(schema) for name, schema in self._schemas.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tools that may be called."""
+        """The names of the tools that the model may call."""
         if self.choice == "none":
             return ()
         forced = self.choice.removeprefix("name:")
@@ -46,13 +47,13 @@ class ToolCalls:
 
     @property
     def format(self) -> type[CallParser]:
-        """How the calls are written."""
+        """The parser class for the calls."""
         form = TOOL_PARSERS[self.parser]
         forced = self.choice not in ("auto", "none")
         return form.instead if forced and form.instead is not None else form
 
     def structured_outputs(self) -> StructuredOutputs | None:
-        """A grammar that makes the model call a tool, where it must."""
+        """Return a grammar that forces a tool call, or None if no call is required."""
         if self.choice in ("auto", "none"):
             return None
         before, after = self.format.forced
@@ -60,27 +61,27 @@ class ToolCalls:
         for n, name in enumerate(self.names):
             head = json.dumps(before.format(name=name), ensure_ascii=False)
             calls.append(f"{head} arguments_{n} {json.dumps(after, ensure_ascii=False)}")
-            # The arguments are a schema of their own, so that their references hold.
+            # The arguments have a schema of their own, so that its references resolve.
             settings = {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}
             schema = self._schemas[name] | {"x-guidance": settings}
             rules.append(f"arguments_{n}: %json {json.dumps(schema)}")
         return StructuredOutputs(grammar="\n".join(["start: " + " | ".join(calls), *rules]))
 
     def drop_schemas(self) -> None:
-        """Keep the names and the arguments' types, which is all that is needed to read calls."""
+        """Drop the schemas. The parser needs only the names and the argument types."""
         self._schemas = {name: {} for name in self._schemas}
 
     def stream(self, make_id: MakeId | None = None) -> CallParser:
-        """Reads the calls in one text."""
-        kinds = {name: self._kinds[name] for name in self.names}
-        return self.format(kinds, make_id)
+        """Return a parser for one streamed text."""
+        types = {name: self._types[name] for name in self.names}
+        return self.format(types, make_id)
 
 
-# ── what a request says ─────────────────────────────────────────────────────────────────────────
+# ── reading a request ──────────────────────────────────────────────────────────────────────────
 
 
 def _read_tools(tools: Any) -> dict[str, dict[str, Any]]:
-    """By name: the schema of its arguments."""
+    """Return the schema of the arguments for each tool name."""
     if tools is None:
         return {}
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):

@@ -1,39 +1,47 @@
-"""`BodyReader`: reads requests' bodies so that none of them costs the others time or memory.
+"""`BodyReader`: reads request bodies within limits, so that no body harms other clients.
 
     arriving ──▶ `_arrived`: bytes received, of all bodies          too slow: 408, too large: 413
-    decoding ──▶ `_decoded`: the objects made of them, until they are prompts     wait, then 429
+    decoding ──▶ `_decoded`: the decoded objects, until they are prompts     wait, then 429
 
-Bytes count once they have arrived, not when they are announced: a client that announces much and
-sends little takes no memory from the others. `byte_budget.py` says which body loses its memory if
-there is too little for all.
+Bytes count when they arrive, not when Content-Length announces them: a client that announces much
+and sends little takes no memory from other clients.
+
+`ByteBudget` is memory that all bodies share. A body that finds too little left waits for its turn.
+Meanwhile the budget makes room for it:
+
+    1. The slowest body that has arrived at less than `slow_rate` loses its memory (408).
+    2. The slowest body of the largest share loses its memory (429), if that share holds more than
+       the waiting body's share would. Shares are those of keys; within a key, those of addresses.
+    3. If all bodies that hold memory wait for more, the newest of them is refused (429).
+    4. Otherwise a body that has waited for too long is refused (429).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar, cast
+from time import monotonic
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
-from twostroke.serve.error_responses import ApiError, as_refusal
-from twostroke.serve.fields.body_fields import decode_body
-from twostroke.serve.fields.protocol import Body
-from twostroke.serve.http.byte_budget import ByteBudget, Reservation, Sender
+from twostroke.serve.error_responses import ApiError, as_refusal, retry_after
+from twostroke.serve.fields.body_fields import Body, decode_body
 from twostroke.serve.http.http_request import HttpRequest, IgnoredParts
 from twostroke.serve.settings import MIB, ServeSettings
 
 T = TypeVar("T", bound=Body)
 
-# What decoding costs, in tenths of a microsecond and in about as many tens of bytes. Characters
-# inside texts are counted too: telling them apart would take longer than decoding.
+# The cost of decoding, in tenths of a microsecond and in about as many tens of bytes. Characters
+# inside strings count too: telling them apart would take longer than decoding.
 WEIGHTS = ((b",", 1), (b"[", 4), (b"{", 4), (b":", 8))
-LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN = 8 * MIB, 64
-LEAST_WEIGHT, WEIGHT_PER_TOKEN = 512 * 1024, 8
-MEMORY_PER_BYTE = 5  # a text with one emoji has four bytes a character, after one while it is read
+MIN_BODY_LIMIT_BYTES, BODY_BYTES_PER_TOKEN = 8 * MIB, 64
+MIN_WEIGHT_LIMIT, WEIGHT_PER_TOKEN = 512 * 1024, 8
+MEMORY_PER_BYTE = 5  # a string with one emoji takes four bytes a character, and one while decoded
 MEMORY_PER_WEIGHT = 32
-FREE_BYTES = 8 * 1024  # bodies up to this are not counted, and wait for nobody
+FREE_BYTES = 8 * 1024  # bodies up to this size are not counted and never wait
 RATE_WINDOW_S = 5.0
 
 
@@ -44,10 +52,10 @@ def weight_of(body: bytes) -> int:
 class BodyReader:
     def __init__(self, settings: ServeSettings, max_model_len: int) -> None:
         self.max_bytes = settings.max_body_bytes or max(
-            LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len
+            MIN_BODY_LIMIT_BYTES, BODY_BYTES_PER_TOKEN * max_model_len
         )
         self.max_weight = settings.max_body_weight or max(
-            LEAST_WEIGHT, WEIGHT_PER_TOKEN * max_model_len
+            MIN_WEIGHT_LIMIT, WEIGHT_PER_TOKEN * max_model_len
         )
         self._timeout_s = settings.body_timeout_s
         self._min_rate = settings.min_body_bytes_per_s
@@ -58,9 +66,10 @@ class BodyReader:
         self._decoded = ByteBudget(self.max_bytes * MEMORY_PER_BYTE)
 
     @asynccontextmanager
-    async def read(self, http: HttpRequest, kind: type[T]) -> AsyncIterator[tuple[T, int]]:
-        """The body as the type it has to be, and its size. Leave once a prompt is made of it."""
-        _check_media(http, kind.DECLARED)
+    async def read(self, http: HttpRequest, request_type: type[T]) -> AsyncIterator[tuple[T, int]]:
+        """The decoded body and its size. Leave the block when the prompt is made of it: until then
+        its memory is counted."""
+        _check_media(http, request_type.DECLARED)
         sender = Sender(http.key_number, http.address)
         arrived, decoded = Reservation(self._arrived, sender), Reservation(self._decoded, sender)
         try:
@@ -69,7 +78,7 @@ class BodyReader:
             if num_bytes > FREE_BYTES:
                 await decoded.grow(MEMORY_PER_BYTE * num_bytes + MEMORY_PER_WEIGHT * weight)
             try:
-                request, unknown = decode_body(body, kind, self._strict)
+                request, unknown = decode_body(body, request_type, self._strict)
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
                 raise as_refusal(error) from None
             finally:
@@ -83,7 +92,8 @@ class BodyReader:
             decoded.give_back()
 
     async def _receive(self, http: HttpRequest, held: Reservation) -> tuple[bytearray, int]:
-        """Refused as soon as it is known to be too much, before the rest has arrived."""
+        """Return the body and its weight. A body that is too large is refused before all of it has
+        arrived."""
         length = http.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large()
@@ -91,7 +101,7 @@ class BodyReader:
         try:
             return body, await self._receive_into(body, http, held)
         except BaseException:
-            body.clear()  # which the error's traceback would keep while the client is answered
+            body.clear()  # the error's traceback would keep it while the client is answered
             raise
 
     async def _receive_into(self, body: bytearray, http: HttpRequest, held: Reservation) -> int:
@@ -117,7 +127,7 @@ class BodyReader:
             if len(body) + len(chunk) > FREE_BYTES:
                 waited = loop.time()
                 await held.grow(len(body) + len(chunk))
-                waited = loop.time() - waited  # not the sender's fault
+                waited = loop.time() - waited  # the sender is not at fault
                 until, window_end = until + waited, window_end + waited
             body += chunk
             if not more:
@@ -152,10 +162,204 @@ def is_json(http: HttpRequest) -> bool:
 
 
 def _check_media(http: HttpRequest, declared: bool) -> None:
-    """`declared`: it has to say that it is JSON. A browser lets the pages of any site send a body
-    that does not; it names the site then."""
+    """Check Content-Type and Content-Encoding. `declared`: the type must be application/json.
+
+    A browser lets pages of any site send a body of another type; the request has an Origin then."""
     from_page = http.header(b"origin") is not None
     if not is_json(http) and (declared or from_page):
         raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
     if (http.header(b"content-encoding") or b"identity").lower() != b"identity":
         raise ApiError(415, "compressed bodies are not read; send plain JSON")
+
+
+# ── memory ──────────────────────────────────────────────────────────────────────────────────────
+
+
+MAX_WAIT_S = 5.0  # for memory, since some was last given back
+MAX_WAITS = 6  # a body waits this many times `MAX_WAIT_S` in total
+MAX_WAITING = 32
+TICK_S = 0.5  # between two checks for slow bodies
+SLOW_AFTER_S = 2.0  # the age from which the rate of a body counts
+
+
+class Sender(NamedTuple):
+    key: int | None = None  # the number of its API key
+    address: str = ""
+
+    @property
+    def shares(self) -> tuple[tuple[int | None, str | None], ...]:
+        """The shares that the sender's bodies count in, widest first."""
+        return (self.key, None), (self.key, self.address)
+
+
+class ByteBudget:
+    def __init__(self, total: int, slow_rate: float = 0.0) -> None:
+        """`slow_rate`, in bytes a second: slower bodies lose their memory to other bodies."""
+        self.total = self.left = total
+        self._slow_rate = slow_rate
+        self._given_back_s = 0.0  # when memory was last given back
+        self._holding: dict[Reservation, None] = {}  # oldest first
+        self._held: Counter[tuple[int | None, str | None]] = Counter()  # bytes, by share
+        self._waiting: dict[Reservation, Turn] = {}  # oldest first
+
+    def add(self, holder: Reservation, amount: int) -> None:
+        """Count `amount` bytes, which may be negative."""
+        self.left -= amount
+        holder.num_bytes += amount
+        for share in holder.sender.shares:
+            self._held[share] += amount
+            if not self._held[share]:
+                del self._held[share]
+        if holder.num_bytes:
+            self._holding[holder] = None
+        else:
+            self._holding.pop(holder, None)
+
+    async def take(self, holder: Reservation, amount: int) -> None:
+        if amount <= self.left and not self._waiting:
+            self.add(holder, amount)
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            self._displace(holder)
+        self._waiting[holder] = turn = Turn(amount, asyncio.get_running_loop().create_future())
+        started = monotonic()
+        try:
+            self._grant_waiting()
+            while not turn.granted.done():
+                since = min(max(started, self._given_back_s), started + MAX_WAITS * MAX_WAIT_S)
+                left = since + MAX_WAIT_S - monotonic()
+                if left <= 0:
+                    raise no_memory()
+                await asyncio.wait({turn.granted}, timeout=min(left, TICK_S))
+                self._grant_waiting()
+            if (refusal := turn.granted.result()) is not None:
+                raise refusal
+        finally:
+            self._waiting.pop(holder, None)
+            self._grant_waiting()
+
+    def give_back(self, holder: Reservation) -> None:
+        if holder.num_bytes:
+            self.add(holder, -holder.num_bytes)
+            self._given_back_s = monotonic()
+        self._grant_waiting()
+
+    def _grant_waiting(self) -> None:
+        """Grant waiting requests for memory, smallest share first, and make room for the next
+        one."""
+        while self._waiting:
+            holder = min(self._waiting, key=self._order)
+            amount, granted = self._waiting[holder]
+            if amount > self.left:
+                self._make_room(holder, amount)
+                return
+            del self._waiting[holder]
+            self.add(holder, amount)
+            granted.set_result(None)
+
+    def _order(self, holder: Reservation) -> tuple[int, ...]:
+        return tuple(self._held[share] for share in holder.sender.shares)
+
+    def _make_room(self, asking: Reservation, amount: int) -> None:
+        coming = sum(holder.num_bytes for holder in self._holding if holder.refused)
+        while self.left + coming < amount and (loser := self._loser(asking, amount)):
+            coming += loser.num_bytes
+            if (turn := self._waiting.pop(loser, None)) is not None:
+                turn.granted.set_result(loser.refused)
+
+    def _loser(self, asking: Reservation, amount: int) -> Reservation | None:
+        """Refuse the body that loses its memory to the `asking` body, and return it."""
+        others = [one for one in self._holding if one is not asking and one.can_lose(self._waiting)]
+        slowest = min(others, key=Reservation.rate, default=None)
+        if slowest is not None and slowest.rate() < self._slow_rate:
+            slowest.refuse(too_slow())
+            return slowest
+        for level, own in enumerate(asking.sender.shares):
+            share_of = {one: one.sender.shares[level] for one in others}
+            largest = max(share_of.values(), key=self._held.__getitem__, default=own)
+            if self._held[largest] > self._held[own] + amount:
+                of_largest = (one for one, share in share_of.items() if share == largest)
+                slowest = min(of_largest, key=Reservation.rate)
+                slowest.refuse(no_memory())
+                return slowest
+            others = [one for one, share in share_of.items() if share == own]
+        return self._newest_of_a_deadlock(asking)
+
+    def _newest_of_a_deadlock(self, asking: Reservation) -> Reservation | None:
+        """Refuse the newest waiting body if every body that holds memory waits for more."""
+        if any(one not in self._waiting and one.refused is None for one in self._holding):
+            return None
+        losers = [one for one in self._waiting if one in self._holding and one is not asking]
+        if not losers:
+            return None
+        losers[-1].refuse(no_memory())
+        return losers[-1]
+
+    def _displace(self, asking: Reservation) -> None:
+        """Refuse the newest waiting body of the share that waits most, or else the asking one."""
+        for level, own in enumerate(asking.sender.shares):
+            counts = Counter(holder.sender.shares[level] for holder in self._waiting)
+            (share, count), *_ = counts.most_common(1)
+            if count > counts[own] + 1:
+                loser = [one for one in self._waiting if one.sender.shares[level] == share][-1]
+                self._waiting.pop(loser).granted.set_result(no_memory())
+                return
+        raise no_memory()
+
+
+class Turn(NamedTuple):
+    amount: int
+    granted: asyncio.Future[ApiError | None]  # None, or the reason of a refusal
+
+
+class Reservation:
+    """The bytes that one body has taken of a budget."""
+
+    def __init__(self, budget: ByteBudget, sender: Sender | None = None) -> None:
+        self.sender = sender or Sender()
+        self.num_bytes = 0
+        self.refused: ApiError | None = None  # the reason why it has lost its memory
+        self.receiving: asyncio.Timeout | None = None  # around the wait for more of the body
+        self._budget = budget
+        self._since_s = monotonic()  # the start, later by the time spent waiting for memory
+        self._waits_since_s: float | None = None
+
+    async def grow(self, to: int) -> None:
+        amount = min(to, self._budget.total) - self.num_bytes
+        self._waits_since_s = began = monotonic()
+        try:
+            await self._budget.take(self, amount)
+        finally:
+            self._waits_since_s = None
+            self._since_s += monotonic() - began
+
+    def give_back(self) -> None:
+        self._budget.give_back(self)
+
+    def rate(self) -> float:
+        """Bytes a second; infinite for a body younger than `SLOW_AFTER_S`."""
+        now = monotonic() if self._waits_since_s is None else self._waits_since_s
+        age_s = now - self._since_s
+        return self.num_bytes / age_s if age_s > SLOW_AFTER_S else float("inf")
+
+    def can_lose(self, waiting: dict[Reservation, Turn]) -> bool:
+        """Return whether the body can still be refused: it waits for bytes or for memory."""
+        receiving = self.receiving is not None and not self.receiving.expired()
+        return self.refused is None and (receiving or self in waiting)
+
+    def refuse(self, error: ApiError) -> None:
+        self.refused = error
+        if self.receiving is not None:
+            self.receiving.reschedule(asyncio.get_running_loop().time())
+
+
+def no_memory() -> ApiError:
+    message = "too many large requests are being read; try again in a moment"
+    return ApiError(429, message, code="too_many_bytes", headers=retry_after(1))
+
+
+def too_slow() -> ApiError:
+    return ApiError(
+        408,
+        "the body arrives slowly, and other requests need the memory that it takes; send faster",
+    )

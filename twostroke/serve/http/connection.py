@@ -1,6 +1,7 @@
-"""One HTTP connection: uvicorn's protocol, with limits that an application cannot set above it.
+"""One HTTP connection: uvicorn's protocol, with limits that the ASGI application cannot enforce.
 
-    bytes ──▶ `Connection` cuts pieces: one message's bytes at most      `Turns`: a piece a turn
+    bytes ──▶ `HttpConnection` cuts pieces of at most one message
+          ──▶ `ParseScheduler` gives each connection a piece in turn
           ──▶ `LimitedProtocol` counts and parses a piece ──▶ uvicorn starts the application
 
 A piece never crosses the end of a message, and no piece is parsed while a response is being
@@ -30,13 +31,13 @@ from twostroke.serve.error_responses import ApiError, unavailable
 from twostroke.serve.http.http_request import DIRECT, DISCARD_BYTES, LINGER_S, DirectWriter
 from twostroke.serve.settings import ServeSettings
 
-READ_BYTES = 16 * 1024  # the most that one read takes from a connection
+READ_BYTES = 16 * 1024  # the largest read from a connection
 PIECE_BYTES = 4 * 1024  # of heads and chunked bodies: some 1,000 header lines or 700 chunks
-TURN_S = 0.004  # the time that parsing takes from a turn of the event loop
+TURN_S = 0.004  # the time for parsing in one iteration of the event loop
 MAX_HEADER_LINES = 256
-CHUNK_OVERHEAD_BYTES = 16 * 1024  # of chunk headers and trailers, besides as many as of data
-MAX_PIPELINED = 8  # requests in a row that a client sends before it has read a response
-UNREAD_BODY_BYTES = 32 * 1024  # of a body that the application has not taken yet
+CHUNK_OVERHEAD_BYTES = 16 * 1024  # of chunk headers and trailers, above the size of the data
+MAX_PIPELINED = 8  # consecutive requests sent before a response was read
+UNREAD_BODY_BYTES = 32 * 1024  # of a body, not yet read by the application
 END_OF_HEAD = b"\r\n\r\n"  # and of a chunked body
 
 _REASONS = {
@@ -45,22 +46,22 @@ _REASONS = {
     431: b"Request Header Fields Too Large",
     503: b"Service Unavailable",
 }
-MAX_CONNECTIONS = 65536  # where the system allows so many
-SPARE_FILES = 16  # of those a process may open, besides the files that are open at its start
+MAX_CONNECTIONS = 65536  # if the limit of open files allows it
+SPARE_FILES = 16  # file descriptors kept free for other files
 
 
-class Turns:
-    """The connections with unparsed bytes. They share the loop's turns: a piece each, in turn.
+class ParseScheduler:
+    """Gives the connections with unparsed bytes a piece each, in turn.
 
-    New bytes wait for a turn, in which the loop reads all sockets again. So a request whose client
-    has closed the connection at once is dropped before it is parsed."""
+    New bytes wait for one iteration of the event loop, which reads all sockets again. So the server
+    drops a request before parsing if its client has closed the connection at once."""
 
     def __init__(self) -> None:
-        self._new: list[Connection] = []
-        self._waiting: deque[Connection] = deque()
+        self._new: list[HttpConnection] = []
+        self._waiting: deque[HttpConnection] = deque()
         self._scheduled = False
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: HttpConnection) -> None:
         self._new.append(connection)
         self._schedule()
 
@@ -85,21 +86,21 @@ class Turns:
             self._schedule()
 
 
-class Connection(asyncio.BufferedProtocol):
-    """The bytes of a connection, before they are parsed."""
+class HttpConnection(asyncio.BufferedProtocol):
+    """A connection: collects bytes and cuts them into pieces for the parser."""
 
     protocol: ClassVar[type[LimitedProtocol]]
-    turns: ClassVar[Turns]
-    buffer: ClassVar[memoryview]  # shared: only used between `get_buffer` and `buffer_updated`
+    parse_scheduler: ClassVar[ParseScheduler]
+    buffer: ClassVar[memoryview]  # shared: in use only between `get_buffer` and `buffer_updated`
 
     def __init__(self, **arguments: Any) -> None:
         self._http = self.protocol(**arguments)
         self._unparsed = bytearray()
-        self._tail = b""  # the end of the last piece, which may be the begin of `END_OF_HEAD`
+        self._tail = b""  # the end of the last piece: may be the beginning of `END_OF_HEAD`
         self._queued = self._paused = False
-        self._ignoring = False  # everything that still arrives is dropped
+        self._ignoring = False  # further bytes are dropped
         self._ignored_bytes = 0
-        self._pipelined = 0  # messages in a row that had bytes of the next behind them
+        self._pipelined = 0  # consecutive messages followed by bytes of the next message
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -156,7 +157,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._queued
 
     def _next_size(self) -> int:
-        """The size of a piece that crosses no message's end."""
+        """The size of the next piece, which must not cross the end of a message."""
         if self._http.body_left:
             return min(len(self._unparsed), self._http.body_left)
         seen = self._tail + self._unparsed[:PIECE_BYTES]
@@ -169,7 +170,7 @@ class Connection(asyncio.BufferedProtocol):
         return size
 
     def _close_after_response(self) -> None:
-        """Drop the requests that a client has sent too early."""
+        """Drop the requests that a client has sent before reading responses, and close."""
         self._ignoring = True
         self._unparsed.clear()
         if self._http.responding():
@@ -178,7 +179,7 @@ class Connection(asyncio.BufferedProtocol):
             self._http.close()
 
     def _resume(self) -> None:
-        """The application has taken a body's bytes, or has responded."""
+        """Continue parsing: the application has read body bytes, or has responded."""
         if self._unparsed:
             self._enqueue()
         else:
@@ -187,7 +188,7 @@ class Connection(asyncio.BufferedProtocol):
     def _enqueue(self) -> None:
         if not self._queued:
             self._queued = True
-            self.turns.add(self)
+            self.parse_scheduler.add(self)
 
     def _pause(self) -> None:
         if not self._paused:
@@ -201,7 +202,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Flow(FlowControl):
-    """uvicorn's, which pauses parsing. `Connection` pauses reading when enough is unparsed."""
+    """uvicorn's flow control, but it pauses parsing. `HttpConnection` pauses reading."""
 
     def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -216,10 +217,11 @@ class Flow(FlowControl):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with limits on the number of connections, so that files can still be
-    opened for other things; on a head's size, lines and time, since the application sees a request
-    only once its head is complete; and on bytes of a message that are neither head nor body.
-    Trailers are dropped."""
+    """uvicorn's protocol with limits on
+
+    - the number of connections, so that file descriptors are left for other files,
+    - the size, lines and time of a head: the application sees only requests with a complete head,
+    - bytes of a message that are neither head nor body. Trailers are dropped."""
 
     max_connections: ClassVar[int]
     max_head_bytes: ClassVar[int]
@@ -227,8 +229,8 @@ class LimitedProtocol(HttpToolsProtocol):
     write_timeout_s: ClassVar[float]
     log: ClassVar[RateLimitedLog]
 
-    num_messages = 0  # that are complete
-    body_left = 0  # bytes of a body of known length that have not been parsed
+    num_messages = 0  # complete messages
+    body_left = 0  # unparsed bytes of a body with Content-Length
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
     _abort_timer: asyncio.TimerHandle | None = None
@@ -245,12 +247,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def responding(self) -> bool:
-        """Whether a request is complete, and the response to it is not."""
+        """Return whether a request is complete and its response is not."""
         cycle = self.cycle
         return cycle is not None and not (cycle.more_body or cycle.response_complete)
 
     def busy(self) -> bool:
-        """Whether the next piece has to wait."""
+        """Return whether the next piece must wait."""
         return self.flow.read_paused or self.responding()
 
     def data_received(self, data: bytes) -> None:
@@ -285,7 +287,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # only HTTP/1.1 is spoken here: the request is answered as any other
+            pass  # the server supports only HTTP/1.1 and ignores the upgrade
         except httptools.HttpParserError:
             if not self._refused:
                 self._refuse(ApiError(400, "this is not an HTTP request"))
@@ -327,14 +329,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_timers()
         self._expect_head()
         if self.cycle.response_complete:
-            self._start_keep_alive_timer()  # the body's bytes have stopped the last one
+            self._start_keep_alive_timer()  # body bytes have cancelled the previous timer
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later(self.write_timeout_s)
         elif not self._in_head:
-            # The client has a moment to read the response. The rest of its body is thrown away.
+            # The client has some time to read the response. The rest of its body is dropped.
             self._abort_later(LINGER_S)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -366,7 +368,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_timer = self._abort_timer = None
 
     def close(self) -> None:
-        """Close once the client has read what is written to it, for which it has some time."""
+        """Close after the client has read the written bytes, or after `write_timeout_s`."""
         if not self.transport.is_closing():
             self.transport.close()
             self._abort_later(self.write_timeout_s)
@@ -381,7 +383,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"no headers arrived within {self.head_timeout_s:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and close. A response that has begun is cut off."""
+        """Answer with an error and close. A response that has begun is aborted."""
         self._refused = True
         self.log.log(logging.INFO, "%d before a route was found: %s", error.status, error.message)
         cycle = self.cycle
@@ -404,7 +406,7 @@ def too_many_headers() -> ApiError:
     return ApiError(431, f"the request has more than {MAX_HEADER_LINES} headers")
 
 
-def connection_type(settings: ServeSettings) -> type[Connection]:
+def connection_type(settings: ServeSettings) -> type[HttpConnection]:
     """Return the protocol that uvicorn makes for each connection of one server."""
     limits: dict[str, Any] = {
         "max_connections": settings.max_connections or _files_left(),
@@ -415,16 +417,16 @@ def connection_type(settings: ServeSettings) -> type[Connection]:
     }
     shared: dict[str, Any] = {
         "protocol": type("LimitedProtocol", (LimitedProtocol,), limits),
-        "turns": Turns(),
+        "parse_scheduler": ParseScheduler(),
         "buffer": memoryview(bytearray(READ_BYTES)),
     }
-    return type("Connection", (Connection,), shared)
+    return type("Connection", (HttpConnection,), shared)
 
 
 def _files_left() -> int:
     """Return the number of connections that this process can hold open."""
     with contextlib.suppress(ImportError, OSError):
-        import resource  # which not every system has
+        import resource  # not available on every system
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit >= 0:

@@ -1,7 +1,5 @@
-"""`FailureLog`: a line of log for each request that fails, and for each warning that an answer has:
-status, route, request id, reason.
-
-Never what the client has sent: a message's quotations are left out.
+"""`FailureLog`: a log line for each failed request and for each warning: status, route, request id
+and reason. The log never contains text of the client: quotations are cut from messages.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ class FailureLog:
         self._log = RateLimitedLog(WORK)
 
     def add(self, http: HttpRequest, path: str, error: ApiError) -> None:
-        """`path` is the route's, not the client's to choose."""
+        """`path`: the path of the route, which the client cannot choose."""
         level = logging.ERROR if error.status >= 500 else logging.INFO
         self._add(level, error.status, http, path, reason(error))
 

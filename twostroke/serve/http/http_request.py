@@ -1,4 +1,4 @@
-"""`HttpRequest`: one request and its response, straight on ASGI."""
+"""`HttpRequest`: one request and its response, directly on ASGI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from twostroke.observe.record import RequestRecord
 from twostroke.serve.error_responses import ApiError, ClientGone
-from twostroke.serve.sse import CHUNK_BYTES, iter_json
+from twostroke.serve.fields.response_json import CHUNK_BYTES, iter_json
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,31 +27,31 @@ JSON: Headers = ((b"content-type", b"application/json"),)
 SSE: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy must not collect tokens
+    (b"x-accel-buffering", b"no"),  # a proxy must not buffer the stream
 )
 NDJSON: Headers = ((b"content-type", b"application/x-ndjson"), *SSE[1:])
 WARNING = b"x-twostroke-warning"
-MAX_NAMES, MAX_NAME_CHARS = 8, 64  # in one
+MAX_NAMES, MAX_NAME_CHARS = 8, 64  # in one warning
 CLOSE: Headers = ((b"connection", b"close"),)
 
-WRITE_BYTES = 64 * 1024  # of an answer that are given to the connection at once
-WHOLE_BYTES = 1024**2  # a longer answer is sent while it is made, its length not announced
+WRITE_BYTES = 64 * 1024  # of an answer, given to the connection at once
+WHOLE_BYTES = 1024**2  # a longer answer is sent while it is encoded, without Content-Length
 
-# Of a body that is not wanted:
-DISCARD_BYTES = 1024**2  # so much is read to keep the connection
-LINGER_BYTES, LINGER_S = 64 * 1024**2, 2.0  # and so much to have the answer read
-DISCARD_STEP_BYTES, DISCARD_PAUSE_S = 256 * 1024, 0.01  # other requests need the processor more
+# For a body that the server does not need:
+DISCARD_BYTES = 1024**2  # read at most, to keep the connection
+LINGER_BYTES, LINGER_S = 64 * 1024**2, 2.0  # read at most, so that the client reads the answer
+DISCARD_STEP_BYTES, DISCARD_PAUSE_S = 256 * 1024, 0.01  # so that other requests have the processor
 
 
 @dataclass(frozen=True, slots=True)
 class IgnoredParts:
-    """Parts of a request that have no effect, by the names that the client gave them."""
+    """A warning: parts of a request that have no effect, with the names that the client used."""
 
     message: str
     names: Sequence[str]
 
     def __str__(self) -> str:
-        """ASCII of a limited length."""
+        """The text of the header: ASCII of a limited length."""
         names = [
             ascii(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}…")
             for name in self.names[:MAX_NAMES]
@@ -61,10 +61,10 @@ class IgnoredParts:
 
 
 class HttpRequest:
-    """One HTTP request, and the way to respond to it: one body, or a stream of writes. Its own
-    body is read by `bodies.py`.
+    """One HTTP request. The response is one body or a stream of writes. `bodies.py` reads the
+    request's body.
 
-    `write_timeout_s`: how long a client may leave what is written to it unread."""
+    `write_timeout_s`: the time within which a client must read written bytes."""
 
     def __init__(
         self, scope: Message, receive: Receive, send: Send, write_timeout_s: float = 60.0
@@ -72,13 +72,13 @@ class HttpRequest:
         self.scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.path_params: dict[str, str] = {}  # what stands where the route's path has a {name}
-        self.status = 0  # of the response; 0: none has begun
-        self.late_error: ApiError | None = None  # of a response that had begun
-        self.response_id = ""  # of an answer, once it has one
-        self.key_number: int | None = None  # which of the server's API keys it has
-        self.is_admin = False  # may act on the server, and sees the requests of every key
-        self.more_headers: Headers = ()  # of every response to it
+        self.path_params: dict[str, str] = {}  # the values of {name} in the route's path
+        self.status = 0  # of the response; 0: no response has begun
+        self.late_error: ApiError | None = None  # an error after the response had begun
+        self.response_id = ""  # the id in the answer's JSON, once there is one
+        self.key_number: int | None = None  # the number of its API key
+        self.is_admin = False  # may change the server, and sees the requests of every key
+        self.more_headers: Headers = ()  # headers of every response to this request
         self.warnings: list[str] = []
         self._receive = receive
         self._send = send
@@ -92,17 +92,17 @@ class HttpRequest:
         return None
 
     def may_see(self, record: RequestRecord) -> bool:
-        """Return whether this request's client may learn of that one."""
+        """Return whether the client may see the request of this record."""
         return self.is_admin or record.owner == self.key_number
 
     @property
     def address(self) -> str:
-        """The client's, as the socket has it; empty for a Unix socket."""
+        """The IP address of the client; empty for a Unix socket."""
         client = self.scope.get("client")
         return client[0] if client else ""
 
     def query(self) -> dict[str, str]:
-        """What follows the `?`; of a name that is there twice, the last."""
+        """The query parameters; of a repeated name, the last value."""
         try:
             pairs = parse_qsl(
                 self.scope.get("query_string", b"").decode("ascii"), max_num_fields=64
@@ -112,15 +112,14 @@ class HttpRequest:
         return dict(pairs)
 
     def warn(self, warning: IgnoredParts) -> None:
-        """Tell the client, in a header of the response, that not all of its request has an
-        effect."""
+        """Add a response header that names the parts of the request without effect."""
         self.warnings.append(warning.message)
         self.more_headers += ((WARNING, str(warning).encode()),)
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
     async def receive_body(self) -> tuple[bytes, bool]:
-        """The next chunk of the body, and whether there is more."""
+        """Return the next chunk of the body, and whether more chunks follow."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -177,7 +176,7 @@ class HttpRequest:
         await self.finish(body[last:])
 
     async def respond_json(self, content: Any, headers: Headers = JSON) -> None:
-        """Encoded in chunks, with the loop's other work in between."""
+        """Encode and send in chunks; other tasks run in between."""
         chunks, begin, size = iter_json(content), [], 0
         for chunk in chunks:
             begin.append(chunk)
@@ -198,8 +197,8 @@ class HttpRequest:
     async def respond_error(self, error: ApiError, body: bytes) -> None:
         """`body`: the error as the route's API writes it.
 
-        A client that is still sending when the connection is closed loses the answer with it:
-        so what it sends is read first, and if that is too much, for a moment after."""
+        A client that is still sending when the connection closes loses the answer. So the rest of
+        the body is read first; a very long body is read for some time after the answer."""
         length = self.header(b"content-length") or b"0"
         chunked = self.header(b"transfer-encoding") is not None
         short = not chunked and length.isdigit() and int(length) <= DISCARD_BYTES
@@ -214,7 +213,7 @@ class HttpRequest:
         await self.finish()
 
     async def _discard(self) -> bool:
-        """Whether the whole body has been read, and thrown away."""
+        """Read and drop the body. Return whether the whole body has been read."""
         num_bytes, pause_at = 0, DISCARD_BYTES
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -232,12 +231,12 @@ class HttpRequest:
         await self._start(200, headers)
 
     async def write(self, body: bytes) -> None:
-        """More of a started stream. Waits while the client reads too slowly."""
+        """Send more of a started stream. Waits while the client reads too slowly."""
         await self._put(body, True)
 
     @property
     def direct(self) -> DirectWriter | None:
-        """The way around `write`, while no `write` is under way; None where the server has none."""
+        """The direct writer, usable while no `write` is in progress; None without uvicorn."""
         return self.scope.get(DIRECT)
 
     async def finish(self, body: bytes = b"") -> None:
@@ -259,8 +258,7 @@ class HttpRequest:
 
 
 class DirectWriter:
-    """Writes more of a started response at once, without the turn of the event loop that
-    `await send(…)` costs a task."""
+    """Writes more of a started response immediately, without the task switch of `await send(…)`."""
 
     __slots__ = ("_cycle", "_write")
 
@@ -272,13 +270,13 @@ class DirectWriter:
         return self._cycle.disconnected
 
     def ready(self) -> bool:
-        """Not if the client reads too slowly, or has gone."""
+        """Return False if the client reads too slowly or has disconnected."""
         cycle = self._cycle
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, body: bytes) -> None:
-        self._write(b"%x\r\n%b\r\n" % (len(body), body))  # uvicorn has announced it as chunked
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))  # uvicorn has announced a chunked body
 
     def close(self) -> None:
-        """End the connection; what has not been read is lost."""
+        """Abort the connection; unread bytes are lost."""
         self._cycle.transport.abort()

@@ -1,4 +1,4 @@
-"""The listening socket. Imports nothing of the server: it is bound before all else."""
+"""The listening socket. It is bound first, so this module imports nothing else of the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_OPEN_FILES = 64  # with fewer, a server has too few left for connections
 def check_open_files() -> None:
     """Raise `ConfigError` where a process may open too few files for a server."""
     with contextlib.suppress(ImportError):
-        import resource  # which not every system has
+        import resource  # not available on every system
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if 0 <= limit < MIN_OPEN_FILES:
@@ -43,7 +43,7 @@ def bind(settings: ServeSettings) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """What an earlier server left behind is taken over, a socket in use is not."""
+    """Bind a Unix socket. The socket file of an ended server is replaced."""
     if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(path) == 0:
@@ -63,7 +63,7 @@ def url_of(listener: socket.socket, settings: ServeSettings) -> str:
 
 
 def unlink(listener: socket.socket, settings: ServeSettings) -> None:
-    """Give the address back."""
+    """Close the socket and remove its file."""
     listener.close()
     if settings.uds is not None:
         with contextlib.suppress(FileNotFoundError):

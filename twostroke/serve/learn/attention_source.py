@@ -1,5 +1,5 @@
-"""`AttentionSource`: the attention of a short prompt, computed on request in a process of its own
-(`model/attention_maps.py`). The engine takes no part in it. No torch, no numpy here."""
+"""`AttentionSource`: the attention of a short prompt, computed in a process of its own
+(`model/attention_maps.py`), not in the engine. This module imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from twostroke import child_process
 from twostroke.config import EngineConfig
 from twostroke.serve.error_responses import ApiError, retry_after
 
-PATIENCE_S = 120.0
-KEPT = 4  # prompts whose maps are remembered
+TIMEOUT_S = 120.0
+MAX_KEPT = 4  # prompts whose maps are cached
 
 
-class Maps:
-    """The probabilities of all layers and heads of one prompt."""
+class AttentionMaps:
+    """The attention probabilities of all layers and heads for one prompt."""
 
     def __init__(self, heads: list[int], size: int, values: array[float]) -> None:
         self.heads, self.size, self._values = heads, size, values
 
-    def of(self, layer: int, head: int) -> list[list[float]]:
-        """Rows are queries, columns keys, up to the query itself."""
+    def rows(self, layer: int, head: int) -> list[list[float]]:
+        """The rows of one head: a row is a query, its columns are the keys up to the query
+        itself."""
         square = self.size**2
         first = (sum(self.heads[:layer]) + head) * square
         return [
@@ -38,21 +39,21 @@ class Maps:
 class AttentionSource:
     def __init__(self, config: EngineConfig | None) -> None:
         self._config = config
-        self._kept: OrderedDict[tuple[int, ...], Maps] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, ...], AttentionMaps] = OrderedDict()
         self._running = False
 
-    async def maps(self, tokens: Sequence[int]) -> Maps:
-        """Raises `ApiError` where this model's attention cannot be shown, or while another
-        prompt's is computed."""
+    async def maps(self, tokens: Sequence[int]) -> AttentionMaps:
+        """Raise `ApiError` if this model's attention cannot be computed, or while the attention of
+        another prompt is computed."""
         key = tuple(tokens)
         if key not in self._kept:
             self._kept[key] = await self._computed(key)
-            if len(self._kept) > KEPT:
+            if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    async def _computed(self, tokens: tuple[int, ...]) -> Maps:
+    async def _computed(self, tokens: tuple[int, ...]) -> AttentionMaps:
         if self._config is None:
             raise ApiError(
                 501, "this server does not know the files of its model", code="not_implemented"
@@ -77,7 +78,7 @@ class AttentionSource:
             raise ApiError(400, head["error"], param="tokens")
         values = array("f")
         values.frombytes(rest)
-        return Maps(head["heads"], len(tokens), values)
+        return AttentionMaps(head["heads"], len(tokens), values)
 
     async def _ask(self, config: EngineConfig, tokens: tuple[int, ...]) -> bytes:
         words = (sys.executable, "-P", "-m", "twostroke.model.attention_maps")
@@ -90,11 +91,11 @@ class AttentionSource:
         )
         request = json.dumps({"config": asdict(config), "tokens": tokens}).encode()
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 answer, _ = await child.communicate(request)
         except TimeoutError:
             raise ApiError(
-                503, f"the attention took longer than {PATIENCE_S:g} s; try a shorter prompt"
+                503, f"the attention took longer than {TIMEOUT_S:g} s; try a shorter prompt"
             ) from None
         finally:
             if child.returncode is None:

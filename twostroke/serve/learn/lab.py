@@ -1,12 +1,11 @@
-"""`Lab`: the experiments of `/learn`. Each one is a real run whose picture comes from its records.
+"""`Lab`: the experiments of `/learn`. Each experiment is a real run; its picture shows its records.
 
-    experiment ─▶ arms (an engine each) × script (requests, some sent when another has written)
-               ─▶ the records of those requests, and of the steps that they took part in
+    experiment ─▶ arms (an engine each) × script (requests; some wait for tokens of others)
+               ─▶ the records of these requests and of their steps
 
-An arm without overrides runs on the server's engine, beside whatever else runs there. An arm with
-overrides has an engine of its own, with these settings, which ends with the experiment; a server
-starts one only with `learn_engines`. One experiment runs at a time, with the requests of its script
-alone, for `MAX_RUN_S` at the most.
+An arm without overrides runs on the server's engine, together with the requests of other clients.
+An arm with overrides has an engine of its own, which ends with the experiment; it needs the setting
+`learn_engines`. One experiment runs at a time, for at most `MAX_RUN_S`.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.outputs import RequestOutput
 from twostroke.request import SamplingParams
 from twostroke.serve.error_responses import ApiError, retry_after
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.service import Service
 from twostroke.serve.routes.record_routes import request_json, step_json
 
 MAX_RUN_S = 180.0
 MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
-OF_REQUESTS = ("chunks", "first", "late")
-CANDIDATES = 20  # tokens whose log-probability is told, at each position
+PER_REQUEST_FIELDS = ("chunks", "first", "late")
+CANDIDATES = 20  # tokens with a log-probability, at each position
 # Prompt length and streams, one group after the other. The last groups have one stream each: part
 # of the step-time model follows the newest steps.
 CALIBRATION = (
@@ -41,15 +40,15 @@ CALIBRATION = (
 WARM_UP = ((64, 1), (384, 1), (128, 1), (256, 1))
 
 
-class Ask(NamedTuple):
-    """A request of a script. `after`: (another request, tokens): sent when that one has written
-    so many."""
+class ScriptedRequest(NamedTuple):
+    """A request of a script. `after`: (index of another request, number of tokens); the request is
+    sent when the other request has written that many tokens."""
 
     name: str
     tokens: Sequence[int]
     max_tokens: int
     after: tuple[int, int] | None = None
-    shares: str = ""  # requests with the same word may share cached prefixes
+    prefix_scope: str = ""  # requests with the same word may share cached prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +60,24 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
+class LabExperiment:
     arms: tuple[Arm, ...]
-    script: Sequence[Ask]
+    script: Sequence[ScriptedRequest]
     params: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`
 
 
 def filler(count: int, first: int, vocab_size: int) -> list[int]:
-    """Token ids that no other call begins with the same: what they say does not matter."""
+    """Arbitrary token ids. Calls with another `first` return another first token."""
     return [5 + (first * 7919 + n * 104729) % max(1, vocab_size - 5) for n in range(count)]
 
 
 class Lab:
-    """The one place that runs experiments, one at a time."""
+    """Runs experiments, one at a time."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._running = False
-        self._count = 0  # of prompts made, so that none begins like another
+        self._count = 0  # number of prompts, so that no two prompts share a prefix
 
     # ── the experiments ─────────────────────────────────────────────────────────────────────
 
@@ -86,38 +85,42 @@ class Lab:
         self._count += 1
         return filler(count, self._count, self._service.client.info.vocab_size)
 
-    def text(self, tokens: Sequence[int], max_tokens: int, params: dict[str, Any]) -> Experiment:
-        """The reader's own prompt. The same prompt finds its blocks cached the second time."""
-        ask = Ask("you", tokens, max_tokens, shares="text")
-        return Experiment((Arm("this server"),), [ask], {"logprobs": CANDIDATES, **params})
+    def text(self, tokens: Sequence[int], max_tokens: int, params: dict[str, Any]) -> LabExperiment:
+        """The reader's own prompt. The second run of the same prompt finds its blocks cached."""
+        request = ScriptedRequest("you", tokens, max_tokens, prefix_scope="text")
+        return LabExperiment((Arm("this server"),), [request], {"logprobs": CANDIDATES, **params})
 
-    def predict(self, prompt: int, output: int, streams: int, rounds: int) -> Experiment:
-        """`rounds`: how often the streams run, one round after the other."""
-        return Experiment((Arm("this server"),), self._asks(((prompt, streams),) * rounds, output))
+    def predict(self, prompt: int, output: int, streams: int, rounds: int) -> LabExperiment:
+        """`rounds`: the number of runs of the streams, one after the other."""
+        return LabExperiment(
+            (Arm("this server"),), self._requests(((prompt, streams),) * rounds, output)
+        )
 
-    def calibration(self) -> Experiment:
-        """Steps of many sizes, from which the step-time model learns what this machine takes."""
-        asks = self._asks(self._short_enough(CALIBRATION), 12)
-        return Experiment((Arm("this server"),), asks)
+    def calibration(self) -> LabExperiment:
+        """Steps of many sizes, from which the step-time model learns the speed of this machine."""
+        requests = self._requests(self._short_enough(CALIBRATION), 12)
+        return LabExperiment((Arm("this server"),), requests)
 
-    def _asks(self, groups: Sequence[tuple[int, int]], output: int) -> list[Ask]:
+    def _requests(self, groups: Sequence[tuple[int, int]], output: int) -> list[ScriptedRequest]:
         """Groups of a prompt length and a number of streams, one group after the other."""
-        asks: list[Ask] = []
+        requests: list[ScriptedRequest] = []
         for size, streams in groups:
-            after = (len(asks) - 1, output) if asks else None
-            asks += [Ask(str(size), self.prompt(size), output, after) for _ in range(streams)]
-        return asks
+            after = (len(requests) - 1, output) if requests else None
+            requests += [
+                ScriptedRequest(str(size), self.prompt(size), output, after) for _ in range(streams)
+            ]
+        return requests
 
     def _short_enough(self, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The groups, with prompts that this engine has room for."""
+        """The groups, with prompts shortened to fit this engine."""
         return [(min(size, self._longest()), streams) for size, streams in groups]
 
-    def stall(self) -> Experiment:
-        """Somebody reads an answer when a long prompt arrives."""
+    def stall(self) -> LabExperiment:
+        """A long prompt arrives while another request is decoding."""
         long = min(1500, self._longest())
         script = [
-            Ask("you", self.prompt(32), 80),
-            Ask("visitor", self.prompt(long), 8, after=(0, 24)),
+            ScriptedRequest("you", self.prompt(32), 80),
+            ScriptedRequest("visitor", self.prompt(long), 8, after=(0, 24)),
         ]
         room = {"max_model_len": long + 64, "max_num_seqs": 8, "num_gpu_blocks_override": 256}
         arms: tuple[Arm, ...] = (
@@ -131,45 +134,45 @@ class Lab:
         )
         if self._service.client.info.threads:  # on a CPU: a GPU has no room for two engines
             arms += (Arm("two pools", room, pools=True, warm=True),)
-        return Experiment(self._possible(arms), script)
+        return LabExperiment(self._allowed_arms(arms), script)
 
-    def prefix(self) -> Experiment:
+    def prefix(self) -> LabExperiment:
         prompt = self.prompt(min(768, self._longest()))
         salt = uuid4().hex
-        return Experiment(
+        return LabExperiment(
             (Arm("this server"),),
             [
-                Ask("first", prompt, 8, shares=salt),
-                Ask("second", prompt, 8, after=(0, 8), shares=salt),
+                ScriptedRequest("first", prompt, 8, prefix_scope=salt),
+                ScriptedRequest("second", prompt, 8, after=(0, 8), prefix_scope=salt),
             ],
         )
 
-    def full_cache(self) -> Experiment:
-        """Four streams that end up with more tokens than the cache has room for: more than the
-        scheduler keeps free for their growth (`SchedulerConfig.lookahead`)."""
+    def full_cache(self) -> LabExperiment:
+        """Four streams that need more tokens in the end than the cache holds, and grow by more than
+        the scheduler keeps free (`SchedulerConfig.lookahead`)."""
         output = max(1, min(200, self._service.client.info.max_model_len - 40))
-        script = [Ask(f"stream {n + 1}", self.prompt(32), output) for n in range(4)]
+        script = [ScriptedRequest(f"stream {n + 1}", self.prompt(32), output) for n in range(4)]
         small = {"num_gpu_blocks_override": 44, "max_model_len": 256, "max_num_seqs": 8}
         large = {**small, "num_gpu_blocks_override": 256}
-        return Experiment(
-            self._possible((Arm("44 blocks", small), Arm("256 blocks", large))), script
+        return LabExperiment(
+            self._allowed_arms((Arm("44 blocks", small), Arm("256 blocks", large))), script
         )
 
-    def batch(self) -> Experiment:
-        """Decoding alone, then in company of 2, 4, 8 and 16."""
+    def batch(self) -> LabExperiment:
+        """Decoding with 1, 2, 4, 8 and 16 streams."""
         groups = [(16, streams) for streams in (1, 2, 4, 8, 16)]
-        return Experiment((Arm("this server"),), self._asks(groups, 24))
+        return LabExperiment((Arm("this server"),), self._requests(groups, 24))
 
-    def context(self) -> Experiment:
-        """One stream behind prompts that get longer: what decode reads of the cache."""
+    def context(self) -> LabExperiment:
+        """One stream after prompts of growing length: decode reads more of the cache."""
         groups = self._short_enough([(size, 1) for size in (16, 256, 512, 1024, 1792)])
-        return Experiment((Arm("this server"),), self._asks(groups, 16))
+        return LabExperiment((Arm("this server"),), self._requests(groups, 16))
 
     def _longest(self) -> int:
         info = self._service.client.info
         return max(1, min(MAX_PROMPT, info.max_model_len - MAX_OUTPUT, info.kv_tokens // 2))
 
-    def _possible(self, arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
+    def _allowed_arms(self, arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
         if self.has_engines:
             return arms
         return (Arm("this server"),)
@@ -181,8 +184,8 @@ class Lab:
 
     # ── running ─────────────────────────────────────────────────────────────────────────────
 
-    async def run(self, experiment: Experiment) -> Json:
-        """The arms one after the other. Raises `ApiError` 429 while another experiment runs."""
+    async def run(self, experiment: LabExperiment) -> Json:
+        """Run the arms one after the other. Raise `ApiError` 429 while another experiment runs."""
         if self._running:
             raise ApiError(
                 429,
@@ -204,11 +207,11 @@ class Lab:
         finally:
             self._running = False
 
-    async def _arm(self, arm: Arm, experiment: Experiment) -> Json:
+    async def _arm(self, arm: Arm, experiment: LabExperiment) -> Json:
         async with self._engine(arm) as client:
             if arm.warm:
-                asks = self._asks(self._short_enough(WARM_UP), 8)
-                await self._script(client, asks, {})
+                requests = self._requests(self._short_enough(WARM_UP), 8)
+                await self._script(client, requests, {})
             runs = await self._script(client, experiment.script, experiment.params)
             records = await _records_of(client, runs)
             steps = _steps_of(client, records)
@@ -249,26 +252,26 @@ class Lab:
                 yield client
 
     async def _script(
-        self, client: EngineClient, script: Sequence[Ask], params: dict[str, Any]
-    ) -> list[_Run]:
-        """Run all requests, and leave none behind."""
+        self, client: EngineClient, script: Sequence[ScriptedRequest], params: dict[str, Any]
+    ) -> list[_RunningRequest]:
+        """Run all requests of the script; abort them if the experiment ends early."""
         admission = self._service.admission
         with admission.enter(min(len(script), MAX_STREAMS, admission.max_choices)):
-            runs = [_Run(ask) for ask in script]
-            play = _Play(client, runs, params)
+            runs = [_RunningRequest(request) for request in script]
+            running = _RunningScript(client, runs, params)
             try:
-                play.start()
-                await play.done
+                running.start()
+                await running.done
             finally:
-                play.leave()
+                running.abort()
         return runs
 
 
-class _Run:
-    """One request of a script while it runs."""
+class _RunningRequest:
+    """A request of a script while it runs."""
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask, self.request_id = ask, f"learn-{uuid4().hex[:12]}"
+    def __init__(self, request: ScriptedRequest) -> None:
+        self.request, self.request_id = request, f"learn-{uuid4().hex[:12]}"
         self.state: Any = None
         self.written: list[int] = []
         self.candidates: list[Json] = []
@@ -277,13 +280,13 @@ class _Run:
 
     def as_json(self) -> Json:
         return {
-            "name": self.ask.name,
+            "name": self.request.name,
             "output_tokens": self.written,
             "candidates": self.candidates,
             "text": self.text,
         }
 
-    def hear(self, output: RequestOutput) -> None:
+    def on_output(self, output: RequestOutput) -> None:
         (one,) = output.outputs
         self.text, self.written, self.finished = one.text, list(one.token_ids), output.finished
         if output.finished and one.logprobs is not None:
@@ -291,8 +294,9 @@ class _Run:
 
 
 def _without_requests(step: Json) -> Json:
-    """Without the fields that tell of single requests, which may be other clients'."""
-    return {name: value for name, value in step.items() if name not in OF_REQUESTS}
+    """The record of a step without the fields about single requests, which may be other
+    clients'."""
+    return {name: value for name, value in step.items() if name not in PER_REQUEST_FIELDS}
 
 
 def _candidates(entry: Any) -> Json:
@@ -305,41 +309,46 @@ def _candidates(entry: Any) -> Json:
     }
 
 
-class _Play:
-    """A script that runs: sends each request when it is due."""
+class _RunningScript:
+    """A running script. It sends each request when the request is due."""
 
-    def __init__(self, client: EngineClient, runs: list[_Run], params: dict[str, Any]) -> None:
+    def __init__(
+        self, client: EngineClient, runs: list[_RunningRequest], params: dict[str, Any]
+    ) -> None:
         self._client, self._runs, self._params = client, runs, params
         self._salt = uuid4().hex
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         for run in self._runs:
-            if run.ask.after is None:
+            if run.request.after is None:
                 self._send(run)
 
-    def _send(self, run: _Run) -> None:
-        ask = run.ask
+    def _send(self, run: _RunningRequest) -> None:
+        scripted = run.request
         params = {"temperature": 0.0, "ignore_eos": True, **self._params}
         request = self._client.input_processor.process(
-            {"prompt_token_ids": list(ask.tokens), "cache_salt": ask.shares or run.request_id},
-            SamplingParams(max_tokens=ask.max_tokens, **params),
+            {
+                "prompt_token_ids": list(scripted.tokens),
+                "cache_salt": scripted.prefix_scope or run.request_id,
+            },
+            SamplingParams(max_tokens=scripted.max_tokens, **params),
         )
-        run.state = self._client.submit(request, self._hearing(run), self._fail, run.request_id)
+        run.state = self._client.submit(request, self._listener(run), self._fail, run.request_id)
 
-    def _hearing(self, run: _Run) -> Callable[[RequestOutput], None]:
-        def hear(output: RequestOutput) -> None:
-            run.hear(output)
+    def _listener(self, run: _RunningRequest) -> Callable[[RequestOutput], None]:
+        def on_output(output: RequestOutput) -> None:
+            run.on_output(output)
             try:
-                self._go_on()
+                self._send_due()
             except (RequestError, EngineError) as error:
                 self._fail(error)
 
-        return hear
+        return on_output
 
-    def _go_on(self) -> None:
+    def _send_due(self) -> None:
         for run in self._runs:
-            after = run.ask.after
+            after = run.request.after
             if run.state is None and after is not None:
                 other = self._runs[after[0]]
                 if len(other.written) >= after[1] or other.finished:
@@ -351,25 +360,25 @@ class _Play:
         if not self.done.done():
             self.done.set_exception(error)
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         for run in self._runs:
             if run.state is not None and not run.finished:
                 self._client.leave(run.state)
 
 
-async def _records_of(client: EngineClient, runs: Sequence[_Run]) -> list[RequestRecord]:
-    """The records of requests that have ended: each comes with, or right after, the last output."""
+async def _records_of(client: EngineClient, runs: Sequence[_RunningRequest]) -> list[RequestRecord]:
+    """Wait for the records of ended requests; a record comes with or soon after the last output."""
     wanted = {run.request_id for run in runs}
     for _ in range(200):
         found = {one.request_id: one for one in list(client.records.requests)}
         if wanted <= found.keys():
             return [found[run.request_id] for run in runs]
         await asyncio.sleep(0.01)
-    raise ApiError(503, "the records of the experiment are gone; the server has too much to do")
+    raise ApiError(503, "the records of the experiment were overwritten; the server is too busy")
 
 
 def _steps_of(client: EngineClient, records: Sequence[RequestRecord]) -> list[StepRecord]:
-    """The steps from the first to the last that these requests had a part in."""
+    """All steps from the first to the last step of these requests."""
     numbers = {step for record in records for _, step, _, _ in record.chunks}
     numbers.update(step for record in records for step in record.token_step)
     steps = list(client.records.steps)

@@ -1,7 +1,7 @@
-"""`/learn` as one HTML file with recorded data, which needs no server: `exported`.
+"""`/learn` as one HTML file with recorded data. The file needs no server.
 
-The page's modules become `data:` addresses of an import map, its styles and scripts are put inline,
-and what the routes would answer is JSON in the page (`static/learn/source.js` reads it).
+The page's modules become `data:` addresses of an import map, styles and scripts become inline, and
+the answers of the routes are JSON in the page (`static/learn/source.js` reads it).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 from twostroke.observe.forecast import Workload
 from twostroke.serve.fields.protocol import LearnRunRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.learn.learn_routes import LearnData
 
 # The settings of "predict, then run" that a recording has.
 SETTINGS = ((64, 32, 1), (256, 32, 1), (256, 64, 1), (512, 16, 1), (1024, 32, 1), (256, 32, 4))
-# What the lessons' questions ask for besides.
+# Further settings, which the questions of the lessons ask for.
 ASKED = (
     *((512, 32, 1), (128, 24, 1), (128, 48, 1), (256, 2, 1), (512, 2, 1), (64, 16, 1)),
     *((64, 24, 1), (1024, 16, 1), (32, 96, 1), (512, 24, 1), (64, 48, 1)),
 )
-ROUNDS = 3  # of a prediction's run, as the page asks for
+ROUNDS = 3  # runs for each prediction, as on the page
 TEXT = (
     "A language model answers in two phases. First it reads the whole prompt at once, which keeps "
     "the processor busy. Then it writes one token after the other, and for each of them it reads "
@@ -44,7 +44,7 @@ IMPORT = re.compile(r'(from |import\()"\.{1,2}/(?:([a-z]+)/)?([a-z_]+\.js)"')
 
 
 async def recorded(data: LearnData) -> Json:
-    """Run everything that the page shows, once."""
+    """Run every experiment of the page once, and return the recording."""
     runs: dict[str, list[Json]] = {}
     await data.run(LearnRunRequest(experiment="calibration"))
     for name in ("batch", "context", "prefix", "stall", "full_cache"):
@@ -57,7 +57,7 @@ async def recorded(data: LearnData) -> Json:
 
 
 def _settings(data: LearnData) -> list[tuple[int, int, int]]:
-    """All settings that the page may ask for, within the model's limits."""
+    """All settings that the page can ask for, within the limits of the model."""
     facts = data.facts()
     longest = facts["limits"]["prompt_tokens"]
     chunked = (round(2.5 * facts["max_num_batched_tokens"]), 2, 1)
@@ -83,7 +83,7 @@ async def _predicted(data: LearnData, settings: tuple[int, int, int]) -> Json:
 
 
 async def _attention(data: LearnData, ids: list[int]) -> Json:
-    """All maps, a byte a share: rows up to the token itself, one after the other."""
+    """All maps, one byte for each probability: rows up to the token itself, one after the other."""
     heads = (await data.attention(ids, 0, 0))["heads"]
     maps = []
     for layer, count in enumerate(heads):
@@ -94,7 +94,7 @@ async def _attention(data: LearnData, ids: list[int]) -> Json:
 
 
 def _slim(run: Json) -> Json:
-    """Without what no picture reads."""
+    """The run without the fields that no picture uses."""
     for arm in run["arms"]:
         arm["steps"] = [{name: one[name] for name in STEP_FIELDS} for one in arm["steps"]]
         for request in arm["requests"]:
@@ -104,7 +104,7 @@ def _slim(run: Json) -> Json:
 
 
 def exported(recording: Json) -> bytes:
-    """The page with a recording in it."""
+    """Return the page with a recording in it."""
     folder = files("twostroke.serve").joinpath("static")
 
     def text(path: str) -> str:
@@ -140,12 +140,12 @@ def exported(recording: Json) -> bytes:
 
 
 def _address(name: str, source: str) -> str:
-    """A module as an address; what it imports goes by the names of the import map."""
+    """A module as a `data:` address. Its imports use the names of the import map."""
     here = name.partition("/")[0]
     source = IMPORT.sub(lambda one: f'{one[1]}"{one[2] or here}/{one[3]}"', source)
     return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
 
 
 def _json(content: Any) -> str:
-    """JSON that no HTML parser takes for a tag."""
+    """JSON without `<`, which an HTML parser could read as a tag."""
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")

@@ -1,6 +1,6 @@
 """The data of the page `/learn`: facts of model and machine, forecasts, experiments, and the
-attention of a short prompt. The routes need the key, where there is one. Nothing runs until a
-reader asks."""
+attention of a short prompt. The routes need an API key if the server has keys. Nothing runs until
+a reader asks for it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from twostroke.serve.fields.protocol import (
     LearnPredictRequest,
     LearnRunRequest,
 )
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.prompts import ThreadPool
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
 from twostroke.serve.learn.attention_source import AttentionSource
-from twostroke.serve.learn.lab import MAX_OUTPUT, MAX_PROMPT, MAX_STREAMS, Experiment, Lab
+from twostroke.serve.learn.lab import MAX_OUTPUT, MAX_PROMPT, MAX_STREAMS, Lab, LabExperiment
 
 MAX_TEXT_TOKENS = 512
-NOTHING_RAN_S = 60.0  # how long an engine counts as idle that has run no step yet
+IDLE_BEFORE_FIRST_STEP_S = 60.0  # the idle time of an engine that has run no step yet
 
 
 def learn_routes(service: Service) -> list[Route]:
@@ -65,7 +65,7 @@ class LearnRoutes:
 
 
 class LearnData:
-    """The same as plain data, for the routes and for a recording (`commands/learn.py`)."""
+    """The data of the routes; also used to make a recording (`commands/learn.py`)."""
 
     def __init__(self, service: Service) -> None:
         client = service.client
@@ -78,9 +78,9 @@ class LearnData:
         service, client = self._service, self._service.client
         info, load, steps = client.info, client.load(), client.records.steps
         if not (load.running or load.waiting):
-            idle_s = monotonic() - steps[-1].committed_s if steps else NOTHING_RAN_S
-            service.roof.look(idle_s)
-        ceilings = service.roof.ceilings
+            idle_s = monotonic() - steps[-1].committed_s if steps else IDLE_BEFORE_FIRST_STEP_S
+            service.ceilings_probe.measure_if_idle(idle_s)
+        ceilings = service.ceilings_probe.ceilings
         return {
             "version": __version__,
             "model": service.models[0],
@@ -118,14 +118,18 @@ class LearnData:
         }
 
     async def predict(self, load: Workload) -> Json | None:
-        """None: too few steps have run."""
+        """Return the forecast, or None if too few steps have run."""
         found = await self._thread.run(lambda: self._forecast.predict(load))
-        return None if found is None else self._told(found)
+        return None if found is None else self._as_json(found)
 
-    def _told(self, found: Prediction) -> Json:
-        steps = [one._asdict() for one in found.steps]
+    def _as_json(self, prediction: Prediction) -> Json:
+        steps = [one._asdict() for one in prediction.steps]
         bytes_per_token = self._service.client.info.figures.kv_bytes_per_token
-        return {**found._asdict(), "steps": steps, "kv_bytes": found.kv_tokens * bytes_per_token}
+        return {
+            **prediction._asdict(),
+            "steps": steps,
+            "kv_bytes": prediction.kv_tokens * bytes_per_token,
+        }
 
     async def run(self, request: LearnRunRequest) -> Json:
         tokens: list[int] = []
@@ -148,7 +152,7 @@ class LearnData:
             )
         return tokens
 
-    def _experiment(self, request: LearnRunRequest, tokens: list[int]) -> Experiment:
+    def _experiment(self, request: LearnRunRequest, tokens: list[int]) -> LabExperiment:
         lab = self._lab
         if request.experiment == "text":
             params: dict[str, Any] = {"ignore_eos": False, "temperature": request.temperature}
@@ -157,11 +161,11 @@ class LearnData:
             return lab.predict(
                 request.prompt_tokens, request.output_tokens, request.streams, request.rounds
             )
-        made: Experiment = getattr(lab, request.experiment)()
+        made: LabExperiment = getattr(lab, request.experiment)()
         return made
 
     def _words(self, run: Json) -> dict[str, str]:
-        """The texts of all tokens that an answer names."""
+        """The texts of all tokens in an answer, by token id."""
         ids = {*run["output_tokens"]}
         ids.update(one for entry in run["candidates"] for one in (entry["chosen"], *entry["ids"]))
         return {str(one): self._word(one) for one in sorted(ids)}
@@ -179,4 +183,4 @@ class LearnData:
             count = maps.heads[layer] if count is None else count
             if value >= count:
                 raise ApiError(400, f"{name}: there are 0 to {count - 1}", param=name)
-        return {"layer": layer, "head": head, "heads": maps.heads, "rows": maps.of(layer, head)}
+        return {"layer": layer, "head": head, "heads": maps.heads, "rows": maps.rows(layer, head)}

@@ -1,1 +1,1 @@
-"""What operators read: Prometheus metrics, traces, the log line, GPU figures."""
+"""Monitoring: Prometheus metrics, traces, the stats log line, GPU figures."""

@@ -1,4 +1,4 @@
-"""What the machine can do at the most, measured in the background while somebody looks at /dash."""
+"""The ceilings of the machine, measured in the background while a page that shows them is open."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from twostroke.observe.ceilings import Ceilings
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 5.0  # of the engine, before it begins
+IDLE_S = 5.0  # idle time of the engine before a measurement
 SPACING_S = 20.0  # between two measurements
-MEASUREMENTS = 5  # the best counts: others may have had the machine meanwhile
-MAX_TRIES = 20  # with those that a request has ended
-PATIENCE_S = 60.0
+MEASUREMENTS = 5  # the best counts: other programs may have used the machine
+MAX_TRIES = 20  # including measurements that a request has ended
+TIMEOUT_S = 60.0
 POLL_S = 0.05
 
 
-class Roof:
-    """The engine's ceilings where it measured them (`--measure-ceilings`); else, on a CPU, those
-    that a process of its own measures while the engine is idle: about a second, a few times. A
-    request that arrives ends that process, and it is tried again in the next idle time."""
+class CeilingsProbe:
+    """The ceilings that the engine has measured (`--measure-ceilings`). Otherwise, on a CPU, a
+    process measures them while the engine is idle: a few times, for about a second. A request that
+    arrives ends the process, and the next idle time starts it again."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -42,43 +42,44 @@ class Roof:
         return Ceilings(self._client.info.read_bytes_per_s, self._client.info.ops_per_s)
 
     @property
-    def is_coming(self) -> bool:
-        """It is not known yet, and an idle engine is waited for."""
+    def is_pending(self) -> bool:
+        """Return whether the ceilings are unknown and will be measured when the engine is idle."""
         return not any(self.ceilings) and (self._wants_more() or self._task is not None)
 
     def _wants_more(self) -> bool:
         on_cpu = self._client.info.threads > 0
         return on_cpu and not any(self._of_engine()) and self._left > 0 and self._tries < MAX_TRIES
 
-    def look(self, idle_s: float) -> None:
-        """Somebody looks on, and the engine has been idle for so long."""
+    def measure_if_idle(self, idle_s: float) -> None:
+        """Start a measurement if the engine has been idle long enough. Called while a page is
+        open."""
         due = idle_s >= IDLE_S and monotonic() >= self._next_s
         if due and self._task is None and self._wants_more():
             self._tries += 1
             self._task = asyncio.create_task(self._measure(self._client.info.threads))
 
     async def measure(self) -> None:
-        """Measure now, whether somebody looks on or not."""
+        """Measure now."""
         if self._wants_more():
             await self._measure(self._client.info.threads)
 
     async def _measure(self, threads: int) -> None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                said = await self._run(threads)
-            if said:
-                found = Ceilings(**json.loads(said))
+            async with asyncio.timeout(TIMEOUT_S):
+                output = await self._run(threads)
+            if output:
+                found = Ceilings(**json.loads(output))
                 self._measured = Ceilings(*map(max, self._measured, found))
                 self._left -= 1
                 self._next_s = monotonic() + SPACING_S
         except (OSError, ValueError, TypeError, TimeoutError) as error:
-            log.warning("what this machine can do could not be measured: %s", error)
+            log.warning("the ceilings of this machine could not be measured: %s", error)
             self._left = 0
         finally:
             self._task = None
 
     async def _run(self, threads: int) -> bytes:
-        """What the process prints; nothing if the engine got work before it ended."""
+        """Return the output of the process; empty if a request arrived before it ended."""
         words = (sys.executable, "-P", "-m", "twostroke.observe.ceilings", str(threads))
         with subprocess.Popen(
             words,
@@ -98,4 +99,4 @@ class Roof:
             if child.returncode:
                 raise OSError(f"the process that measures ended with {child.returncode}")
             assert child.stdout is not None
-            return child.stdout.read()  # two numbers: they fit into the pipe
+            return child.stdout.read()  # two numbers, which fit into the pipe

@@ -1,4 +1,5 @@
-"""What NVIDIA's driver says of the GPU, through `pynvml` (the package nvidia-ml-py, in `[gpu]`)."""
+"""Figures of the GPU from NVIDIA's driver, through `pynvml` (the package nvidia-ml-py, in
+`[gpu]`)."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ class GpuFigures(NamedTuple):
     memory_used_bytes: int  # by all processes
     memory_total_bytes: int
     utilisation: float  # share of time in which any kernel ran
-    power_w: float | None  # None: the board does not say
+    power_w: float | None  # None: not reported
 
 
 def gpu_figures(device: str) -> GpuFigures | None:
-    """None if there is no `pynvml`, no driver, or no answer from it."""
+    """Return the figures of a GPU; None without `pynvml` or driver, or if the driver fails."""
     nvml = _nvml()
     if nvml is None:
         return None
@@ -32,7 +33,7 @@ def gpu_figures(device: str) -> GpuFigures | None:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
     except nvml.NVMLError as error:
-        log.info("the driver does not answer for GPU %s: %s", gpu, error)
+        log.info("the driver returned an error for GPU %s: %s", gpu, error)
         return None
     try:
         power_w = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
@@ -43,7 +44,7 @@ def gpu_figures(device: str) -> GpuFigures | None:
 
 @cache
 def _nvml() -> Any:
-    """`pynvml`, initialised; None if it is not installed or finds no driver."""
+    """Return initialised `pynvml`; None if it is not installed or finds no driver."""
     try:
         import pynvml
 

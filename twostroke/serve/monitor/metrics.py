@@ -1,5 +1,5 @@
-"""`/metrics` for Prometheus: what the records add up to (`observe/totals.py`), as `prometheus.py`
-names it, what HTTP was answered, and what the driver says of the GPU."""
+"""`/metrics` for Prometheus: totals of the records (`observe/totals.py`) under the names of
+`prometheus.py`, HTTP answers, and figures of the GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from twostroke.serve.monitor.gpu import gpu_figures
 from twostroke.serve.monitor.prometheus import Families
 
 TOO_MANY = 429
-CLIENT_GONE = 499  # nginx's number for it; no answer was sent
+CLIENT_GONE = 499  # nginx's status; no answer was sent
 
 
-class Metrics:
-    """Owns its registry, so that several servers may live in one process."""
+class ServerMetrics:
+    """The metrics of one server. Each server of a process has a registry of its own."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -40,7 +40,8 @@ class Metrics:
         self._rejected = rejections.labels(model_name, "max_num_queued_reqs")
 
     def expect_routes(self, routes: Iterable[str]) -> None:
-        """Routes that will be counted: a series that begins at one hides its first answer."""
+        """Create the series of all routes at 0: a series that begins at 1 hides its first
+        answer."""
         for route in routes:
             self._http.labels(route, "200")
 
@@ -57,7 +58,7 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """The series of every engine that is there; `totals` are those of all of them together."""
+    """The series of every engine. `totals`: the totals over all engines."""
 
     def __init__(self, client: EngineClient, totals: Totals, model_name: str) -> None:
         self._client, self._totals, self._model_name = client, totals, model_name
@@ -77,7 +78,7 @@ class _Engines(Collector):
 
 
 def gpu_families(device: str) -> Iterator[Metric]:
-    """What the driver says of the GPU."""
+    """Yield the figures of the GPU."""
     figures = gpu_figures(device)
     if figures is None:
         return

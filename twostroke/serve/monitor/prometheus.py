@@ -1,5 +1,5 @@
-"""Totals as Prometheus families. What vLLM exports and what has a meaning here has vLLM's name,
-type and labels (`vllm:`); what only this engine knows is under `twostroke:`."""
+"""Totals as Prometheus families. Metrics that vLLM has too have vLLM's name, type and labels
+(`vllm:`); other metrics begin with `twostroke:`."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ VLLM_HISTOGRAMS = {
 
 
 class Families:
-    """Of one engine. Every series carries the model's name and the engine's, which is vLLM's
-    number, 0, where there is one engine; of several also the phase of its pool, but for the series
-    whose `phase` is that of the work."""
+    """The metric families of one engine. Every series has the labels `model_name` and `engine`; a
+    single engine is "0", as in vLLM. With several engines, series have the pool's `phase` too,
+    except series whose label `phase` is the phase of the work."""
 
     def __init__(self, model_name: str, engine: str = "0") -> None:
         self._names = ["model_name", "engine"]
@@ -58,7 +58,7 @@ class Families:
         yield from self._vllm_counters(totals)
         for name, (field, text) in VLLM_HISTOGRAMS.items():
             yield self._histogram(f"vllm:{name}", text, {"": getattr(totals, field)})
-        # Under the name it had before vLLM 0.11 as well: dashboards still ask for it.
+        # Also under the name before vLLM 0.11, which dashboards still use.
         old = "vllm:time_per_output_token_seconds"
         text = "As vllm:inter_token_latency_seconds, which replaces it."
         yield self._histogram(old, text, {"": totals.gap_s})
@@ -141,7 +141,7 @@ class Families:
         yield self._gauges("twostroke:kv_cache_tokens", text, states, "state")
 
     def _own_transfers(self, transfers: TransferTotals) -> Iterator[Metric]:
-        """Where there are several engines."""
+        """KV transfers; only with several engines."""
         outcomes = {"fetched": transfers.fetched, "failed": transfers.failed}
         text = "Requests whose KV blocks came from another engine; failed: were computed again."
         yield self._counters("twostroke:kv_transfers", text, outcomes, "outcome")
@@ -194,34 +194,34 @@ class Families:
 
     def _gauges(self, name: str, text: str, values: Values, label: str = "") -> Metric:
         family = GaugeMetricFamily(name, text, labels=self._labels(label))
-        for of, value in values.items():
-            family.add_metric(self._of(label, of), value)
+        for key, value in values.items():
+            family.add_metric(self._label_values(label, key), value)
         return family
 
     def _counters(self, name: str, text: str, values: Values, label: str = "") -> Metric:
         family = CounterMetricFamily(name, text, labels=self._labels(label))
-        for of, value in values.items():
-            family.add_metric(self._of(label, of), value)
+        for key, value in values.items():
+            family.add_metric(self._label_values(label, key), value)
         return family
 
     def _histogram(
         self, name: str, text: str, values: Mapping[str, Histogram], label: str = ""
     ) -> Metric:
         family = HistogramMetricFamily(name, text, labels=self._labels(label))
-        for of, histogram in values.items():
+        for key, histogram in values.items():
             buckets, total = [], 0
             bounds = [*map(float, histogram.bounds), float("inf")]
             for bound, count in zip(bounds, histogram.counts, strict=True):
                 total += count
                 buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-            family.add_metric(self._of(label, of), buckets, histogram.sum)
+            family.add_metric(self._label_values(label, key), buckets, histogram.sum)
         return family
 
     def _labels(self, label: str) -> list[str]:
         return [*self._names, *self._pool(label, "phase"), *([label] if label else [])]
 
-    def _of(self, label: str, value: str) -> list[str]:
+    def _label_values(self, label: str, value: str) -> list[str]:
         return [*self._values, *self._pool(label, self._phase), *([value] if label else [])]
 
-    def _pool(self, label: str, what: str) -> list[str]:
-        return [what] if self._phase and label != "phase" else []
+    def _pool(self, label: str, text: str) -> list[str]:
+        return [text] if self._phase and label != "phase" else []

@@ -1,7 +1,5 @@
-"""A line of log about both phases and the KV cache, every ten seconds in which something happened.
-
-From the same totals and the same load as `/metrics` and `/dash`.
-"""
+"""A log line about both phases and the KV cache, every ten seconds while there is work. It has the
+same totals and load as `/metrics` and `/dash`."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class StatsLog:
         return totals.prefill.tokens, totals.decode.tokens, sum(totals.ended.values())
 
     def line(self, now: float) -> str | None:
-        """What happened since the last line; None: nothing, and nothing is under way."""
+        """Return the work since the last line; None if there was none and no request is running."""
         amounts, load = self._amounts(), self._client.load()
         if amounts == self._last and not load.running and not load.waiting:
             self._last_s = now
@@ -46,7 +44,7 @@ class StatsLog:
 
 
 async def log_stats(client: EngineClient, totals: Totals) -> None:
-    """Until it is cancelled."""
+    """Log lines until the task is cancelled."""
     stats = StatsLog(client, totals, monotonic())
     while True:
         await asyncio.sleep(EVERY_S)

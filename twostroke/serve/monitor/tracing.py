@@ -1,12 +1,12 @@
-"""OpenTelemetry: one span a request, made from its records once it has ended; with several engines
-one more inside it for its time in each, and for each fetch of its blocks.
+"""OpenTelemetry: one span for each request, made from its records after its end. With several
+engines it contains a span for the time in each engine, and for each fetch of KV blocks.
 
-    GenerateRoute ──▶ begin(name, headers, params)          what the client traced, whose trace
+    GenerateRoute ──▶ begin(name, headers, params)          the client's trace context
     Records         ──▶ add_request(record) ──▶ span ──▶ the SDK's queue ──▶ its own thread ──▶ OTLP
 
-Names of spans and attributes are vLLM's and SGLang's; what only this engine knows is under
-`twostroke.`. No text is in a span. The queue is bounded and drops what a collector does not take,
-so that neither a slow nor an absent one is noticed by a request.
+Names of spans and attributes are vLLM's and SGLang's; attributes of this engine only begin with
+`twostroke.`. Spans contain no text of requests. The queue is bounded and drops spans if the
+collector is slow or absent, so that requests are not delayed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from twostroke.serve.http.http_request import HttpRequest
 
 SPAN = "llm_request"
 HEADERS = ("traceparent", "tracestate")  # W3C's
-FORGET_S = 60.0  # how long after the answer a record may still come; of what is refused none does
-CLOSE_PATIENCE_S = 3.0
+FORGET_S = 60.0  # a record may arrive so long after the answer; refused requests have none
+CLOSE_TIMEOUT_S = 3.0
 PROTOCOLS = ("grpc", "http/protobuf")
 INSTALL = "pip install 'twostroke[otel]'"
 
@@ -41,15 +41,15 @@ class TracedRequest:
     request_id: str  # as in the response
     params: SamplingParams
     carrier: dict[str, str]
-    records: list[RequestRecord] = field(default_factory=list)  # of those of its n that have ended
+    records: list[RequestRecord] = field(default_factory=list)  # of ended continuations
 
 
 class Tracing:
-    """A listener of the records. `endpoint` "": as OTEL_EXPORTER_OTLP_* say."""
+    """A listener of the records. `endpoint`: "" to use OTEL_EXPORTER_OTLP_*."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         self._model = model
-        self._traced: dict[str, TracedRequest] = {}  # by the engine's name for it
+        self._traced: dict[str, TracedRequest] = {}  # by the engine's request id
         self._provider, self._sdk = _provider(endpoint)
         self._tracer = self._provider.get_tracer("twostroke", __version__)
         self._propagator = self._sdk.propagator()
@@ -61,14 +61,14 @@ class Tracing:
         http: HttpRequest,
         params: Sequence[SamplingParams],
     ) -> None:
-        """`names`: the engine's request ids, one for each prompt; `params`: theirs."""
+        """`names`: the engine's request ids, one for each prompt; `params`: one for each id."""
         found = {header: http.header(header.encode()) for header in HEADERS}
         carrier = {header: text.decode("latin-1") for header, text in found.items() if text}
         for name, one in zip(names, params, strict=True):
             self._traced[name] = TracedRequest(request_id, one, carrier)
 
     def end(self, names: Sequence[str]) -> None:
-        """Nobody waits for them any more; their records may still be on the way."""
+        """The response has ended; records may still arrive for `FORGET_S`."""
         for name in names:
             if name in self._traced:
                 asyncio.get_running_loop().call_later(FORGET_S, self._traced.pop, name, None)
@@ -92,7 +92,7 @@ class Tracing:
 
     def _write(self, traced: TracedRequest) -> None:
         sdk, records = self._sdk, traced.records
-        clock = time_ns() - int(monotonic() * 1e9)  # from the records' clock to the world's
+        clock = time_ns() - int(monotonic() * 1e9)  # from the monotonic clock to Unix time
 
         def at(seconds: float) -> int:
             return clock + int(seconds * 1e9)
@@ -116,15 +116,15 @@ class Tracing:
         span.end(at(max(record.finished_s for record in records)))
 
     async def close(self) -> None:
-        """Send what is left, if the collector takes it soon."""
+        """Send remaining spans, for at most `CLOSE_TIMEOUT_S`."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
-        await asyncio.to_thread(thread.join, CLOSE_PATIENCE_S)
+        await asyncio.to_thread(thread.join, CLOSE_TIMEOUT_S)
 
 
 def attributes(traced: TracedRequest, model: str) -> Iterator[tuple[str, Any]]:
-    """Of n continuations: the earliest of what begins, the latest of what ends, the sum of what is
-    counted."""
+    """Yield the attributes of a span. Over n continuations: the earliest beginning, the latest end,
+    and sums of counts."""
     records, params = traced.records, traced.params
     begun = [record for record in records if record.token_s]
     received_s = min(record.received_s for record in records)
@@ -181,10 +181,10 @@ def _events(records: Sequence[RequestRecord]) -> Iterator[tuple[str, float]]:
 def _stays(
     records: Sequence[RequestRecord],
 ) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
-    """Spans of several engines: name, from, to, attributes."""
+    """Yield inner spans with several engines: name, begin, end, attributes."""
     for record in records:
         ends = [*(stay.began_s for stay in record.stays[1:]), record.finished_s]
-        for stay, ended_s in zip(record.stays, ends, strict=False):  # of one engine there is none
+        for stay, ended_s in zip(record.stays, ends, strict=False):  # empty with one engine
             engine = {"twostroke.engine": stay.engine}
             yield f"engine {stay.engine}", stay.began_s, ended_s, engine
             if stay.fetched_s:
@@ -205,7 +205,7 @@ class Sdk:
 
 
 def missing() -> str:
-    """What has to be installed for traces; "" if nothing."""
+    """Return a message if a package for traces is missing, else ""."""
     for name in (
         "opentelemetry.sdk.trace",
         "opentelemetry.exporter.otlp.proto.grpc",
@@ -238,12 +238,12 @@ def _provider(endpoint: str) -> tuple[Any, Sdk]:
 
 
 def _protocol(endpoint: str) -> str:
-    """OpenTelemetry's own variables decide; without them the address does, and else, as in vLLM,
-    it is gRPC."""
+    """Return the protocol: from OpenTelemetry's variables, else from the address, else gRPC as in
+    vLLM."""
     if chosen := environment.otlp_protocol():
         name, protocol = chosen
         if protocol not in PROTOCOLS:
-            raise ConfigError(f"{name} is {protocol!r}; {' and '.join(PROTOCOLS)} are spoken")
+            raise ConfigError(f"{name} is {protocol!r}; {' and '.join(PROTOCOLS)} are supported")
         return protocol
     return "http/protobuf" if endpoint.rstrip("/").endswith("/v1/traces") else "grpc"
 

@@ -1,7 +1,8 @@
 """The pages for people: the chat at `/`, `/learn`, and `/docs`.
 
 `docs.py` writes the two pages without scripts: `/docs`, and the list of routes that `/` shows to a
-client that is no browser. `static.py` serves the others, which are files of `serve/static`:
+client other than a browser. `openapi.py` describes the routes for `/docs` and `/openapi.json`.
+`static.py` serves the other pages, which are files of `serve/static`:
 
     static/shared/   base.css (design tokens, plain elements), theme.js, dom.js, api.js, key.js
     static/chat/     the page at `/`

@@ -1,5 +1,5 @@
-"""Pages for people, of one file each and without scripts: `/`, which links to what there is, and
-`/docs`, made of the same description as `/openapi.json`."""
+"""Pages without scripts: `/`, with links to routes, and `/docs`, generated from the description of
+`/openapi.json`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ table { border-collapse: collapse; margin: .5rem 0 } td { padding: .1rem 1rem .1
 
 
 def index_page(routes: Sequence[Route], model: str, root: str) -> bytes:
-    """Links to the routes that a browser can look at."""
+    """Return the page with links to the routes that a browser can open."""
     seen = [r for r in routes if r.method == "GET" and r.path != "/" and "{" not in r.path]
     items = "".join(
         f'<li><a href="{escape(root + r.path)}"><code>{escape(r.path)}</code></a> '
@@ -34,7 +34,7 @@ def index_page(routes: Sequence[Route], model: str, root: str) -> bytes:
 
 
 def docs_page(description: dict[str, Any]) -> bytes:
-    """Every route with the fields of its body."""
+    """Return the page with every route and the fields of its body."""
     sections = []
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
@@ -64,7 +64,7 @@ def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]
 
 
 def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """A field's type in a few words; null, which every field may be, is left out."""
+    """Return a field's type in a few words, without null."""
     if "anyOf" in schema:
         kinds = [_type(one, schemas) for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(kinds)

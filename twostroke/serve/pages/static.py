@@ -1,4 +1,4 @@
-"""`StaticPages`: the pages made of files, and the stylesheets and modules that they load."""
+"""`StaticPages`: pages that are files, with their stylesheets and modules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAFE: Headers = (
     (b"content-security-policy", POLICY),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),  # ask each time whether the file is still the same
+    (b"cache-control", b"no-cache"),  # the browser asks each time whether the file has changed
 )
 
 
@@ -45,23 +45,25 @@ class StaticFile:
     headers: Headers
 
     @classmethod
-    def of(cls, content: bytes, ending: str) -> StaticFile:
+    def from_content(cls, content: bytes, ending: str) -> StaticFile:
         etag = b'"%b"' % sha256(content).hexdigest()[:32].encode()
         headers = ((b"content-type", TYPES[ending]), (b"etag", etag), *SAFE)
         return cls(content, etag, headers)
 
     async def send(self, http: HttpRequest, more: Headers = ()) -> None:
         known = (http.header(b"if-none-match") or b"").split(b",")
-        same = any(one.strip().removeprefix(b"W/") in (self.etag, b"*") for one in known)
-        if same:
+        unchanged = any(one.strip().removeprefix(b"W/") in (self.etag, b"*") for one in known)
+        if unchanged:
             await http.respond(304, b"", (*self.headers, *more))
         else:
             await http.respond(200, self.content, (*self.headers, *more))
 
 
 class StaticPages:
-    """`linked`: the paths of other pages to link to. The files are read once; a request names one
-    of them or is answered 404, so no path leads out of the folder."""
+    """The static pages. `linked`: the paths of other pages to link to.
+
+    The files are read once. A request for another name is answered 404, so no path leads out of the
+    folder."""
 
     def __init__(self, linked: Sequence[str]) -> None:
         folder = files("twostroke.serve").joinpath("static")
@@ -72,13 +74,13 @@ class StaticPages:
             path: _page(path, found[f"{PAGES[path]}/index.html"], shown) for path in sorted(have)
         }
         self._files: Mapping[str, StaticFile] = {
-            name: StaticFile.of(content, name.rpartition(".")[2])
+            name: StaticFile.from_content(content, name.rpartition(".")[2])
             for name, content in found.items()
             if not name.endswith(".html")
         }
 
     def routes(self) -> list[Route]:
-        """All but `/`, which has another answer for clients that are no browsers."""
+        """Return all routes except `/`, which answers other clients with a list of routes."""
         summary = "Stylesheets and modules of the pages."
         pages = [path for path in self._pages if path != "/"]
         return [
@@ -97,7 +99,7 @@ class StaticPages:
 
 
 def wants_page(http: HttpRequest) -> bool:
-    """Whether the client is a browser that opens a page."""
+    """Return whether the client is a browser that opens a page."""
     return b"text/html" in (http.header(b"accept") or b"")
 
 
@@ -110,14 +112,14 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]
 
 
 def _page(path: str, html: bytes, linked: Sequence[str]) -> StaticFile:
-    """The page with its links to the others. `./` is the root for a page that lies below it."""
+    """Return a page with links to the other pages. `./` is the root for a page below it."""
     links = "".join(
         f'<a href="{escape(one[1:] or "./")}"{_current(one, path)}>{escape(TITLES[one])}</a>'
         for one in linked
     )
     button = '<button type="button" data-theme-switch hidden></button>'
     nav = f'<nav class="pages" aria-label="Pages">{links}{button}</nav>'
-    return StaticFile.of(html.replace(NAV.encode(), nav.encode()), "html")
+    return StaticFile.from_content(html.replace(NAV.encode(), nav.encode()), "html")
 
 
 def _current(one: str, path: str) -> str:

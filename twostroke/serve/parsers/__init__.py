@@ -1,4 +1,7 @@
-"""What models write → content, reasoning and tool calls. A format is a class over `Scanner`."""
+"""Parsers that split a model's output into content, reasoning and tool calls.
+
+Each format is a class over `Scanner`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
     "openai": Harmony,
 }
 REASONING_PARSERS: Final = tuple(FORMATS)
-# What a template shows of calls, what is most particular first.
+# Texts of chat templates that identify a format of calls, the most specific first.
 _SHOWN: Final = (
     ("[TOOL_CALLS]", "mistral"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
@@ -66,11 +69,11 @@ _SHOWN: Final = (
 
 
 def choose_parser(chat_template: str | None) -> str:
-    """The style in which a chat template shows calls."""
+    """Return the name of the parser for the calls that a chat template shows."""
     template = chat_template or ""
     if is_harmony(template):
         return "openai"
-    name = next((name for shown, name in _SHOWN if shown in template), "hermes")
+    name = next((name for text, name in _SHOWN if text in template), "hermes")
     if name == "deepseek_v3" and "```json" not in template:
         return "deepseek_v31"
     return name

@@ -1,4 +1,5 @@
-"""Arguments that a format writes without types, as JSON: by what the tool's schema says of them."""
+"""Converts arguments that a format writes without types to JSON, with the types of the tool's
+schema."""
 
 from __future__ import annotations
 
@@ -7,35 +8,35 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-Kinds = frozenset[str]  # JSON schema's types; none: anything
-MAX_PARTS: Final = 32  # references and alternatives that are looked at for one argument
+JsonTypes = frozenset[str]  # types of JSON schema; empty: any type
+MAX_PARTS: Final = 32  # references and alternatives followed for one argument
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 
 
-def argument_kinds(schema: Mapping[str, Any]) -> dict[str, Kinds]:
-    """By argument: the types that a tool's schema gives it."""
-    found: dict[str, Kinds] = {}
+def argument_types(schema: Mapping[str, Any]) -> dict[str, JsonTypes]:
+    """Return the types that a tool's schema allows for each argument."""
+    found: dict[str, JsonTypes] = {}
     for part in _resolved(schema, schema):
         properties = part.get("properties")
         if isinstance(properties, Mapping):
             for key, described in properties.items():
-                found[str(key)] = frozenset(_kinds(described, schema))
+                found[str(key)] = frozenset(_types_of(described, schema))
     return found
 
 
-def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    kinds: set[str] = set()
+def _types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    types: set[str] = set()
     for part in _resolved(schema, root):
         kind = part.get("type")
-        kinds |= {one for one in (kind if isinstance(kind, list) else [kind]) if one}
+        types |= {one for one in (kind if isinstance(kind, list) else [kind]) if one}
         values = part.get("enum", [part["const"]] if "const" in part else [])
         if not kind and isinstance(values, list):
-            kinds |= {_kind_of(value) for value in values}
-    return {kind for kind in kinds if isinstance(kind, str)}
+            types |= {_type_of(value) for value in values}
+    return {kind for kind in types if isinstance(kind, str)}
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schema and those it refers to or chooses from, if they are in the same document."""
+    """The schema, and the schemas that it refers to or chooses from in the same document."""
     parts: list[Mapping[str, Any]] = []
     queue = [schema]
     while queue and len(parts) < MAX_PARTS:
@@ -55,20 +56,20 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return parts
 
 
-def _kind_of(value: Any) -> str:
+def _type_of(value: Any) -> str:
     names = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
     return names.get(type(value), "array" if isinstance(value, list) else "object")
 
 
-def as_json(text: str, kinds: Kinds) -> str:
-    """A value that is written bare, as JSON: of the types that it may have; as a string if it may
-    be one, or fits none of them."""
+def as_json(text: str, types: JsonTypes) -> str:
+    """Return a bare value as JSON of an allowed type; a string if strings are allowed, or if the
+    value has none of the types."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
-    if bare == "null" and "null" in kinds:
+    if bare == "null" and "null" in types:
         return bare
-    if kinds and "string" not in kinds:
-        if bare.lower() in ("true", "false") and "boolean" in kinds:
+    if types and "string" not in types:
+        if bare.lower() in ("true", "false") and "boolean" in types:
             return bare.lower()
         if _is_json(bare):
             return bare
@@ -78,7 +79,7 @@ def as_json(text: str, kinds: Kinds) -> str:
 
 
 def python_as_json(source: str) -> str | None:
-    """A Python literal as JSON; None if it is none."""
+    """Return a Python literal as JSON; None if the text is no literal."""
     try:
         return json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

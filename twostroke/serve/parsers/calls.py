@@ -1,5 +1,6 @@
-"""`CallParser`: what the formats of tool calls share. A format says where its calls are, and reads
-their names; arguments in JSON are given as they are written, others one by one as JSON."""
+"""`CallParser`: the base of the parsers of tool calls. A parser finds the calls and reads their
+names. Arguments in JSON are emitted as written; other arguments are converted to JSON one by
+one."""
 
 from __future__ import annotations
 
@@ -9,36 +10,36 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
-from twostroke.serve.parsers.arguments import Kinds, as_json
+from twostroke.serve.parsers.arguments import JsonTypes, as_json
 from twostroke.serve.parsers.deltas import ToolCall, ToolCallDelta
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
-ARGUMENTS: Final = ("arguments", "parameters")  # either is understood wherever one of them is
-CALL_KEYS: Final = ("name", "id", "type", *ARGUMENTS)  # of a call without tags
+ARGUMENTS: Final = ("arguments", "parameters")  # both names are accepted everywhere
+CALL_KEYS: Final = ("name", "id", "type", *ARGUMENTS)  # keys of a call without tags
 FENCE: Final = "```json"
 MAX_NAME: Final = 64  # characters
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
 _BAD: Final = object()
 
-Tools = Mapping[str, Mapping[str, Kinds]]  # by name: the types that its arguments may have
+Tools = Mapping[str, Mapping[str, JsonTypes]]  # tool name → argument name → allowed types
 MakeId = Callable[[], str]
 
 
 class CallParser(Scanner):
-    """Content and calls. A call is emitted as soon as its name is known and its arguments begin;
-    what turns out to be no call before that point is content, as it was written."""
+    """Splits text into content and calls. A call is emitted as soon as its name is known and its
+    arguments begin. Text that turns out to be no call before that point is content."""
 
-    special_tokens: ClassVar[bool] = False  # its tags are, so that they must not be skipped
-    # How a call is written that a grammar forces: {name} stands for it, the arguments between.
+    special_tokens: ClassVar[bool] = False  # the tags are special tokens, to be kept
+    # The text before and after the arguments of a forced call; {name} is replaced.
     forced: ClassVar[tuple[str, str]]
-    instead: ClassVar[type[CallParser] | None] = None  # reads forced calls, if this one cannot
+    instead: ClassVar[type[CallParser] | None] = None  # the parser of forced calls
 
     def __init__(self, tools: Tools, make_id: MakeId | None = None) -> None:
         super().__init__()
         self.calls: list[ToolCall] = []
         self.tools = tools
         self._make_id = make_id or self.new_id
-        self._no_text = True  # since the last call
+        self._no_text = True  # no content since the last call
         self._num_arguments = 0
 
     @staticmethod
@@ -50,7 +51,7 @@ class CallParser(Scanner):
         super().emit_text(text)
 
     def give_up(self) -> None:
-        # White space and separators after a last call belong to it.
+        # White space and separators after the last call belong to the call.
         if self._held is not None and self._ended and self.calls and self._no_text:
             held = self._text[self._held : self._at]
             if held.strip(SPACE) in ("", ";"):
@@ -60,9 +61,9 @@ class CallParser(Scanner):
     # ── calls ───────────────────────────────────────────────────────────────────────────────
 
     def begin_call(self, name: str, arguments: str = "", id: str | None = None) -> None:
-        """From here on it is a call, whatever follows."""
+        """Emit the beginning of a call. Text after this point cannot become content again."""
         self.drop()
-        self._settle()
+        self._flush_runs()
         call = ToolCall(id or self._make_id(), name, "")
         self._deltas.append(ToolCallDelta(len(self.calls), call.id, call.name))
         self.calls.append(call)
@@ -89,10 +90,10 @@ class CallParser(Scanner):
     def typed_argument(self, name: str, key: str, text: str) -> None:
         self.emit_argument(key, as_json(text, self.tools[name].get(key, frozenset())))
 
-    # ── what several formats have ───────────────────────────────────────────────────────────
+    # ── shared by several formats ───────────────────────────────────────────────────────────
 
     def name(self) -> Steps[str]:
-        """A tool's name; "" if none comes. It may be one that nobody knows."""
+        """Read a tool's name; "" if there is none. The name may be unknown."""
         name = ""
         while len(name) < MAX_NAME:
             char = yield from self.peek()
@@ -103,7 +104,8 @@ class CallParser(Scanner):
         return name
 
     def arguments(self, name: str, id: str | None = None) -> Steps[bool]:
-        """The object of arguments of a tool. False if the tool is not known or none comes."""
+        """Read the JSON object of a tool's arguments. False if the tool is unknown or no object
+        follows."""
         if name not in self.tools or (yield from self.peek()) != "{":
             return False
         self.begin_call(name, id=id)
@@ -111,9 +113,10 @@ class CallParser(Scanner):
         return True
 
     def next_tag(self, *tags: str) -> Steps[str]:
-        """Emit text up to one of the tags, which is returned; "" if the text ends first. Calls
-        without tags are read on the way: models forget their tags, above all in later turns. Such
-        a call is a JSON object that begins a line, or stands in ```json."""
+        """Emit text up to one of the tags and return the tag; "" if the text ends first.
+
+        Calls without tags are read as well, because models forget tags in later turns: a JSON
+        object at the beginning of a line, or in ```json."""
         while tag := (yield from self.text_until(*tags, FENCE, "{")):
             if tag in tags:
                 return tag
@@ -127,14 +130,14 @@ class CallParser(Scanner):
         return ""
 
     def _begins_line(self) -> bool:
-        """Whether only white space stands before the brace that was read, in its line or, after a
-        call, at all."""
+        """Return whether only white space precedes the brace in its line, or since the last
+        call."""
         before = self._text[self._held : self._at - 1]
         return self._no_text or "\n" in before
 
     def call_object(self, keys: tuple[str, ...] = ()) -> Steps[bool]:
-        """`{"name": …, "arguments": {…}}`, in either order. False if that is no call, as soon as a
-        key is none of `keys`, if some are given."""
+        """Read `{"name": …, "arguments": {…}}`, in either order. False if the object is no call.
+        With `keys`, an object with another key is no call."""
         if not (yield from self.accept("{")):
             return False
         name, arguments, begun = "", "", False
@@ -162,7 +165,7 @@ class CallParser(Scanner):
                     name = value
                 elif is_arguments and not begun and value is not None:
                     arguments = text if isinstance(value, dict) else value
-                    if not isinstance(_loads(arguments), dict):  # some write it in a string
+                    if not isinstance(_loads(arguments), dict):  # some models write it in a string
                         return False
                 if name and arguments and not begun:
                     self.begin_call(name, arguments)
@@ -176,7 +179,7 @@ class CallParser(Scanner):
             return bool(name)
 
     def call_list(self) -> Steps[bool]:
-        """`[{…}, {…}]`. False if its first entry is no call."""
+        """Read `[{…}, {…}]`. False if the first entry is no call."""
         found = False
         if not (yield from self.accept("[")):
             return False
@@ -195,7 +198,7 @@ class CallParser(Scanner):
         return True
 
     def json_call(self, end: str) -> Steps[bool]:
-        """The object of a call, and the tag that ends it, which some models forget."""
+        """Read the object of a call and its closing tag, which some models forget."""
         yield from self.space()
         if not (yield from self.call_object()):
             return False
@@ -203,7 +206,7 @@ class CallParser(Scanner):
         return True
 
     def fence(self) -> Steps[bool]:
-        """A call after ```json, and the end of the fence."""
+        """Read a call after ```json, and the end of the fence."""
         return (yield from self.json_call("```"))
 
 

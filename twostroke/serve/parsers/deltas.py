@@ -1,5 +1,5 @@
-"""What a model's text is made of, as it is written: content, reasoning and tool calls. Every API
-writes its own events from these."""
+"""Typed parts of a streamed message: content, reasoning and tool calls. Every API encodes its own
+events from these deltas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text that the model thinks before it answers."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a call: the first has the id and the name, the others only arguments."""
+    """A part of a call. The first part has id and name, the following parts only arguments."""
 
     index: int
     id: str | None = None
@@ -29,7 +29,7 @@ class ToolCallDelta:
     arguments: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As OpenAI streams it."""
+        """The delta in OpenAI's format."""
         if self.id is None:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         function = {"name": self.name, "arguments": self.arguments}
@@ -40,7 +40,7 @@ class ToolCallDelta:
 class ToolCall:
     id: str
     name: str
-    arguments: str  # as the model wrote them: cut off, if the text was
+    arguments: str  # as the model wrote them; incomplete if the text was cut off
 
     def to_dict(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}

@@ -3,7 +3,8 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
     <|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>
 
-What is on the channel `analysis` is reasoning, what is sent to a tool is a call, all else content.
+A message on the channel `analysis` is reasoning, a message to a tool is a call, other messages are
+content.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Harmony(CallParser):
         if not tag:
             tag = yield from self.text_until("<|start|>", "<|channel|>")
         while tag:
-            rest, found = yield from self.until("<|message|>", most=MAX_HEADER)
+            rest, found = yield from self.until("<|message|>", max_chars=MAX_HEADER)
             if found:
                 yield from self._message(tag + rest)
             else:
@@ -42,7 +43,7 @@ class Harmony(CallParser):
         if recipient is not None and recipient[1] in self.tools:
             self.begin_call(recipient[1])
             _, end = yield from self.until(*_ENDS, sink=self.emit_arguments)
-            self._settle()
+            self._flush_runs()
             if end and not self.calls[-1].arguments.strip():
                 self.emit_arguments("{}")
         elif channel is not None and channel[1] == "analysis":
@@ -52,6 +53,6 @@ class Harmony(CallParser):
             self.thinking = False
         else:
             if recipient is not None or channel is None:
-                self.give_up()  # a call of an unknown tool, as it was written
+                self.give_up()  # a call of an unknown tool is content
             self.drop()
             yield from self.until(*_ENDS, sink=self.emit_text)

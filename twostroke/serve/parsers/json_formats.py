@@ -1,4 +1,4 @@
-"""Formats whose arguments are JSON, which is emitted as it is written.
+"""Formats with arguments in JSON. The JSON is emitted as the model writes it.
 
     hermes          text<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>, any number
     llama3_json     {"name": …, "parameters": {…}}, the whole text; several with ; between
@@ -13,7 +13,7 @@
     kimi_k2         <|tool_calls_section_begin|><|tool_call_begin|>functions.name:0
                     <|tool_call_argument_begin|>{…}<|tool_call_end|>…<|tool_calls_section_end|>
 
-Closing tags that a model forgets are not missed.
+Missing closing tags are accepted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Mistral(CallParser):
 
     @staticmethod
     def new_id() -> str:
-        """Mistral's templates take no other ids."""
+        """Nine letters and digits: Mistral's templates accept no other ids."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def read(self) -> Steps[None]:
@@ -117,7 +117,7 @@ class Phi4Mini(CallParser):
 
 
 class TaggedCalls(CallParser):
-    """Calls between tags of their own, within a section between two more."""
+    """Calls with tags around each call, and around the section of all calls."""
 
     begin: ClassVar[str]
     all_begin: ClassVar[str]
@@ -134,7 +134,7 @@ class TaggedCalls(CallParser):
 
     @abstractmethod
     def _call(self) -> Steps[bool]:
-        """Read what comes after `begin`; whether it was a call."""
+        """Read the text after `begin`. Return whether it was a call."""
 
 
 class DeepSeek(TaggedCalls):
@@ -151,7 +151,7 @@ class DeepSeek(TaggedCalls):
         name = yield from self.name()
         if not (yield from self.accept(self.separator)):
             return False
-        name = (yield from self.name()) or name  # before the separator stands the name, or a type
+        name = (yield from self.name()) or name  # the name or a type precedes the separator
         yield from self.accept("```json", after=SPACE)
         yield from self.space()
         if not (yield from self.arguments(name)):
@@ -176,8 +176,8 @@ class KimiK2(TaggedCalls):
     forced = (f"{all_begin}{begin}functions.{{name}}:0{separator}", f"{end}{all_end}")
 
     def _call(self) -> Steps[bool]:
-        """What the model writes as the call's id names the tool: functions.name:0"""
-        id, tag = yield from self.until(self.separator, most=128)
+        """The call's id contains the tool's name: functions.name:0"""
+        id, tag = yield from self.until(self.separator, max_chars=128)
         if not tag:
             return False
         id = id.strip(SPACE)

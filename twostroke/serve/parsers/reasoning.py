@@ -1,4 +1,4 @@
-"""Reasoning: what a model writes before it answers, apart from the answer.
+"""Reasoning: the formats in which models write it, and its parser.
 
     deepseek_r1, deepseek_v3, qwen3,
     glm45, glm47, kimi_k2,
@@ -8,10 +8,10 @@
     granite                     Here is my thought process:…Here is my response:
     openai_gptoss               Harmony's channel `analysis` (`harmony.py`)
 
-Where the prompt ends with the tag that opens it, the model is thinking from its first token on;
-where it ends with the closed tags, as templates write for `enable_thinking: false`, it is not.
-Otherwise it thinks if the tag is the first thing it writes. deepseek_r1, kimi_k2, olmo3 and
-seed_oss, as in vLLM, need not write it; and Kimi's reasoning also ends where its calls begin.
+If the prompt ends with the opening tag, the model reasons from its first token on. If the prompt
+ends with the closed tags, as templates write for `enable_thinking: false`, the model does not
+reason. Otherwise the model reasons if it writes the opening tag first. deepseek_r1, kimi_k2, olmo3
+and seed_oss, as in vLLM, need no opening tag. Kimi's reasoning also ends where its calls begin.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from twostroke.serve.parsers.harmony import Harmony
 from twostroke.serve.parsers.json_formats import KimiK2
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
-if TYPE_CHECKING:  # the settings name the formats, and --help shall not wait for a tokenizer
+if TYPE_CHECKING:  # the settings import this module, and --help must not import tokenizers
     from twostroke.model.text.tokenizer import Tokenizer
 
-PROMPT_END: Final = 24  # tokens of a prompt in which an opening tag is looked for
-CONTINUED_END: Final = 4096  # the same of one that ends within a message
+PROMPT_END: Final = 24  # tokens at the end of a prompt that are searched for tags
+CONTINUED_END: Final = 4096  # the same for a prompt that ends within a message
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
-    ends_before: tuple[str, ...] = ()  # what ends it as well, and is part of the answer
-    begins_open: bool = False  # it thinks unless the prompt says that it does not
-    forced_end: str = ""  # what ends it where the budget is spent; "": the first of `ends`
+    ends_before: tuple[str, ...] = ()  # texts that end the reasoning and belong to the answer
+    begins_open: bool = False  # the model reasons unless the prompt has the closed tags
+    forced_end: str = ""  # written when the budget is used up; "": the first of `ends`
 
     def opened(self, prompt_end: str, continued: bool) -> bool | None:
-        """Whether a prompt leaves the model thinking; None if it does not say. `continued`: it ends
-        within a message, wherever in it the tags are."""
+        """Return whether reasoning is open at the end of a prompt; None if there are no tags.
+        `continued`: the prompt ends within a message, which may have the tags anywhere."""
         if continued:
             start = max(prompt_end.rfind(text) for text in self.starts)
             end = max(prompt_end.rfind(text) for text in self.ends)
@@ -53,7 +53,7 @@ class ReasoningFormat:
         return False if prompt_end.endswith(self.ends) else None
 
     def has_special_tokens(self, tokenizer: Tokenizer) -> bool:
-        """Whether a text without special tokens would be one without the tags."""
+        """Return whether the closing tag is lost when special tokens are skipped."""
         (tag, *_) = self.ends
         return tokenizer.decode(tokenizer.encode(tag, add_special_tokens=False)) != tag
 
@@ -86,7 +86,7 @@ FORMATS: Final = {
 
 
 def choose_format(chat_template: str | None) -> ReasoningFormat | None:
-    """The style in which a chat template shows reasoning."""
+    """Return the format of the reasoning that a chat template shows."""
     template = chat_template or ""
     if is_harmony(template):
         return HARMONY
@@ -104,13 +104,13 @@ def is_harmony(chat_template: str | None) -> bool:
 
 
 class ReasoningParser(Scanner):
-    """Reasoning, without white space around it, and then content."""
+    """Parses reasoning, stripped of white space, and then content."""
 
     def __init__(self, form: ReasoningFormat, is_open: bool) -> None:
         super().__init__()
         self._form = form
         self.thinking = is_open
-        self.ended = False  # all that comes is content
+        self.ended = False  # only content follows
 
     def read(self) -> Steps[None]:
         started = yield from self.accept(*self._form.starts, after=SPACE)
@@ -130,11 +130,11 @@ class ReasoningParser(Scanner):
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How the reasoning of one request is read, and what the engine is told of it."""
+    """The reasoning of one request: its format and its state at the end of the prompt."""
 
     form: ReasoningFormat
-    is_open: bool  # from the first token on
-    is_closed: bool  # the prompt says that the model does not think
+    is_open: bool  # the model reasons from the first token on
+    is_closed: bool  # the prompt has closed tags: the model does not reason
 
     def parser(self) -> Scanner:
         return Harmony({}) if self.form is HARMONY else ReasoningParser(self.form, self.is_open)
@@ -142,14 +142,14 @@ class Reasoning:
     def for_engine(
         self, tokenizer: Tokenizer, budget: int | None, forces_call: bool
     ) -> Thinking | None:
-        """`forces_call`: a grammar makes the model call a tool."""
+        """Return the settings for the engine. `forces_call`: a grammar forces a tool call."""
         if self.is_closed:
             return None
         form = self.form
         starts: tuple[int, ...] = ()
         if not self.is_open:
-            # A model that writes the tag itself is let do so before a grammar only if that is one
-            # token: of several, the first may begin what the grammar wants as well.
+            # The model may write the opening tag before a grammar only if the tag is one token: the
+            # first of several tokens could also begin a text of the grammar.
             starts = tuple(
                 ids[0]
                 for text in form.starts
@@ -176,11 +176,11 @@ def requested_reasoning(
     prompt: Sequence[int],
     continued: bool = False,
 ) -> Reasoning | None:
-    """How the answer to a prompt is to be read.
+    """Return the reasoning to parse in the answer to a prompt, or None.
 
-    `parser`: a format's name, "auto" to go by the chat template, "none" for no parsing. None, the
-    default: only where the prompt leaves the model thinking, or where its text cannot be read
-    otherwise (Harmony). `continued`: the prompt ends within the message that is to be written.
+    `parser`: the name of a format, "auto" for the format of the chat template, "none" for no
+    parsing. None, the default: parse only if reasoning is open at the end of the prompt, or if the
+    format is Harmony. `continued`: the prompt ends within the message that the model continues.
     """
     if parser == "none":
         return None
@@ -195,13 +195,13 @@ def requested_reasoning(
 
 
 class ReasoningCounter:
-    """How many of the tokens written are reasoning, its tags not counted."""
+    """Counts the output tokens that are reasoning, without the tags."""
 
     def __init__(self, reasoning: Reasoning, tokenizer: Tokenizer) -> None:
         self._parser = reasoning.parser()
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
         self._count = 0
-        self._maybe_tag = 0  # tokens that are reasoning unless they turn out to be a tag
+        self._maybe_tag = 0  # tokens that are either reasoning or part of a tag
 
     @property
     def count(self) -> int:

@@ -1,11 +1,11 @@
-"""`Scanner`: a model's text as it comes, for parsers that are written as if all of it were there.
+"""`Scanner`: the base of parsers of streamed text.
 
-A parser is a generator (`read`). Where it needs a character that has not come yet it yields, and it
-goes on when more text has come. It never asks how much has come, so that where the text is cut
-makes no difference. It never goes back further than a tag is long, so that a text takes time in
-proportion to its length, whatever is in it.
+A parser is a generator (`read`), written as if the whole text were available. When it needs a
+character that has not arrived, it yields, and continues when more text has arrived. A parser never
+asks how much text has arrived, so the result does not depend on where the stream is cut. A parser
+never goes back by more than the length of a tag, so the time is linear in the length of the text.
 
-    held ──────────────┬──────── at ─────────┬── end of what has come
+    held ──────────────┬──────── at ─────────┬── end of the text so far
     may yet be content │ read, no call yet   │ looked at, not read
 """
 
@@ -20,16 +20,16 @@ from typing import Final, TypeVar
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields for more text, returns what was read
+Steps = Generator[None, None, T]  # yields for more text, returns the value read
 SPACE: Final = " \t\r\n"
 _IN_STRING: Final = re.compile(r'["\\]')
 _IN_VALUE: Final = re.compile(r'["{}\[\],\s]')
 
 
 class Scanner(ABC):
-    """Text as it comes → deltas. Where the text is cut makes no difference."""
+    """Turns streamed text into deltas, independent of where the stream is cut."""
 
-    thinking = False  # what is read now is reasoning
+    thinking = False  # the text at the current position is reasoning
 
     def __init__(self) -> None:
         self._text = ""
@@ -38,16 +38,17 @@ class Scanner(ABC):
         self._ended = False
         self._deltas: list[Delta] = []
         self._kind: Callable[[str], Delta] = ContentDelta
-        self._runs: list[str] = []  # of that kind, not yet among the deltas
+        self._runs: list[str] = []  # texts of that kind, not yet in `_deltas`
         self._sink: Callable[[str], None] = self.emit_text
         self._reader = self._read_all()
 
     @abstractmethod
     def read(self) -> Steps[None]:
-        """Reads the text; what it leaves is content."""
+        """Read the text. Text that the parser leaves is content."""
 
     def push(self, text: str) -> list[Delta]:
-        """What is new. Text that may turn out to be something else is held back."""
+        """Add text and return the new deltas. Text that may be part of a tag or call is held
+        back."""
         keep = self._at if self._held is None else self._held
         self._text = self._text[keep:] + text
         self._at -= keep
@@ -56,7 +57,7 @@ class Scanner(ABC):
         return self._take()
 
     def flush(self) -> list[Delta]:
-        """What was held back: the text has ended."""
+        """Return the deltas of the text held back: the text has ended."""
         self._ended = True
         for _ in self._reader:
             pass
@@ -64,7 +65,7 @@ class Scanner(ABC):
 
     @property
     def looks_ahead(self) -> bool:
-        """Some of the text may be the beginning of a tag."""
+        """Return whether unread text may be the beginning of a tag."""
         return self._at < len(self._text)
 
     def _read_all(self) -> Steps[None]:
@@ -75,14 +76,14 @@ class Scanner(ABC):
             self._at = len(self._text)
 
     def _take(self) -> list[Delta]:
-        self._settle()
+        self._flush_runs()
         deltas, self._deltas = self._deltas, []
         return deltas
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
     def peek(self, ahead: int = 0) -> Steps[str]:
-        """A character that comes, unread; "" if the text ends before it."""
+        """Return a character without reading it; "" if the text ends before it."""
         while self._at + ahead >= len(self._text):
             if self._ended:
                 return ""
@@ -90,13 +91,13 @@ class Scanner(ABC):
         return self._text[self._at + ahead]
 
     def space(self, chars: str = SPACE) -> Steps[None]:
-        """Reads over white space."""
+        """Skip white space."""
         while (char := (yield from self.peek())) and char in chars:
             self._at += 1
 
     def accept(self, *texts: str, after: str = "") -> Steps[str]:
-        """Whichever of the texts comes next, read; "" and nothing read if none does. Characters of
-        `after` may come before it, and are read with it."""
+        """Read one of the texts if it is next, and return it; otherwise read nothing and return "".
+        Characters of `after` may precede the text and are read with it."""
         skipped = 0
         while after and (char := (yield from self.peek(skipped))) and char in after:
             skipped += 1
@@ -112,12 +113,12 @@ class Scanner(ABC):
         return ""
 
     def text_until(self, *tags: str) -> Steps[str]:
-        """Emits text up to one of the tags, which is returned; "" if the text ends first. The tag
+        """Emit text up to one of the tags and return the tag; "" if the text ends first. The tag
         and the white space before it are held."""
         firsts = {tag[0] for tag in tags}
         here, later = _before_tags(tags)
         while True:
-            # Whatever does not stand at the end of what has come, or before what may be a tag.
+            # Skip text that is neither the end of the text so far nor before a possible tag.
             found = here.match(self._text, self._at) or later.search(self._text, self._at)
             assert found is not None
             self._sink(self._text[self._at : found.start()])
@@ -135,25 +136,25 @@ class Scanner(ABC):
             self.give_up()
 
     def until(
-        self, *tags: str, most: int | None = None, sink: Callable[[str], None] | None = None
+        self, *tags: str, max_chars: int | None = None, sink: Callable[[str], None] | None = None
     ) -> Steps[tuple[str, str]]:
-        """Text up to one of the tags, and that tag, which is read; "" for it if the text ends first
-        or has more than `most` characters. With `sink` the text goes there, as it comes."""
+        """Read text up to one of the tags; return the text and the tag. The tag is "" if the text
+        ends first or has more than `max_chars` characters. With `sink`, the text goes to `sink`."""
         pattern = _first_of(tags)
         parts: list[str] = []
         size = 0
         take = sink or parts.append
-        while most is None or size <= most:
+        while max_chars is None or size <= max_chars:
             found = pattern.search(self._text, self._at)
             stop = found.start() if found else len(self._text)
-            if most is not None:  # no more is read because more has come
-                stop = min(stop, self._at + most + 1 - size)
+            if max_chars is not None:  # independent of how much text has arrived
+                stop = min(stop, self._at + max_chars + 1 - size)
             run = self._text[self._at : stop]
             self._at = stop
             size += len(run)
             if run:
                 take(run)
-            if most is not None and size > most:
+            if max_chars is not None and size > max_chars:
                 break
             char = yield from self.peek()
             if not char:
@@ -167,8 +168,8 @@ class Scanner(ABC):
         return "".join(parts), ""
 
     def json_value(self, sink: Callable[[str], None] | None = None) -> Steps[str]:
-        """One JSON value as it is written, as its brackets and strings bound it; "" if none begins
-        here. With `sink` it goes there, as it comes."""
+        """Read one JSON value, bounded by its brackets and strings; "" if no value begins here.
+        With `sink`, the text goes to `sink`."""
         parts: list[str] = []
         take = sink or parts.append
         depth, in_string = 0, False
@@ -204,20 +205,20 @@ class Scanner(ABC):
                 break
         return "".join(parts)
 
-    # ── what comes out ──────────────────────────────────────────────────────────────────────
+    # ── output ──────────────────────────────────────────────────────────────────────────────
 
     def hold(self) -> None:
-        """What is read from here on may turn out to be content."""
+        """Hold the text read from here on: it may turn out to be content."""
         self._held = self._at
 
     def give_up(self) -> None:
-        """What is held is content."""
+        """Emit the held text as content."""
         if self._held is not None:
             self._sink(self._text[self._held : self._at])
             self._held = None
 
     def drop(self) -> None:
-        """What is held is no content."""
+        """Drop the held text: it is no content."""
         self._held = None
 
     def emit_text(self, text: str) -> None:
@@ -227,14 +228,14 @@ class Scanner(ABC):
         self._emit(ReasoningDelta, text)
 
     def _emit(self, kind: Callable[[str], Delta], text: str) -> None:
-        """Texts of a kind that follow each other become one delta."""
+        """Emit text. Consecutive texts of the same kind become one delta."""
         if kind != self._kind:
-            self._settle()
+            self._flush_runs()
             self._kind = kind
         if text:
             self._runs.append(text)
 
-    def _settle(self) -> None:
+    def _flush_runs(self) -> None:
         if self._runs:
             self._deltas.append(self._kind("".join(self._runs)))
             self._runs.clear()
@@ -242,13 +243,14 @@ class Scanner(ABC):
 
 @cache
 def _first_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    """The first character of one of the texts."""
+    """A pattern for the first characters of the texts."""
     return re.compile(f"[{re.escape(''.join(text[0] for text in texts))}]")
 
 
 @cache
 def _before_tags(tags: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """White space, or none, before what may be a tag or at the end: that begins here, or that is to
-    be searched for (of a run of it only the beginning, so that long runs are passed over once)."""
+    """Patterns for optional white space before a possible tag or the end of the text: one to match
+    at a position, one to search. The latter finds only the beginning of a run, so that long runs of
+    white space are scanned once."""
     run = rf"[{SPACE}]*(?=[{re.escape(''.join(tag[0] for tag in tags))}]|\Z)"
     return re.compile(run), re.compile(rf"(?<![{SPACE}]){run}")

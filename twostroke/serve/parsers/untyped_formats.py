@@ -1,4 +1,4 @@
-"""Formats that write arguments bare; their types are those of the tool's schema.
+"""Formats with untyped arguments. The tool's schema gives the types.
 
     qwen3_coder  <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n
                  </function>\\n</tool_call>, any number of them
@@ -8,7 +8,7 @@
     pythonic     [name(key=value, …), …], the whole text; values are Python's
     olmo3        text<function_calls>\\nname(key=value, …)\\n…\\n</function_calls>
 
-An argument is emitted when it is complete. JSON between the tags of a call is a call as well.
+An argument is emitted when it is complete. JSON between the tags of a call is also accepted.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Qwen3Coder(CallParser):
                 self.give_up()
 
     def _call(self) -> Steps[bool]:
-        name, tag = yield from self.until(">", most=MAX_NAME)
+        name, tag = yield from self.until(">", max_chars=MAX_NAME)
         if not tag or name not in self.tools:
             return False
         self.begin_call(name)
         while (yield from self.accept("<parameter=", after=SPACE)):
-            key, tag = yield from self.until(">", most=MAX_KEY)
+            key, tag = yield from self.until(">", max_chars=MAX_KEY)
             if not tag:
                 return True
             value, tag = yield from self.until("</parameter>")
             if tag:
                 self.typed_argument(name, key, value.removeprefix("\n").removesuffix("\n"))
-        # Where the text was cut off, so are the arguments.
+        # If the text was cut off, the arguments stay incomplete.
         if (yield from self.accept("</function>", after=SPACE)):
             self.end_arguments()
         yield from self.accept(self.end, after=SPACE)
@@ -76,7 +76,7 @@ class Glm45(CallParser):
             return False
         self.begin_call(name)
         while tag == "<arg_key>":
-            key, tag = yield from self.until("</arg_key>", most=MAX_KEY)
+            key, tag = yield from self.until("</arg_key>", max_chars=MAX_KEY)
             if tag and (yield from self.accept("<arg_value>", after=SPACE)):
                 value, tag = yield from self.until("</arg_value>")
                 if tag:
@@ -129,7 +129,8 @@ class Pythonic(CallParser):
         return True
 
     def _value(self) -> Steps[tuple[str, bool]]:
-        """The source of a value, and whether it ended: before the comma or bracket after it."""
+        """Read the source of a value up to the comma or bracket after it. Return whether it was
+        complete."""
         parts: list[str] = []
         depth, quote = 0, ""
         while char := (yield from self.peek()):

@@ -1,5 +1,5 @@
-"""Routes that change the engine or tell of its settings, as vLLM has them in its development mode:
-prefix cache, sleep, server info. They are there only with `dev_mode`, and never without the key."""
+"""Routes of vLLM's development mode: prefix cache, sleep, server info. They exist only with
+`dev_mode` and always need the API key."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class DevRoutes:
                 "POST",
                 "/reset_prefix_cache",
                 self.reset_prefix_cache,
-                "Forget all prefixes.",
+                "Drop all cached prefixes.",
                 acts=True,
             ),
             Route(
                 "POST", "/sleep", self.sleep, "End the engine's process until /wake_up.", acts=True
             ),
             Route("POST", "/wake_up", self.wake_up, "Start the engine again.", acts=True),
-            Route("GET", "/is_sleeping", self.is_sleeping, "Whether the engine sleeps."),
+            Route("GET", "/is_sleeping", self.is_sleeping, "The sleep state of the engine."),
             Route("GET", "/server_info", self.server_info, "The settings of server and engine."),
         ]
 
@@ -52,12 +52,12 @@ class DevRoutes:
         if mode not in ("abort", "wait"):
             raise ApiError(
                 400,
-                'mode must be "abort" or "wait": what a request has computed does not outlive the '
+                'mode must be "abort" or "wait": the results of a request end with the '
                 "engine's process",
                 param="query.mode",
             )
         client = self._service.client
-        # Shielded: a client that leaves must not leave the engine half asleep.
+        # Shielded: a client that disconnects must not interrupt the change.
         await asyncio.shield(asyncio.ensure_future(client.sleep(drain=mode == "wait")))
         info = client.info
         freed = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes}
@@ -67,7 +67,7 @@ class DevRoutes:
         if (tags := http.query().get("tags")) is not None:
             raise ApiError(
                 400,
-                f"tags: {tags[:100]!r} cannot be woken alone, only the whole engine; leave it out",
+                f"tags: {tags[:100]!r} cannot be woken separately; leave tags out",
                 param="query.tags",
             )
         await asyncio.shield(asyncio.ensure_future(self._service.client.wake_up()))
@@ -79,7 +79,7 @@ class DevRoutes:
     async def server_info(self, http: HttpRequest) -> None:
         settings = asdict(self._service.settings)
         for name in ("api_keys", "admin_api_keys"):
-            settings[name] = len(settings[name])  # how many, not which
+            settings[name] = len(settings[name])  # the number of keys only
         await http.respond_json(
             {
                 "version": __version__,

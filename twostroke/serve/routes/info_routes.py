@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, health, load, version, metrics, the tokenizer's."""
+"""Routes with information: models, health, load, version, metrics, tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from twostroke import __version__
 from twostroke.serve.error_responses import ApiError, unavailable
 from twostroke.serve.fields.protocol import DetokenizeRequest, TokenizeRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.prompts import ThreadPool
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import JSON, HttpRequest
@@ -27,10 +27,10 @@ class InfoRoutes:
 
     async def health(self, http: HttpRequest) -> None:
         service = self._service
-        if service.admission.draining:  # no failure: a probe is to see it and to send no more
+        if service.admission.draining:  # not an error: a probe sees it and sends no more requests
             await http.respond(503, b'{"status":"shutting down"}', JSON)
             return
-        if service.client.asleep:  # as it should be: nobody is to restart the server for it
+        if service.client.asleep:  # intended: a supervisor must not restart the server
             await http.respond_json({"status": "sleeping"})
             return
         if not service.client.healthy:
@@ -38,7 +38,7 @@ class InfoRoutes:
         await http.respond_json({"status": "ok"})
 
     async def load(self, http: HttpRequest) -> None:
-        """Requests that are being answered; vLLM's name for them."""
+        """Answer with the number of running requests, under vLLM's name."""
         await http.respond_json({"server_load": len(self._service.open_streams)})
 
     async def version(self, http: HttpRequest) -> None:
@@ -49,7 +49,7 @@ class InfoRoutes:
         if self._scrape is None or self._scrape.done():
             work = self._metrics.run(self._service.metrics.text)
             self._scrape = asyncio.get_running_loop().create_task(work)
-        text = await asyncio.shield(self._scrape)  # one for all who ask before it is done
+        text = await asyncio.shield(self._scrape)  # one scrape for all concurrent requests
         await http.respond(200, text, kind)
 
     async def models(self, http: HttpRequest) -> None:
@@ -75,7 +75,7 @@ class InfoRoutes:
 
     async def embeddings(self, http: HttpRequest) -> None:
         raise ApiError(
-            501, "this server writes text; it makes no embeddings", code="not_implemented"
+            501, "this server generates text; embeddings are not supported", code="not_implemented"
         )
 
     async def tokenize(self, http: HttpRequest) -> None:
@@ -89,7 +89,7 @@ class InfoRoutes:
     def _tokenize(self, request: TokenizeRequest) -> Json:
         prompts = self._service.prompts
         if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "give either prompt or messages")
+            raise ApiError(400, "send either prompt or messages")
         if request.messages is not None:
             ids = prompts.render(request.messages, request)
         else:

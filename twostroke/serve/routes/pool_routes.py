@@ -1,4 +1,4 @@
-"""`GET /pools` and `POST /pools`: how many engines there are, and to have more or fewer."""
+"""`GET /pools` and `POST /pools`: show and change the number of engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from twostroke.errors import ConfigError, EngineError
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import PoolsRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
@@ -18,9 +18,9 @@ MAX_DRAIN_S = 24 * 3600.0
 def pool_routes(service: Service) -> list[Route]:
     routes = PoolRoutes(service)
     return [
-        Route("GET", "/pools", routes.show, "The engines there are."),
+        Route("GET", "/pools", routes.show, "The engines and their pools."),
         Route(
-            "POST", "/pools", routes.scale, "Have more or fewer engines.", PoolsRequest, acts=True
+            "POST", "/pools", routes.scale, "Change the number of engines.", PoolsRequest, acts=True
         ),
     ]
 
@@ -33,17 +33,17 @@ class PoolRoutes:
         await http.respond_json(self._status())
 
     async def scale(self, http: HttpRequest) -> None:
-        """Answers when it is done. A client that leaves before changes nothing of it."""
+        """Change the pools and answer when it is done, even if the client has disconnected."""
         async with self._service.read(http, PoolsRequest) as (asked, _):
-            given = {
+            requested = {
                 "prefill": asked.prefill_engines,
                 "decode": asked.decode_engines,
                 "data_parallel_size": asked.data_parallel_size,
             }
-            counts = {name: count for name, count in given.items() if count is not None}
+            counts = {name: count for name, count in requested.items() if count is not None}
             drain_timeout_s = asked.drain_timeout
         if not counts:
-            raise ApiError(400, "give prefill, decode or data_parallel_size: how many engines")
+            raise ApiError(400, "send prefill, decode or data_parallel_size: a number of engines")
         if not 0 <= drain_timeout_s <= MAX_DRAIN_S:
             raise ApiError(
                 400,
@@ -54,7 +54,7 @@ class PoolRoutes:
         if self._client.pools().scaling:
             raise ApiError(
                 409,
-                "the pools are being changed already; GET /pools tells when that has ended",
+                "the pools are being changed already; GET /pools shows when the change has ended",
                 code="scaling",
             )
         try:

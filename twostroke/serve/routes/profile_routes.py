@@ -1,4 +1,4 @@
-"""`POST /start_profile` and `POST /stop_profile`: what the engine's steps are made of meanwhile."""
+"""`POST /start_profile` and `POST /stop_profile`: a profile of the engine's steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ SCHEMA = 1
 def profile_routes(service: Service) -> list[Route]:
     routes = ProfileRoutes(service)
     return [
-        Route("POST", "/start_profile", routes.start, "Gather what steps are made of.", acts=True),
         Route(
-            "POST", "/stop_profile", routes.stop, "End that, and tell what was found.", acts=True
+            "POST",
+            "/start_profile",
+            routes.start,
+            "Start a profile of steps.",
+            acts=True,
         ),
+        Route("POST", "/stop_profile", routes.stop, "Stop the profile and return it.", acts=True),
     ]
 
 
@@ -42,5 +46,5 @@ class ProfileRoutes:
             "ops_per_s": info.ops_per_s,
         }
         head = msgspec.json.encode({"schema_version": SCHEMA, "server": server})
-        # Both are objects; the engine's may be of megabytes, and is not read here.
+        # Both are JSON objects. The engine's object may have megabytes and is not decoded.
         await http.respond(200, b"".join([head[:-1], b",", found[1:]]))

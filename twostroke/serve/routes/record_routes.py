@@ -1,4 +1,4 @@
-"""`GET /records`: the step and request records of the last seconds, as they are, for tools."""
+"""`GET /records`: the step and request records of the last seconds, for tools."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
 
-MAX_SECONDS = 600.0  # what the ring buffers still hold of it
-NOT_SENT = ("slots",)  # of a step: the engine keeps them
+MAX_SECONDS = 600.0  # limited by the ring buffers, too
+NOT_SENT = ("slots",)  # fields of a step that stay in the engine
 
 
 def record_routes(service: Service) -> list[Route]:
-    return [Route("GET", "/records", RecordRoute(service), "Steps and requests just ended.")]
+    return [Route("GET", "/records", RecordRoute(service), "Records of recent steps and requests.")]
 
 
 class RecordRoute:
@@ -34,11 +34,11 @@ class RecordRoute:
     async def __call__(self, http: HttpRequest) -> None:
         seconds = _seconds(http)
         since = monotonic() - seconds
-        # Copies, since the buffers go on changing; the records themselves do not.
+        # Copies: the buffers keep changing, the records do not.
         steps = [one for one in self._records.steps if one.committed_s >= since]
         requests = [one for one in self._records.requests if one.finished_s >= since]
         if not http.is_admin:
-            # These fields tell of single requests, and not whose they are.
+            # These fields are about single requests, of unknown owners.
             steps = [one._replace(chunks=(), first=(), late=()) for one in steps]
             requests = [one for one in requests if http.may_see(one)]
         await http.respond(200, await self._thread.run(lambda: self._encode(steps, requests)))
@@ -67,7 +67,7 @@ class RecordRoute:
 
 
 def _pacing(config: EngineConfig | None, on_gpu: bool) -> dict[str, Any] | None:
-    """How the engine's scheduler cuts its steps, for who simulates it; None: not known."""
+    """The scheduler's settings, for simulations; None if they are unknown."""
     if config is None:
         return None
     ttft_s, itl_s = config.goals(on_gpu)
@@ -102,8 +102,8 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
 
 
 def _seconds(http: HttpRequest) -> float:
-    given = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
-    text = given.get("seconds", ["10"])[-1]
+    query = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
+    text = query.get("seconds", ["10"])[-1]
     try:
         seconds = float(text)
     except ValueError:

@@ -18,15 +18,21 @@ from twostroke.serve.api.anthropic.messages_request import (
 )
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import ChatRequest, ErrorBody
-from twostroke.serve.fields.response_fields import Json, ResponseHead, TokenCounts, count_tokens
-from twostroke.serve.generation.conversation import AssistantMessage, Conversation
+from twostroke.serve.fields.response_json import (
+    Json,
+    ResponseHead,
+    TextEventTemplate,
+    TokenCounts,
+    count_tokens,
+    event,
+)
+from twostroke.serve.generation.conversation import AssistantMessage, ConversationGeneration
 from twostroke.serve.generation.generate import GenerateRoute
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from twostroke.serve.parsers.reasoning import Reasoning
-from twostroke.serve.sse import TextEventTemplate, event
 
 PING = event({"type": "ping"}, "ping")
 
@@ -47,7 +53,7 @@ def messages_routes(service: Service) -> list[Route]:
             "POST",
             "/v1/messages/count_tokens",
             count,
-            "How many tokens a conversation has.",
+            "Count the tokens of a conversation.",
             CountTokensRequest,
             error=MessagesError,
         ),
@@ -72,7 +78,7 @@ _KINDS = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "ov
 class MessagesErrorContent(msgspec.Struct, omit_defaults=True):
     type: str
     message: str
-    details: dict[str, str] | None = None  # `error_code`, where there is one
+    details: dict[str, str] | None = None  # `error_code`, if there is one
 
 
 class MessagesError(ErrorBody):
@@ -80,7 +86,7 @@ class MessagesError(ErrorBody):
     error: MessagesErrorContent
 
     @classmethod
-    def of(cls, error: ApiError) -> Self:
+    def from_error(cls, error: ApiError) -> Self:
         kind = _KINDS.get(error.status, error.kind)
         details = None if error.code is None else {"error_code": error.code}
         return cls("error", MessagesErrorContent(kind, error.content()["message"], details))
@@ -89,7 +95,7 @@ class MessagesError(ErrorBody):
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class MessagesGeneration(Conversation[CountTokensRequest]):
+class MessagesGeneration(ConversationGeneration[CountTokensRequest]):
     request_type = MessagesRequest
     id_prefix = "msg"
 
@@ -108,7 +114,7 @@ class MessagesGeneration(Conversation[CountTokensRequest]):
         return len(self.render())
 
     def _requested_reasoning(self, prompt: Sequence[int]) -> Reasoning | None:
-        """With the request's budget, which has no effect on a model that does not think aloud."""
+        """The requested reasoning, with the request's budget if the model reasons."""
         reasoning, thinking = super()._requested_reasoning(prompt), self.request.thinking
         if reasoning is not None and thinking is not None:
             self.chat.thinking_token_budget = thinking.budget_tokens
@@ -123,11 +129,11 @@ class MessagesGeneration(Conversation[CountTokensRequest]):
 
     def full_response(self, outputs: Sequence[RequestOutput]) -> Json:
         completion = outputs[0].outputs[0]
-        said = self.new_message()
-        content = blocks(said.push(completion.text) + said.flush())
+        message = self.new_message()
+        content = blocks(message.push(completion.text) + message.flush())
         counts = count_tokens(outputs)
         counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
-        end = self.end(completion, said, counts.completion)
+        end = self.end(completion, message, counts.completion)
         return self.message(content, usage(counts), **end)
 
     def message(self, content: list[Json], usage: Json, **end: Any) -> Json:
@@ -143,13 +149,13 @@ class MessagesGeneration(Conversation[CountTokensRequest]):
             "usage": usage,
         }
 
-    def end(self, completion: CompletionOutput, said: AssistantMessage, num_tokens: int) -> Json:
+    def end(self, completion: CompletionOutput, message: AssistantMessage, num_tokens: int) -> Json:
         reason, sequence = "end_turn", None
         if completion.finish_reason == "length":
-            # Fewer than were allowed: nothing more fits into the model's context.
+            # Fewer tokens than allowed: the model's context is full.
             full = self._max_tokens is None or num_tokens < self._max_tokens
             reason = "model_context_window_exceeded" if full else "max_tokens"
-        elif said.calls:
+        elif message.calls:
             reason = "tool_use"
         elif isinstance(completion.stop_reason, str):
             reason, sequence = "stop_sequence", completion.stop_reason
@@ -169,9 +175,9 @@ def usage(counts: TokenCounts) -> Json:
 
 
 def blocks(deltas: Sequence[Delta]) -> list[Json]:
-    """A message's content from all its deltas."""
+    """Return the content blocks of a message from all its deltas."""
     found: list[Json] = []
-    arguments: dict[int, str] = {}  # of the calls, by the place of their block
+    arguments: dict[int, str] = {}  # of calls, by the index of the block
     for delta in deltas:
         if not _goes_on(delta, found[-1]["type"] if found else ""):
             found.append(_first_block(delta))
@@ -187,7 +193,7 @@ def blocks(deltas: Sequence[Delta]) -> list[Json]:
 
 
 def _goes_on(delta: Delta, kind: str) -> bool:
-    """Whether it belongs to the block that is open."""
+    """Return whether a delta belongs to the open block, whose type is `kind`."""
     if isinstance(delta, ToolCallDelta):
         return delta.id is None
     return kind == ("text" if isinstance(delta, ContentDelta) else "thinking")
@@ -202,7 +208,7 @@ def _first_block(delta: Delta) -> Json:
 
 
 def parsed_arguments(text: str) -> Json:
-    """A call's arguments as an object; none where the text was cut off, or is no object."""
+    """Return the arguments of a call; an empty object if the text is incomplete or no object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
@@ -210,15 +216,15 @@ def parsed_arguments(text: str) -> Json:
 
 
 class MessagesStreamWriter:
-    """The events of one streamed answer. Blocks follow one another; one is open at a time."""
+    """Writes the events of a streamed answer. One content block is open at a time."""
 
     def __init__(self, generation: MessagesGeneration) -> None:
         self._generation = generation
-        self._said = generation.new_message()
+        self._message = generation.new_message()
         self._begun = False
-        self._index = -1  # of the block that is open, or was last
-        self._kind = ""  # of the block that is open
-        self._text: TextEventTemplate | None = None  # of its deltas, where it is text
+        self._index = -1  # of the open or the last block
+        self._kind = ""  # type of the open block
+        self._text: TextEventTemplate | None = None  # of the deltas of a text block
         self._num_tokens = 0
         self._last: RequestOutput | None = None
 
@@ -226,10 +232,10 @@ class MessagesStreamWriter:
         events = [] if self._begun else [self._begin(output)]
         for completion in output.outputs:
             self._num_tokens += len(completion.token_ids)
-            deltas = self._said.push(completion.text, completion.token_ids)
+            deltas = self._message.push(completion.text, completion.token_ids)
             if completion.finish_reason is not None:
                 self._last = output
-                deltas += self._said.flush()
+                deltas += self._message.flush()
             events += [self._delta(delta) for delta in deltas]
         return b"".join(events)
 
@@ -276,8 +282,8 @@ class MessagesStreamWriter:
         assert last is not None
         counts = count_tokens([last])
         counts.completion = self._num_tokens
-        counts.add_reasoning(self._said.reasoning_tokens)
-        end = self._generation.end(last.outputs[0], self._said, self._num_tokens)
+        counts.add_reasoning(self._message.reasoning_tokens)
+        end = self._generation.end(last.outputs[0], self._message, self._num_tokens)
         done = {"type": "message_delta", "delta": end, "usage": usage(counts)}
         return (
             self._close()
@@ -286,4 +292,4 @@ class MessagesStreamWriter:
         )
 
     def fail(self, error: ApiError) -> bytes:
-        return event(MessagesError.of(error), "error")
+        return event(MessagesError.from_error(error), "error")

@@ -1,4 +1,4 @@
-"""Anthropic's request (`POST /v1/messages`), and how it reads as OpenAI's chat request."""
+"""Anthropic's request (`POST /v1/messages`) and its translation into OpenAI's chat request."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from msgspec import Raw
 
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Name, Stops
 from twostroke.serve.fields.foreign_fields import Table
 from twostroke.serve.fields.protocol import (
     ChatRequest,
-    EngineFields,
     FunctionTool,
     JsonSchema,
-    Name,
     ResponseFormat,
-    Stops,
     Tool,
 )
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 
 BILLING = "x-anthropic-billing-header:"
 
-# ── blocks: what they have besides these fields (cache_control, citations …) has no effect ──────
+# ── blocks: other fields (cache_control, citations …) have no effect ─────────────────────────────
 
 
 class TextBlock(msgspec.Struct, tag="text"):
@@ -38,7 +36,7 @@ class ThinkingBlock(msgspec.Struct, tag="thinking"):
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
-    """Which no model here has written, nor can read."""
+    """Reasoning encrypted by Anthropic. It is skipped."""
 
 
 class ToolUseBlock(msgspec.Struct, tag="tool_use"):
@@ -48,11 +46,11 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
 
 
 class ImageBlock(msgspec.Struct, tag="image"):
-    """Refused by name."""
+    """Not supported: refused."""
 
 
 class DocumentBlock(msgspec.Struct, tag="document"):
-    """Refused by name."""
+    """Not supported: refused."""
 
 
 class ToolResultBlock(msgspec.Struct, tag="tool_result"):
@@ -78,14 +76,14 @@ class MessageParam(msgspec.Struct):
 
 class ToolParam(msgspec.Struct):
     name: str
-    type: str | None = None  # another than "custom": a tool that Anthropic's server runs or knows
+    type: str | None = None  # if not "custom": a tool that Anthropic's server runs or defines
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
     @property
     def is_clients(self) -> bool:
-        """Whether the client runs the tool and has described it."""
+        """Return whether the client defines and runs the tool."""
         return self.type in (None, "custom")
 
 
@@ -95,7 +93,7 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(msgspec.Struct):
+class ThinkingOptions(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
 
@@ -111,7 +109,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountTokensRequest(EngineFields, kw_only=True):
-    """What a prompt is made of."""
+    """The fields of a prompt."""
 
     FOREIGN: ClassVar[Table] = foreign_fields.MESSAGES
     INPUT: ClassVar[tuple[str, ...]] = (
@@ -137,11 +135,11 @@ class CountTokensRequest(EngineFields, kw_only=True):
     system: str | list[TextBlock] | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older place of output_config.format
+    output_format: OutputFormat | None = None  # the older name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
-    # Without effect here: billing, regions, and what is cached anyway.
+    # No effect: billing, regions, and caching, which is always on.
     cache_control: Raw = None  # type: ignore[assignment]
     context_management: Raw = None  # type: ignore[assignment]
     diagnostics: Raw = None  # type: ignore[assignment]
@@ -155,7 +153,7 @@ class CountTokensRequest(EngineFields, kw_only=True):
     workspace_id: Name | None = None
 
     def __post_init__(self) -> None:
-        for name in self.IGNORED:  # each would keep the whole body
+        for name in self.IGNORED:  # each would keep the whole body in memory
             setattr(self, name, None)
 
 
@@ -174,7 +172,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def as_chat(request: CountTokensRequest) -> ChatRequest:
-    """Without messages and tools, which `fill_chat` adds: they may be many."""
+    """Return the chat request without messages and tools; `fill_chat` adds these."""
     choice, config = request.tool_choice, request.output_config or OutputConfig()
     form = config.format or request.output_format
     prefilled = _is_prefilled(request.messages)
@@ -207,31 +205,31 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
 
 
 def fill_chat(chat: ChatRequest, request: CountTokensRequest) -> None:
-    """Takes long for long conversations: off the event loop."""
+    """Add messages and tools. Long conversations take long: call it off the event loop."""
     found = chat.messages
-    if said := _system_text(request.system or "", "system"):
-        found.append({"role": "system", "content": said})
-    reminders: list[str] = []  # of the system, after what the assistant said
+    if text := _system_text(request.system or "", "system"):
+        found.append({"role": "system", "content": text})
+    reminders: list[str] = []  # system messages after an assistant's message
     for n, message in enumerate(request.messages):
         where = f"messages[{n}]"
         if message.role != "system":
             found += _after(reminders, _chat_messages(message, where))
             reminders = []
-        elif said := _system_text(message.content, f"{where}.content"):
+        elif text := _system_text(message.content, f"{where}.content"):
             if found and found[-1]["role"] == "assistant":
-                reminders.append(said)
+                reminders.append(text)
             elif found:
-                found[-1]["content"] = _joined(found[-1]["content"], said)
+                found[-1]["content"] = _joined(found[-1]["content"], text)
             else:
-                found.append({"role": "system", "content": said})
+                found.append({"role": "system", "content": text})
     found += _after(reminders, [])
     if request.tools:
         chat.tools = [_chat_tool(tool, n) for n, tool in enumerate(request.tools)]
 
 
 def _system_text(content: str | Sequence[Block], where: str) -> str:
-    """Without the line by which Anthropic bills its own programs: it is another one in each
-    request, so that no prompt would be found in the prefix cache."""
+    """Return the system prompt without the billing line of Anthropic's own programs. The line
+    differs in each request, so that no prompt would be found in the prefix cache."""
     texts = [
         text.partition("\n")[2] if text.startswith(BILLING) else text
         for text in _texts(content, where)
@@ -240,15 +238,15 @@ def _system_text(content: str | Sequence[Block], where: str) -> str:
 
 
 def _after(reminders: Sequence[str], messages: list[Json]) -> list[Json]:
-    """Messages with what the system said before them. Few templates take a system message in the
-    middle of a conversation: it becomes a part of the user's next one, or of a tool's result."""
+    """Return messages with preceding system messages. Few templates support system messages within
+    a conversation, so they become part of the user's next message or of a tool's result."""
     if not reminders:
         return messages
     if not messages or messages[-1]["role"] == "assistant":
         return [{"role": "user", "content": _joined(*reminders)}, *messages]
     last = messages[-1]
-    first_said = last["role"] == "user"
-    texts = [*reminders, last["content"]] if first_said else [last["content"], *reminders]
+    is_user = last["role"] == "user"
+    texts = [*reminders, last["content"]] if is_user else [last["content"], *reminders]
     return [*messages[:-1], {**last, "content": _joined(*texts)}]
 
 
@@ -257,7 +255,7 @@ def _joined(*texts: str) -> str:
 
 
 def _is_prefilled(messages: Sequence[MessageParam]) -> bool:
-    """Whether the last message is the beginning of the answer, to be gone on with."""
+    """Return whether the last message is the beginning of the answer."""
     if not messages or messages[-1].role != "assistant":
         return False
     content = messages[-1].content
@@ -268,7 +266,7 @@ def _is_prefilled(messages: Sequence[MessageParam]) -> bool:
 def _tool_choice(choice: ToolChoice) -> str | Json:
     if choice.type == "tool":
         if choice.name is None:
-            raise ApiError(400, "tool_choice.name: the tool's name is needed", param="tool_choice")
+            raise ApiError(400, "tool_choice.name is missing; name a tool", param="tool_choice")
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
 
@@ -286,7 +284,7 @@ def _chat_tool(tool: ToolParam, n: int) -> Tool:
 
 
 def _chat_messages(message: MessageParam, where: str) -> list[Json]:
-    """One message; with results of tools one for each of them, before what else was said."""
+    """Return the chat messages of a message: one for each tool result, then one for the rest."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[str] = []
@@ -303,22 +301,22 @@ def _chat_messages(message: MessageParam, where: str) -> list[Json]:
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ToolResultBlock):
-            said = "\n".join(_texts(block.content or "", f"{place}.content"))
-            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
+            text = "\n".join(_texts(block.content or "", f"{place}.content"))
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         elif not isinstance(block, RedactedThinkingBlock):
             raise _no_text(block, place)
     if calls and message.role != "assistant":
-        raise ApiError(400, f"{where}: tool_use belongs into an assistant's message")
+        raise ApiError(400, f"{where}: tool_use is allowed only in an assistant's message")
     if results and message.role != "user":
-        raise ApiError(400, f"{where}: tool_result belongs into a user's message")
+        raise ApiError(400, f"{where}: tool_result is allowed only in a user's message")
     if not texts and results:
         return results
-    said_last: Json = {"role": message.role, "content": "\n".join(texts)}
+    last: Json = {"role": message.role, "content": "\n".join(texts)}
     if thoughts:
-        said_last["reasoning_content"] = "\n".join(thoughts)
+        last["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        said_last["tool_calls"] = calls
-    return [*results, said_last]
+        last["tool_calls"] = calls
+    return [*results, last]
 
 
 def _texts(content: str | Sequence[Block], where: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""llama-server's own requests (`/completion`, `/infill`), and how they read as OpenAI's completion
+"""llama-server's requests (`/completion`, `/infill`) and their translation into OpenAI's completion
 request."""
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ from msgspec import Meta
 from twostroke.errors import shown
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Name, TokenIds
 from twostroke.serve.fields.foreign_fields import WITHOUT, Table
 from twostroke.serve.fields.llama_sampling import LlamaSampling
-from twostroke.serve.fields.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    EngineFields,
-    Name,
-    TokenIds,
-)
+from twostroke.serve.fields.protocol import ChatRequest, CompletionRequest
 
-NEVER = -100.0  # the least `logit_bias`; llama.cpp writes false
+NEVER = -100.0  # the lowest `logit_bias`; llama.cpp writes false
 
 
 class LlamaRequest(LlamaSampling, kw_only=True):
@@ -47,7 +42,7 @@ class LlamaRequest(LlamaSampling, kw_only=True):
     return_tokens: bool | None = None
     return_progress: bool | None = None
     response_fields: Annotated[list[Name], Meta(max_length=64)] | None = None
-    samplers: Annotated[list[Name], Meta(max_length=64)] | None = None  # the others are off
+    samplers: Annotated[list[Name], Meta(max_length=64)] | None = None  # samplers not named are off
 
 
 class LlamaCompletionRequest(LlamaRequest, kw_only=True):
@@ -76,12 +71,12 @@ class InfillRequest(LlamaRequest, kw_only=True):
 
     input_prefix: str
     input_suffix: str
-    input_extra: list[ExtraFile] | None = None  # files to be known beside this one
-    prompt: str | None = None  # the beginning of what is to be written
+    input_extra: list[ExtraFile] | None = None  # other files for context
+    prompt: str | None = None  # the beginning of the text to write
 
 
 def as_completion(request: LlamaRequest, max_model_len: int) -> CompletionRequest:
-    """Without the prompt."""
+    """Return the completion request without the prompt."""
     max_tokens = -1 if request.n_predict is None else request.n_predict
     fields = CompletionRequest(
         prompt="",
@@ -102,15 +97,14 @@ def as_completion(request: LlamaRequest, max_model_len: int) -> CompletionReques
     return fields
 
 
-def _logit_bias(given: Any) -> dict[str, float]:
-    """As pairs or by token; only by token ids."""
+def _logit_bias(biases: Any) -> dict[str, float]:
+    """Convert pairs or an object; tokens must be ids."""
     found = {}
-    for token, bias in given.items() if isinstance(given, dict) else given:
+    for token, bias in biases.items() if isinstance(biases, dict) else biases:
         if isinstance(token, str) and not token.isdecimal():
             raise ApiError(
                 400,
-                f"logit_bias: tokens are given by their ids here, not as {shown(token)}; /tokenize "
-                "has them",
+                f"logit_bias: tokens must be ids, not {shown(token)}; /tokenize returns the ids",
                 param="logit_bias",
             )
         found[str(token)] = NEVER if bias is False else float(bias)

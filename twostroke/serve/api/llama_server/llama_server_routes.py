@@ -23,10 +23,13 @@ from twostroke.serve.api.openai.chat_completions import ChatGeneration
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.foreign_fields import LLAMA_OFF
 from twostroke.serve.fields.protocol import ChatRequest
-from twostroke.serve.fields.response_fields import (
-    LEAST_LOGPROB,
+from twostroke.serve.fields.response_json import (
+    MIN_LOGPROB,
     Json,
+    LazyList,
     ResponseHead,
+    error_event,
+    event,
     progress,
     timings,
 )
@@ -37,7 +40,6 @@ from twostroke.serve.generation.prompts import split_prompts
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
-from twostroke.serve.sse import LazyList, error_event, event
 
 R = TypeVar("R", bound=LlamaRequest)
 
@@ -45,7 +47,7 @@ R = TypeVar("R", bound=LlamaRequest)
 def llama_server_routes(service: Service) -> list[Route]:
     complete = GenerateRoute(service, LlamaCompletion)
     infill = GenerateRoute(service, Infill)
-    summary = "Go on a text (llama-server)."
+    summary = "Continue a text (llama-server)."
     return [
         Route("POST", "/completion", complete, summary, LlamaCompletionRequest),
         Route("POST", "/completions", complete, "As /completion.", LlamaCompletionRequest),
@@ -58,11 +60,11 @@ def llama_server_routes(service: Service) -> list[Route]:
             ApplyTemplateRequest,
         ),
         Route("GET", "/props", partial(_props, service), "Settings (llama-server)."),
-        Route("GET", "/slots", partial(_slots, service), "Who is at work (llama-server)."),
+        Route("GET", "/slots", partial(_slots, service), "Busy and idle slots (llama-server)."),
     ]
 
 
-# ── what clients ask besides ────────────────────────────────────────────────────────────────────
+# ── information ────────────────────────────────────────────────────────────────────────────────
 
 
 async def _apply_template(service: Service, http: HttpRequest) -> None:
@@ -100,8 +102,8 @@ async def _props(service: Service, http: HttpRequest) -> None:
 
 
 async def _slots(service: Service, http: HttpRequest) -> None:
-    """A slot is a sequence that may run: as many slots work as sequences run that the client may
-    know of."""
+    """A slot is a sequence that may run. As many slots are busy as sequences run that the client
+    may know of."""
     info, running = service.client.info, service.num_running(http)
     slot = {"n_ctx": info.max_model_len, "speculative": False}
     slots = [{"id": n, **slot, "is_processing": n < running} for n in range(info.max_num_seqs)]
@@ -109,7 +111,8 @@ async def _slots(service: Service, http: HttpRequest) -> None:
 
 
 def generation_settings(params: SamplingParams, request: LlamaRequest) -> Json:
-    """Under llama.cpp's names, with the samplers that are always off."""
+    """Return the sampling parameters under llama.cpp's names, with the samplers that are always
+    off."""
     n_predict = -1 if request.n_predict is None else request.n_predict
     off = {name: values[0] for name, values in LLAMA_OFF.items()}
     return {
@@ -137,7 +140,7 @@ def generation_settings(params: SamplingParams, request: LlamaRequest) -> Json:
 
 
 class LlamaGeneration(Generation[R]):
-    """What both routes share. Several prompts, or `n_cmpl`, are answered by a list."""
+    """The base of both routes. Several prompts, or `n_cmpl`, are answered with a list."""
 
     id_prefix = "cmpl"
 
@@ -145,14 +148,14 @@ class LlamaGeneration(Generation[R]):
         super().__init__(service, request)
         self.fields = self.completion = as_completion(request, service.client.info.max_model_len)
         if request.cache_prompt is False:
-            self.fields.cache_salt = uuid4().hex  # which nobody else has
+            self.fields.cache_salt = uuid4().hex  # unique
         self.only_prompt = request.n_predict == 0
         self.n = request.n_cmpl or 1
         self.num_choices = self.n
 
     @abstractmethod
     def prompts(self) -> Sequence[str | list[int]]:
-        """Called off the event loop."""
+        """Return the prompts. Called off the event loop."""
 
     def prepare(self) -> list[EngineRequest]:
         service = self.service
@@ -163,7 +166,7 @@ class LlamaGeneration(Generation[R]):
         return [self._with_text(request) for request in requests]
 
     def _with_text(self, request: EngineRequest) -> EngineRequest:
-        """With the prompt's text, which the answer repeats."""
+        """Add the text of the prompt, which the answer repeats."""
         if request.prompt is not None or (tokenizer := self.service.tokenizer) is None:
             return request
         ids = request.prompt_token_ids
@@ -198,7 +201,7 @@ class LlamaGeneration(Generation[R]):
         num_tokens: int,
         has_new_line: bool,
     ) -> Json:
-        """The answer to a prompt, but for its text. `num_tokens`: of all of it."""
+        """Return the answer without its text. `num_tokens`: the length of the whole text."""
         num_tokens = 0 if self.only_prompt else num_tokens
         num_prompt = len(output.prompt_token_ids)
         reason, stop = completion.finish_reason, completion.stop_reason
@@ -235,7 +238,7 @@ class LlamaGeneration(Generation[R]):
         def shown(token: int, value: float) -> Json:
             raw = b"" if tokenizer is None else tokenizer.token_bytes(token)
             about = {"id": token, "token": names.text(token), "bytes": list(raw)}
-            return {**about, "logprob": max(value, LEAST_LOGPROB)}
+            return {**about, "logprob": max(value, MIN_LOGPROB)}
 
         for entry in entries.plain():
             assert entry is not None
@@ -243,7 +246,7 @@ class LlamaGeneration(Generation[R]):
             yield {**chosen, "top_logprobs": best[: self.completion.logprobs]}
 
     def selected(self, result: Json) -> Json:
-        """The fields that were asked for; "a/b" is the b of a, and is called so."""
+        """Return the requested fields; the field "a/b" is the field b of a."""
         names = self.request.response_fields
         if not names:
             return result
@@ -287,7 +290,7 @@ class Infill(LlamaGeneration[InfillRequest]):
 
 
 class LlamaStreamWriter:
-    """An event for each part of a text, and one more that tells of the whole."""
+    """Writes an event for each part of a text, and a last event with the whole result."""
 
     def __init__(self, generation: LlamaGeneration[Any]) -> None:
         self._generation = generation

@@ -1,4 +1,5 @@
-"""Ollama's requests (`/api/chat`, `/api/generate`), and how they read as OpenAI's chat request."""
+"""Ollama's requests (`/api/chat`, `/api/generate`) and their translation into OpenAI's chat
+request."""
 
 from __future__ import annotations
 
@@ -11,17 +12,11 @@ from msgspec import Raw
 
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
+from twostroke.serve.fields.body_fields import EngineFields, Name
 from twostroke.serve.fields.foreign_fields import Table
 from twostroke.serve.fields.llama_sampling import LlamaSampling
-from twostroke.serve.fields.protocol import (
-    ChatRequest,
-    EngineFields,
-    JsonSchema,
-    Name,
-    ResponseFormat,
-    Tool,
-)
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.protocol import ChatRequest, JsonSchema, ResponseFormat, Tool
+from twostroke.serve.fields.response_json import Json
 
 
 class Options(LlamaSampling, kw_only=True):
@@ -40,19 +35,19 @@ class OllamaRequest(EngineFields, kw_only=True):
     DECLARED: ClassVar[bool] = False
 
     model: Name | None = None
-    stream: bool | None = None  # True if it is not given
+    stream: bool | None = None  # default true
     format: str | dict[str, Any] | None = None  # "json", or a JSON schema
     options: Options | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # Without effect: the model stays, and what does not fit is refused, not cut.
+    # No effect: the model stays loaded, and a prompt that is too long is refused, not truncated.
     keep_alive: Raw = None  # type: ignore[assignment]
     truncate: bool | None = None
     shift: bool | None = None
 
     def __post_init__(self) -> None:
-        self.keep_alive = None  # type: ignore[assignment]  # it would keep the whole body
+        self.keep_alive = None  # type: ignore[assignment]  # it would keep the whole body in memory
 
 
 class CalledFunction(msgspec.Struct):
@@ -88,7 +83,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
     prompt: str | None = None
     system: str | None = None
-    suffix: str | None = None  # for models that fill in the middle
+    suffix: str | None = None  # fill in the middle
     raw: bool | None = None
     images: Any = None  # refused
 
@@ -97,7 +92,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
 
 def as_chat(request: OllamaRequest, models: Sequence[str]) -> ChatRequest:
-    """Without messages and tools, which may be many. `models` are those that are served."""
+    """Return the chat request without messages and tools. `models`: the served names."""
     chat = ChatRequest(
         messages=[],
         model=served_name(request.model, models),
@@ -123,7 +118,7 @@ def as_chat(request: OllamaRequest, models: Sequence[str]) -> ChatRequest:
 
 
 def served_name(model: str | None, models: Sequence[str]) -> str | None:
-    """Ollama's names may end in ":latest"."""
+    """Return the served name of a model. Ollama's names may end in ":latest"."""
     if model is None or model in models:
         return model
     plain = model.removesuffix(":latest")
@@ -141,31 +136,32 @@ def _response_format(form: str | Json | None) -> ResponseFormat | None:
 
 
 def chat_messages(messages: Sequence[OllamaMessage]) -> list[Json]:
-    """Calls have no ids in Ollama: they get one, and results belong to them in their order."""
+    """Return chat messages. Ollama's calls have no ids: they get one, and results match in
+    order."""
     found: list[Json] = []
     waiting: list[str] = []  # ids of calls that have no result yet
     num_calls = 0
     for n, message in enumerate(messages):
         refuse_images(message.images, f"messages[{n}].images")
-        said: Json = {"role": message.role, "content": message.content or ""}
+        chat_message: Json = {"role": message.role, "content": message.content or ""}
         if message.thinking:
-            said["reasoning_content"] = message.thinking
+            chat_message["reasoning_content"] = message.thinking
         if message.tool_calls:
-            said["tool_calls"] = calls = []
+            chat_message["tool_calls"] = calls = []
             waiting = []
             for call in message.tool_calls:
                 num_calls += 1
-                name = call.id or f"call{num_calls:05}"  # of nine characters, as Mistral's are
+                name = call.id or f"call{num_calls:05}"  # as long as Mistral requires
                 waiting.append(name)
                 arguments = json.dumps(call.function.arguments)
                 function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": name, "type": "function", "function": function})
         if message.role == "tool":
-            given = message.tool_call_id
-            said["tool_call_id"] = given or (waiting.pop(0) if waiting else "call00000")
+            sent_id = message.tool_call_id
+            chat_message["tool_call_id"] = sent_id or (waiting.pop(0) if waiting else "call00000")
             if message.tool_name:
-                said["name"] = message.tool_name
-        found.append(said)
+                chat_message["name"] = message.tool_name
+        found.append(chat_message)
     return found
 
 

@@ -1,5 +1,5 @@
-"""Ollama's API: `/api/chat` and `/api/generate`, streamed as lines of JSON, and what its clients
-ask of the server besides. A model is neither fetched nor changed: one is served."""
+"""Ollama's API: `/api/chat` and `/api/generate`, streamed as lines of JSON, and routes with
+information. Routes that pull or change models answer 501."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from twostroke.serve.api.ollama.ollama_request import (
     served_name,
 )
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.fields.protocol import Body, ChatRequest, ErrorBody, Name
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.body_fields import Body, Name
+from twostroke.serve.fields.protocol import ChatRequest, ErrorBody
+from twostroke.serve.fields.response_json import (
     Json,
+    LazyList,
     LogprobWriter,
     ResponseHead,
     count_tokens,
+    encode_json,
     timings,
 )
-from twostroke.serve.generation.conversation import Conversation
+from twostroke.serve.generation.conversation import ConversationGeneration
 from twostroke.serve.generation.generate import GenerateRoute
 from twostroke.serve.generation.infill import infill_prompt, infill_tokens
 from twostroke.serve.generation.params import chat_params
@@ -46,9 +49,8 @@ from twostroke.serve.parsers.deltas import (
     ToolCall,
     ToolCallDelta,
 )
-from twostroke.serve.sse import LazyList, encode_json
 
-API_VERSION = "0.12.0"  # of Ollama's, which some clients want to be new enough
+API_VERSION = "0.12.0"  # Ollama's version; some clients require a recent one
 LATEST = ":latest"
 NS_PER_MS = 1e6
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as Ollama names them
@@ -60,7 +62,7 @@ class OllamaError(ErrorBody):
     error: str
 
     @classmethod
-    def of(cls, error: ApiError) -> Self:
+    def from_error(cls, error: ApiError) -> Self:
         return cls(error.content()["message"])
 
 
@@ -74,21 +76,21 @@ class ShowRequest(Body, kw_only=True):
 
 def ollama_routes(service: Service) -> list[Route]:
     route = partial(Route, error=OllamaError, stream_type="application/x-ndjson")
-    info = OllamaInfo(service)
+    info = OllamaInfoRoutes(service)
     chat = GenerateRoute(service, OllamaChat)
     generate = GenerateRoute(service, OllamaGenerate)
     refused = [
-        ("POST", "/api/pull", "models are not fetched here; start the server with another one"),
-        ("POST", "/api/push", "models are not sent away from here"),
-        ("POST", "/api/create", "models are not made here; start the server with another one"),
-        ("POST", "/api/copy", "models are not copied here; --served-model-name gives more names"),
-        ("DELETE", "/api/delete", "models are not deleted here"),
-        ("POST", "/api/embed", "this server writes text; it makes no embeddings"),
-        ("POST", "/api/embeddings", "this server writes text; it makes no embeddings"),
+        ("POST", "/api/pull", "models cannot be pulled; start the server with another model"),
+        ("POST", "/api/push", "models cannot be pushed"),
+        ("POST", "/api/create", "models cannot be created; start the server with another model"),
+        ("POST", "/api/copy", "models cannot be copied; --served-model-name gives more names"),
+        ("DELETE", "/api/delete", "models cannot be deleted"),
+        ("POST", "/api/embed", "this server generates text; embeddings are not supported"),
+        ("POST", "/api/embeddings", "this server generates text; embeddings are not supported"),
     ]
     return [
         route("POST", "/api/chat", chat, "Answer a conversation (Ollama).", OllamaChatRequest),
-        route("POST", "/api/generate", generate, "Go on a text (Ollama).", OllamaGenerateRequest),
+        route("POST", "/api/generate", generate, "Continue text (Ollama).", OllamaGenerateRequest),
         route("GET", "/api/tags", info.tags, "The models that are served (Ollama)."),
         route("POST", "/api/show", info.show, "A model's properties (Ollama).", ShowRequest),
         route("GET", "/api/ps", info.running, "The models that are loaded (Ollama)."),
@@ -104,10 +106,10 @@ async def _refuse(reason: str, http: HttpRequest) -> None:
     raise ApiError(501, reason, code="not_implemented")
 
 
-# ── what clients ask besides ────────────────────────────────────────────────────────────────────
+# ── information ────────────────────────────────────────────────────────────────────────────────
 
 
-class OllamaInfo:
+class OllamaInfoRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = _timestamp(service.started)
@@ -178,19 +180,19 @@ class OllamaInfo:
 
     def _details(self) -> Json:
         info = self._service.client.info
-        kept_in = info.weights or info.dtype
+        dtype = info.weights or info.dtype
         return {
             "parent_model": "",
             "format": info.file_format,
             "family": info.family,
             "families": [info.family],
             "parameter_size": _in_millions(info.num_parameters),
-            "quantization_level": DTYPES.get(kept_in, kept_in),
+            "quantization_level": DTYPES.get(dtype, dtype),
         }
 
 
 def _in_millions(num_parameters: int) -> str:
-    """A number of parameters as Ollama writes it: "134.52M", "7.6B"."""
+    """Format a number of parameters as Ollama does: "134.52M", "7.6B"."""
     if num_parameters >= 10**9:
         return f"{num_parameters / 1e9:.1f}B"
     return f"{num_parameters / 1e6:.2f}M"
@@ -204,8 +206,8 @@ def _timestamp(seconds: float | None = None) -> str:
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class OllamaGeneration(Conversation[R]):
-    """What the two routes share: lines of JSON, the last of which has counts and durations."""
+class OllamaGeneration(ConversationGeneration[R]):
+    """The base of both routes: lines of JSON; the last line has counts and durations."""
 
     id_prefix = "ollama"
     stream_headers = NDJSON
@@ -219,11 +221,11 @@ class OllamaGeneration(Conversation[R]):
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """Nothing is asked: a client wants the model to be loaded, which it is."""
+        """True if the request has no prompt. Clients send it to load the model."""
 
     @abstractmethod
     def part(self, content: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> Json:
-        """A line's fields for a part of the text."""
+        """Return the fields of a line for a part of the text."""
 
     def as_chat(self) -> ChatRequest:
         return as_chat(self.request, self.service.models)
@@ -245,10 +247,10 @@ class OllamaGeneration(Conversation[R]):
         if not outputs:
             return self.line(self.part(""), done_reason="load")
         completion = outputs[0].outputs[0]
-        said = self.new_message()
-        said.push(completion.text)
-        said.flush()
-        part = self.part(said.content or "", said.reasoning or "", said.calls)
+        message = self.new_message()
+        message.push(completion.text)
+        message.flush()
+        part = self.part(message.content or "", message.reasoning or "", message.calls)
         num_tokens = count_tokens(outputs).completion
         return self.line(part, completion.logprobs, **self.end(outputs[0], num_tokens))
 
@@ -319,23 +321,23 @@ class OllamaGenerate(OllamaGeneration[OllamaGenerateRequest]):
             self.chat.messages.append({"role": "user", "content": prompt})
             return super().prepare()
         params = chat_params(self.chat, service.client.info, service.settings)
-        given: str | list[int] = prompt
+        full_prompt: str | list[int] = prompt
         if request.suffix:
-            given = infill_prompt(service.prompts, service.tokenizer, prompt, request.suffix)
-        return [service.prompts.prepare(given, params, self.chat)]
+            full_prompt = infill_prompt(service.prompts, service.tokenizer, prompt, request.suffix)
+        return [service.prompts.prepare(full_prompt, params, self.chat)]
 
     def part(self, content: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> Json:
         return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
 class OllamaStreamWriter:
-    """A line of JSON for each part of the text. A tool call comes whole, when it is complete."""
+    """Writes a line of JSON for each part of the text. A tool call is sent when it is complete."""
 
     def __init__(self, generation: OllamaGeneration[Any]) -> None:
         self._generation = generation
-        self._said = generation.new_message()
-        self._num_calls = 0  # that are out
-        self._in_call = False  # the last call may go on
+        self._message = generation.new_message()
+        self._num_calls = 0  # calls that were sent
+        self._in_call = False  # the last call may continue
         self._num_tokens = 0
         self._last: RequestOutput | None = None
 
@@ -344,10 +346,10 @@ class OllamaStreamWriter:
 
     def _write_one(self, output: RequestOutput, completion: CompletionOutput) -> bytes:
         self._num_tokens += len(completion.token_ids)
-        deltas = self._said.push(completion.text)
+        deltas = self._message.push(completion.text)
         if completion.finish_reason is not None:
             self._last = output
-            deltas += self._said.flush()
+            deltas += self._message.flush()
         content = "".join([one.text for one in deltas if isinstance(one, ContentDelta)])
         thinking = "".join([one.text for one in deltas if isinstance(one, ReasoningDelta)])
         calls = self._complete_calls(deltas, completion.finish_reason is not None)
@@ -359,7 +361,7 @@ class OllamaStreamWriter:
     def _complete_calls(self, deltas: Sequence[Delta], ended: bool) -> list[ToolCall]:
         if deltas:
             self._in_call = isinstance(deltas[-1], ToolCallDelta)
-        calls = self._said.calls
+        calls = self._message.calls
         complete = len(calls) - (self._in_call and not ended)
         new, self._num_calls = calls[self._num_calls : complete], max(self._num_calls, complete)
         return new
@@ -371,7 +373,7 @@ class OllamaStreamWriter:
         return self._encoded(generation.line(generation.part(""), **end))
 
     def fail(self, error: ApiError) -> bytes:
-        return self._encoded(OllamaError.of(error))
+        return self._encoded(OllamaError.from_error(error))
 
     def _encoded(self, line: Any) -> bytes:
         return encode_json(line) + b"\n"

@@ -1,5 +1,5 @@
-"""Routes over those of chat and text: vLLM's `/v1/chat/completions/batch`, several conversations in
-one request, and SageMaker's `/invocations`, for which one path is all there is."""
+"""vLLM's `/v1/chat/completions/batch`, several conversations in one request, and SageMaker's
+`/invocations`, which accepts chat and completion requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from twostroke.serve.fields.protocol import (
     ChatRequest,
     InvocationRequest,
 )
-from twostroke.serve.fields.response_fields import Json, ResponseHead, count_tokens, timings
+from twostroke.serve.fields.response_json import Json, ResponseHead, count_tokens, timings
 from twostroke.serve.generation.generate import GenerateRoute, Generation, StreamWriter
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 
 
 class BatchChatGeneration(Generation[BatchChatRequest]):
-    """A chat for each conversation; the answer has the choice of each, in order."""
+    """One chat for each conversation. The answer has one choice for each conversation, in order."""
 
     request_type = BatchChatRequest
     id_prefix = "chatcmpl"
@@ -34,18 +34,18 @@ class BatchChatGeneration(Generation[BatchChatRequest]):
     def __init__(self, service: Service, request: BatchChatRequest) -> None:
         super().__init__(service, request)
         named = [(name, getattr(request, name)) for name in NOT_IN_A_BATCH]
-        given = [name for name, value in named if not (value is None or value is False)]
+        unsupported = [name for name, value in named if not (value is None or value is False)]
         if (request.n or 1) > 1:
-            given.append("n above 1")
-        if given:
+            unsupported.append("n above 1")
+        if unsupported:
             raise ApiError(
                 400,
-                f"{' and '.join(given)}: not for several conversations at once; send each to "
+                f"{' and '.join(unsupported)}: not supported in a batch; send each conversation to "
                 "/v1/chat/completions",
-                param=given[0].split()[0],
+                param=unsupported[0].split()[0],
             )
         if not request.messages:
-            raise ApiError(400, "messages is empty; give conversations", param="messages")
+            raise ApiError(400, "messages is empty; send conversations", param="messages")
         self.num_choices = len(request.messages)
         self._chats: list[ChatGeneration] = []
 
@@ -79,7 +79,7 @@ class BatchChatGeneration(Generation[BatchChatRequest]):
 
 
 class InvocationsRoute(GenerateRoute):
-    """A request of `/v1/chat/completions` or of `/v1/completions`, whichever it is."""
+    """The handler of a request of `/v1/chat/completions` or of `/v1/completions`."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, ChatGeneration)

@@ -7,35 +7,33 @@ from collections.abc import Sequence
 from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.request import EngineRequest
 from twostroke.serve.fields.protocol import ChatRequest
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.response_json import (
+    Encoded,
     Json,
+    LazyList,
     LogprobWriter,
+    TextEventTemplate,
+    concat,
     count_tokens,
+    event,
+    long_event,
     request_metrics,
     timings,
 )
-from twostroke.serve.generation.conversation import AssistantMessage, Conversation
+from twostroke.serve.generation.conversation import AssistantMessage, ConversationGeneration
 from twostroke.serve.generation.generate import ChunkWriter
 from twostroke.serve.generation.service import Service
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
-from twostroke.serve.sse import (
-    Encoded,
-    LazyList,
-    TextEventTemplate,
-    concat,
-    event,
-    long_event,
-)
 
 
-class ChatGeneration(Conversation[ChatRequest]):
+class ChatGeneration(ConversationGeneration[ChatRequest]):
     request_type = ChatRequest
     id_prefix = "chatcmpl"
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         super().__init__(service, request)
         self.role = service.settings.response_role
-        self.echoed = ""  # the last message, with which the answer begins (`echo`)
+        self.echoed = ""  # the last message, repeated in the answer (`echo`)
         as_ids = service.tokens_as_ids(request)
         top = -1 if request.logprob_token_ids else request.top_logprobs or 0
         self._logprobs = LogprobWriter(service.token_names, top, as_ids)
@@ -64,27 +62,30 @@ class ChatGeneration(Conversation[ChatRequest]):
         response["timings"] = timings(outputs, bool(self.request.return_token_gaps))
         if self.service.settings.enable_per_request_metrics:
             response["metrics"] = request_metrics(outputs)
-        # vLLM's, which are there even if they were not asked for
-        asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
-        response["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None
-        response["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
+        # vLLM's fields, present even if not requested
+        with_logprobs, with_ids = (
+            self.request.prompt_logprobs is not None,
+            self.request.return_token_ids,
+        )
+        response["prompt_logprobs"] = self._logprobs.prompt(output) if with_logprobs else None
+        response["prompt_token_ids"] = output.prompt_token_ids if with_ids else None
         return response
 
     def choice(self, completion: CompletionOutput) -> Json:
-        said = self.new_message()
-        said.push(completion.text)
-        said.flush()
-        content = self.echoed + (said.content or "") if self.echoed else said.content
+        written = self.new_message()
+        written.push(completion.text)
+        written.flush()
+        content = self.echoed + (written.content or "") if self.echoed else written.content
         message: Json = {"role": self.role, "content": content, "refusal": None, "reasoning": None}
-        if said.reasoning is not None:
-            message |= _reasoning_json(said.reasoning)
-        if said.calls:
-            message["tool_calls"] = [call.to_dict() for call in said.calls]
+        if written.reasoning is not None:
+            message |= _reasoning_json(written.reasoning)
+        if written.calls:
+            message["tool_calls"] = [call.to_dict() for call in written.calls]
         choice = {
             "index": completion.index,
             "message": message,
             "logprobs": self._logprobs_json(completion),
-            "finish_reason": said.finish_reason(completion.finish_reason),
+            "finish_reason": written.finish_reason(completion.finish_reason),
             "stop_reason": completion.stop_reason,
         }
         choice["token_ids"] = completion.token_ids if self.request.return_token_ids else None
@@ -151,7 +152,7 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         return concat([begin, events])
 
     def _begin(self, output: RequestOutput, completion: CompletionOutput) -> Encoded:
-        """The first event of a choice has the role."""
+        """Write the first event of a choice, with the role."""
         generation, index = self.generation, completion.index
         self._messages[index] = generation.new_message()
         self.counts.prompt = len(output.prompt_token_ids)
@@ -176,8 +177,8 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         )
 
     def _chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
-        """One chunk a token; with tools or reasoning several, or none yet. The last has the finish
-        reason."""
+        """Return the chunks of an output: usually one; with tools or reasoning none or several. The
+        last chunk has the finish reason."""
         generation, message = self.generation, self._messages[completion.index]
         deltas = [_as_json(delta) for delta in message.push(completion.text, completion.token_ids)]
         reason = None
@@ -186,12 +187,12 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
             reason = message.finish_reason(completion.finish_reason)
             self.counts.add_reasoning(message.reasoning_tokens)
         elif not deltas and (completion.logprobs or generation.request.return_token_ids):
-            deltas = [{}]  # of a token whose text is held back
+            deltas = [{}]  # a token whose text is held back
         if reason is not None and not deltas:
             deltas = [{}] if generation.tools or generation.reasoning else [{"content": ""}]
         chunks = []
         for n, delta in enumerate(deltas):
-            # The ids and logprobs of this token go with the first chunk it makes.
+            # The first chunk of a token has its ids and logprobs.
             shown = completion if n == 0 else CompletionOutput(completion.index)
             shown.stop_reason = completion.stop_reason
             last = n == len(deltas) - 1
@@ -205,7 +206,7 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
 
 
 def _text_of(message: Json, role: str) -> str:
-    """A message's text, if it is of this role."""
+    """Return the text of a message; "" if it has another role."""
     content = message.get("content") if message.get("role") == role else None
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
@@ -213,7 +214,7 @@ def _text_of(message: Json, role: str) -> str:
 
 
 def _as_json(delta: Delta) -> Json:
-    """As a chunk's `delta` has it."""
+    """Return the `delta` of a chunk."""
     if isinstance(delta, ContentDelta):
         return {"content": delta.text}
     if isinstance(delta, ReasoningDelta):
@@ -222,5 +223,6 @@ def _as_json(delta: Delta) -> Json:
 
 
 def _reasoning_json(text: str) -> Json:
-    """Under vLLM's name, and under that of DeepSeek and llama.cpp, which vLLM had before."""
+    """Return reasoning under vLLM's name, and under the name of DeepSeek, llama.cpp and older
+    vLLM."""
     return {"reasoning": text, "reasoning_content": text}

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.request import EngineRequest
 from twostroke.serve.fields.protocol import CompletionRequest
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.response_json import (
+    Encoded,
     Json,
+    LazyList,
     LogprobWriter,
+    TextEventTemplate,
+    concat,
     count_tokens,
+    event,
+    long_event,
     request_metrics,
     timings,
 )
@@ -18,7 +24,6 @@ from twostroke.serve.generation.generate import ChunkWriter, Generation
 from twostroke.serve.generation.params import completion_params
 from twostroke.serve.generation.prompts import split_prompts
 from twostroke.serve.generation.service import Service
-from twostroke.serve.sse import Encoded, LazyList, TextEventTemplate, concat, event, long_event
 
 
 class CompletionGeneration(Generation[CompletionRequest]):
@@ -83,11 +88,14 @@ class CompletionGeneration(Generation[CompletionRequest]):
             completion.finish_reason,
             completion.stop_reason,
         )
-        # vLLM's, which are there even if they were not asked for
-        asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
-        choice["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None
-        choice["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
-        choice["token_ids"] = completion.token_ids if ids_asked else None
+        # vLLM's fields, present even if not requested
+        with_logprobs, with_ids = (
+            self.request.prompt_logprobs is not None,
+            self.request.return_token_ids,
+        )
+        choice["prompt_logprobs"] = self._logprobs.prompt(output) if with_logprobs else None
+        choice["prompt_token_ids"] = output.prompt_token_ids if with_ids else None
+        choice["token_ids"] = completion.token_ids if with_ids else None
         return choice
 
     def prompt_text(self, output: RequestOutput) -> str:
@@ -190,7 +198,7 @@ class CompletionStreamWriter(ChunkWriter[CompletionGeneration]):
         return concat([begin, event(self.chunk([choice], **more))])
 
     def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> Encoded:
-        """A choice's echo, and the prompt's fields, which come once."""
+        """Write the echo of a choice and the fields of the prompt, which are sent once."""
         generation = self.generation
         self._offsets[index] = 0
         if prompt_index not in self._prompts_counted:

@@ -1,12 +1,14 @@
-"""`StoredResponses`: what `/v1/responses` keeps, so that a conversation can be gone on with, looked
-at again, or written while nobody waits. It lives in the HTTP process and outlives the engine.
+"""`StoredResponses`: the responses that `/v1/responses` stores, to continue a conversation, to read
+it again, or to write it in the background. The store is in the HTTP process and outlives the
+engine.
 
     running request ──holds──▶ StoredResponse ◀──holds── the index: by key and id, oldest first
                                  │ previous
-                                 └──holds──▶ StoredResponse ──▶ …      the conversation so far
+                                 └──holds──▶ StoredResponse ──▶ …      the earlier conversation
 
-One that nobody holds is gone. All that is held is counted, also what a running request keeps for
-its answer's sake; what is new makes room for itself, at the cost of the key that keeps most.
+A response without holders is freed. All held memory is counted, including memory that a running
+request reserves for its answer. A new response makes room by removing old ones of the API key that
+uses most.
 """
 
 from __future__ import annotations
@@ -20,25 +22,25 @@ from typing import Final
 
 from twostroke.serve.http.bodies import weight_of
 
-OVERHEAD_BYTES: Final = 1024  # of one, besides its JSON
+OVERHEAD_BYTES: Final = 1024  # of a response, in addition to its JSON
 EVENT_OVERHEAD_BYTES: Final = 64
 RUNNING: Final = ("queued", "in_progress")
 
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    owner: int | None  # the number of the API key it was asked for with
+    owner: int | None  # the number of the API key of the request
     id: str
     previous: StoredResponse | None
     input_items: bytes  # JSON: a list
-    keep: bool  # counts as one of `max_stored_responses`; if not, it ends with its request
+    keep: bool  # counts in `max_stored_responses`; False: freed with its request
     background: bool = False
     status: str = "queued"
-    response: bytes = b""  # JSON, as of now
-    events: list[bytes] | None = None  # of a background stream, in the order of their numbers
+    response: bytes = b""  # JSON, current state
+    events: list[bytes] | None = None  # of a background stream, in order
     num_bytes: int = 0
-    weight: int = 0  # what decoding it costs (`bodies.py`)
-    stored_s: float = 0.0  # when it was put into the index, by the store's clock
+    weight: int = 0  # the cost of decoding (`bodies.py`)
+    stored_s: float = 0.0  # time of insertion into the index, by the store's clock
     holders: int = 0
 
     @property
@@ -46,7 +48,7 @@ class StoredResponse:
         return self.status not in RUNNING
 
     def chain(self) -> Iterator[StoredResponse]:
-        """It and those before it, newest first."""
+        """Yield this response and its predecessors, newest first."""
         one: StoredResponse | None = self
         while one is not None:
             yield one
@@ -54,8 +56,8 @@ class StoredResponse:
 
 
 @dataclass(slots=True, eq=False)
-class OwnersShare:
-    """What one key has kept."""
+class OwnerUsage:
+    """The stored responses of one API key."""
 
     by_id: dict[str, StoredResponse] = field(default_factory=dict)  # oldest first
     num_kept: int = 0
@@ -77,12 +79,13 @@ class StoredResponses:
         self.max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._shares: dict[int | None, OwnersShare] = {}
+        self._shares: dict[int | None, OwnerUsage] = {}
         self.num_kept = 0
         self.num_bytes = 0
 
     def open(self, response: StoredResponse, num_bytes: int) -> bool:
-        """Count a request that begins as `num_bytes` and hold it; False if there is no room."""
+        """Count and hold the response of a new request; False if there is no room for
+        `num_bytes`."""
         response.num_bytes = OVERHEAD_BYTES + num_bytes
         self.hold(response)
         if response.num_bytes <= self.max_bytes and self._make_room(response.owner):
@@ -91,10 +94,10 @@ class StoredResponses:
         return False
 
     def put(self, response: StoredResponse) -> None:
-        """Let it be found by its id. One of the same id and key goes."""
+        """Add a response to the index. A response with the same id and key is replaced."""
         share = self._share(response.owner)
-        if (before := share.by_id.get(response.id)) is not None:
-            self.remove(before)
+        if (previous := share.by_id.get(response.id)) is not None:
+            self.remove(previous)
         response.stored_s = self._clock()
         share.by_id[response.id] = response
         self.hold(response)
@@ -104,18 +107,18 @@ class StoredResponses:
         return self._share(owner).by_id.get(response_id)
 
     def remove(self, response: StoredResponse) -> None:
-        """Take it out of the index, if it is there."""
+        """Remove a response from the index."""
         by_id = self._share(response.owner).by_id
         if by_id.get(response.id) is response:
             del by_id[response.id]
             self.release(response)
 
     def write(self, response: StoredResponse, status: str, content: bytes) -> bool:
-        """Its JSON as of now; False if there is no room for it, and then nothing has changed."""
+        """Set status and JSON. If there is no room, change nothing and return False."""
         ended = status not in RUNNING
         num_bytes = OVERHEAD_BYTES + len(response.input_items) + len(content)
         num_bytes += sum(len(event) + EVENT_OVERHEAD_BYTES for event in response.events or ())
-        # What was counted for the answer's sake stays so until the answer is there.
+        # Memory reserved for the answer stays counted until the answer is complete.
         if not self._resize(response, num_bytes if ended else max(num_bytes, response.num_bytes)):
             return False
         response.status, response.response = status, content
@@ -124,7 +127,7 @@ class StoredResponses:
         return True
 
     def add_event(self, response: StoredResponse, event: bytes) -> bool:
-        """False if there is no room for it."""
+        """Append an event; False if there is no room."""
         assert response.events is not None
         if not self._resize(response, response.num_bytes + len(event) + EVENT_OVERHEAD_BYTES):
             return False
@@ -136,11 +139,11 @@ class StoredResponses:
         freed = sum(len(event) + EVENT_OVERHEAD_BYTES for event in events)
         self._resize(response, response.num_bytes - freed)
 
-    # ── what is held ────────────────────────────────────────────────────────────────────────
+    # ── holders ─────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def holding(self, *responses: StoredResponse) -> Iterator[None]:
-        """While they are being read they are counted, also if they are removed meanwhile."""
+        """Keep responses counted while they are read, even if they are removed meanwhile."""
         for one in responses:
             self.hold(one)
         try:
@@ -182,17 +185,17 @@ class StoredResponses:
     # ── the limits ──────────────────────────────────────────────────────────────────────────
 
     def _make_room(self, owner: int | None) -> bool:
-        """Whether what is counted by now, the owner's latest among it, is within the limits. The
-        oldest that have ended go for it, of the key that keeps most, and of none that keeps less
-        than the owner."""
-        if self._fits():  # for every event of a stream, so quickly
+        """Remove old responses until the limits hold; return False if that is impossible. Removes
+        the oldest ended responses of the key that uses most, but never of a key that uses less than
+        `owner`."""
+        if self._fits():  # the fast path: called for every event of a stream
             return True
         self._drop_expired()
         own = self._share(owner)
         while not self._fits():
             too_many = self.num_kept > self.max_responses
 
-            def size(share: OwnersShare, too_many: bool = too_many) -> int:
+            def size(share: OwnerUsage, too_many: bool = too_many) -> int:
                 return share.num_kept if too_many else share.num_bytes
 
             larger = [share for share in self._shares.values() if size(share) >= size(own)]
@@ -214,5 +217,5 @@ class StoredResponses:
                 if one.ended:
                     self.remove(one)
 
-    def _share(self, owner: int | None) -> OwnersShare:
-        return self._shares.setdefault(owner, OwnersShare())
+    def _share(self, owner: int | None) -> OwnerUsage:
+        return self._shares.setdefault(owner, OwnerUsage())

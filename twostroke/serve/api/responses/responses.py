@@ -1,5 +1,5 @@
-"""`POST /v1/responses`: the request with what it refers to, and the response's JSON. Items and
-events are in `responses_output.py`, the routes in `responses_routes.py`."""
+"""`POST /v1/responses`: the request, the stored responses that it refers to, and the response's
+JSON. Items and events are in `responses_output.py`, the routes in `responses_routes.py`."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from twostroke.serve.api.responses.responses_output import (
 )
 from twostroke.serve.error_responses import ApiError, retry_after
 from twostroke.serve.fields.protocol import ChatRequest, ResponsesRequest, ResponsesTool
-from twostroke.serve.fields.response_fields import (
+from twostroke.serve.fields.response_json import (
     Json,
     LogprobWriter,
     ResponseHead,
     TokenCounts,
     count_tokens,
+    encode_json,
     timings,
 )
-from twostroke.serve.generation.conversation import Conversation
+from twostroke.serve.generation.conversation import ConversationGeneration
 from twostroke.serve.generation.service import Service
-from twostroke.serve.sse import encode_json
 
 TOO_LONG = "context_length_exceeded"
 
 
 class NoRoom(ApiError):  # noqa: N818
-    """Of a response in the background, which is nothing if it is not stored."""
+    """There is no room to store a background response."""
 
     def __init__(self, what: str) -> None:
         super().__init__(500, f"{what} too long to be stored (--max-stored-response-bytes)")
 
 
-class ResponsesGeneration(Conversation[ResponsesRequest]):
+class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
     request_type = ResponsesRequest
     id_prefix = "resp"
-    stored: StoredResponse  # once it has begun
+    stored: StoredResponse  # set by `begin`
 
     def __init__(
         self,
@@ -67,25 +67,25 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         store: StoredResponses,
         owner: int | None = None,
     ) -> None:
-        """`owner`: the number of the API key it came with."""
+        """`owner`: the number of the API key of the request."""
         super().__init__(service, request)
         self._store = store
         self._owner = owner
         self.background = bool(request.background)
         self.streamed = bool(request.stream)
         if self.background:
-            self.chat.stream = True  # so that one sees it begin, and can stop in the middle
+            self.chat.stream = True  # to see it begin, and to stop it
         as_ids = bool(request.return_tokens_as_token_ids)
         self._namespaces = namespaces_of(request)
         self._logprobs = LogprobWriter(service.token_names, request.top_logprobs or 0, as_ids)
-        self._truncated = False  # `truncation` has left something out
+        self._truncated = False  # `truncation` has dropped messages
         self._earlier = self._find_earlier()
         self._previous = self._earlier[-1] if self._earlier else None
         self._referred = self._find_referred()
         self._check_stored_size()
         self._input_items = b""
         self._num_echo_bytes = 0
-        self._fixed: Json = {}  # fields that are the same from the first event to the last
+        self._fixed: Json = {}  # fields that are equal in all events
 
     def as_chat(self) -> ChatRequest:
         tools = self.request.tools or []
@@ -93,10 +93,10 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         self.request.tools = [tool for tool in tools if tool.is_clients]
         return chat_request(self.request)
 
-    # ── what is stored ──────────────────────────────────────────────────────────────────────
+    # ── stored data ─────────────────────────────────────────────────────────────────────────
 
     def _find_earlier(self) -> list[StoredResponse]:
-        """The conversation that the request goes on with, oldest first."""
+        """Return the conversation that the request continues, oldest response first."""
         name = self.request.previous_response_id
         if name is None:
             return []
@@ -112,17 +112,17 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         if last.status not in ("completed", "incomplete"):
             raise ApiError(
                 400,
-                f"previous_response_id: {shown(name)} is {last.status}; only an answer that was "
-                "finished can be gone on with",
+                f"previous_response_id: {shown(name)} is {last.status}; only a finished "
+                "answer can be continued",
                 param="previous_response_id",
             )
         return list(last.chain())[::-1]
 
     def _find_referred(self) -> dict[str, StoredResponse]:
-        """The responses that item_references name, by their ids."""
-        given = self.request.input
+        """Return the stored responses of all item_references, by id."""
+        content = self.request.input
         found: dict[str, StoredResponse] = {}
-        for item in given if isinstance(given, list) else ():
+        for item in content if isinstance(content, list) else ():
             if item.get("type") == "item_reference" and isinstance(item.get("id"), str):
                 response_id, _ = response_of_item(item["id"])
                 stored = self._store.get(self._owner, response_id)
@@ -131,8 +131,8 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         return found
 
     def _check_stored_size(self) -> None:
-        """What is stored costs as much as if it were sent again, so it has a body's limits; with
-        `truncation` the oldest are left out."""
+        """Apply the limits of a body to the stored responses that the request refers to. With
+        `truncation`, drop the oldest responses."""
         bodies = self.service.bodies
 
         def sizes() -> tuple[int, int]:
@@ -144,9 +144,9 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
             if self.request.truncation != "auto" or not self._earlier:
                 raise ApiError(
                     400,
-                    f"what the request refers to has {num_bytes} bytes and weighs {weight}; at "
-                    f"most {bodies.max_bytes} and {bodies.max_weight} are read; begin anew, or set "
-                    'truncation to "auto"',
+                    f"the stored responses have {num_bytes} bytes and weigh {weight}; "
+                    f"the limits are {bodies.max_bytes} and {bodies.max_weight}; start a new "
+                    'conversation, or set truncation to "auto"',
                     param="previous_response_id",
                     code=TOO_LONG,
                 )
@@ -190,9 +190,8 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         return lambda name: items_by_id(response_of_item(name)[0]).get(name)
 
     def render(self) -> list[int]:
-        """With `truncation`, the oldest messages are left out until it fits: there is room for
-        `max_output_tokens` then, or for a quarter of the context if that is not given, and for
-        half of the context at most."""
+        """Render the prompt. With `truncation`, drop the oldest messages until there is room for
+        `max_output_tokens` (default: a quarter of the context, at most half of the context)."""
         if self.request.truncation != "auto":
             return super().render()
         service, chat = self.service, self.chat
@@ -216,7 +215,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         if ids is not None or not cuts:
             chat.messages = everything
             return super().render() if ids is None else ids
-        low, high = 0, len(cuts) - 1  # the first cut that fits is among these, if any does
+        low, high = 0, len(cuts) - 1  # the range of the first cut that fits
         found: list[int] | None = None
         while low <= high:
             middle = (low + high) // 2
@@ -226,13 +225,13 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
             else:
                 found, high = ids, middle - 1
         self._truncated = True
-        if found is None:  # not even with the last alone: what it has is for others to refuse
+        if found is None:  # even the last message does not fit: the checks refuse it
             chat.messages = everything[:head] + everything[cuts[-1] :]
             return super().render()
         return found
 
     def _echo(self) -> Json:
-        """What the response repeats of the request, encoded where it may be long."""
+        """Return the fields that the response repeats, encoded if they may be long."""
         request = self.request
         form = request.text.format if request.text else None
         shown_form: Json = {"type": "text"}
@@ -268,9 +267,9 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
     # ── the response ────────────────────────────────────────────────────────────────────────
 
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
-        """From here on `release` has to be called."""
+        """Open the response in the store. The caller must call `release` afterwards."""
         name = head.id.replace("resp-", "resp_", 1)
-        if self._store.get(self._owner, name) is not None:  # a request_id that is used again
+        if self._store.get(self._owner, name) is not None:  # a reused request_id
             name = f"resp_{uuid4().hex}"
         head = replace(head, id=name)
         super().begin(head, requests)
@@ -285,11 +284,11 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         self._fixed["input_truncated"] = self._truncated
 
     def _open(self, response_id: str) -> StoredResponse:
-        """Its place in the store; where there is none, it will not be stored."""
+        """Return an entry in the store; without room, an entry that will not be stored."""
         num_bytes = self._num_echo_bytes
         if self._input_items:
-            given = self._owner, response_id, self._previous, self._input_items
-            stored = StoredResponse(*given, keep=True, background=self.background)
+            values = self._owner, response_id, self._previous, self._input_items
+            stored = StoredResponse(*values, keep=True, background=self.background)
             if self._store.open(stored, num_bytes + len(self._input_items)):
                 return stored
         if self.background and not self._store.max_responses:
@@ -299,7 +298,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         if self.background or not self._store.open(stored, num_bytes):
             raise ApiError(
                 429,
-                "the requests that are being answered take all the room for stored responses "
+                "running requests use all the room for stored responses "
                 "(--max-stored-responses, --max-stored-response-bytes); try again in a moment",
                 code="too_many_bytes",
                 headers=retry_after(1),
@@ -307,7 +306,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         return stored
 
     def release(self) -> None:
-        """The request has ended: only what is stored stays."""
+        """Release the entry: the request has ended."""
         self._store.release(self.stored)
 
     def response(
@@ -329,7 +328,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         items = self.new_items()
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         for _ in (*items.push(deltas, completion.logprobs), *items.end(status)):
-            pass  # only the items are wanted
+            pass  # the events are not used
         counts = count_tokens(outputs)
         counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
         return self.ended(status, items, counts, output)
@@ -337,7 +336,7 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
     def ended(
         self, status: str, items: OutputItems, counts: TokenCounts, output: RequestOutput
     ) -> Json:
-        """The finished response, which is stored as well."""
+        """Store the finished response and return it."""
         more: Json = {"timings": timings([output]), "completed_at": int(time.time())}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -359,8 +358,8 @@ class ResponsesGeneration(Conversation[ResponsesRequest]):
         return response
 
     def _keep(self, response: Json) -> None:
-        """Of an answer that is too long to be stored, a background one fails; others are not
-        stored, then."""
+        """Store a response. If it is too long, a background response fails, others are not
+        stored."""
         store, stored = self._store, self.stored
         if not stored.keep:
             return
@@ -385,7 +384,7 @@ def _raw(value: Any) -> msgspec.Raw:
 
 
 def input_items(stored: StoredResponse) -> list[Json]:
-    """As they were sent, each with an id."""
+    """Return the input items, each with an id."""
     items: list[Json] = msgspec.json.decode(stored.input_items)
     for n, item in enumerate(items):
         item.setdefault("id", item_id(stored.id, item["type"], f"in{n}"))

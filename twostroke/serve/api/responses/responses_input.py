@@ -1,8 +1,8 @@
-"""A Responses request as OpenAI's chat request: its settings, and its items as messages.
+"""Translates a Responses request into OpenAI's chat request: settings, and items as messages.
 
     input, items of stored responses ──read_items──▶ items ──messages_of──▶ a chat's messages
 
-Items are read into the fields that we know, so that what is stored of them is what was looked at.
+Only known fields of items are read, so that stored items are validated items.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 
 from twostroke.errors import nearest, shown
 from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.body_fields import EngineFields, IgnoredFields
 from twostroke.serve.fields.protocol import (
     ChatRequest,
     ConversationRequest,
-    EngineFields,
     FunctionTool,
-    IgnoredFields,
     JsonSchema,
     ResponseFormat,
     ResponsesRequest,
@@ -25,10 +24,10 @@ from twostroke.serve.fields.protocol import (
     TextFormat,
     Tool,
 )
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (  # all but the first have no effect: there is nothing of the kind to include
+INCLUDABLE = (  # only the first has an effect
     LOGPROBS,
     "reasoning.encrypted_content",
     "web_search_call.results",
@@ -47,7 +46,7 @@ _SAME_NAME |= {*EngineFields.__struct_fields__, "prompt_cache_key"}
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """The request in OpenAI's chat form, still without its messages."""
+    """Return the chat request without its messages."""
     _refuse_unsupported(request)
     wants_logprobs = LOGPROBS in (request.include or ())
     tools, choice = _tools(request)
@@ -73,7 +72,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     if request.max_tool_calls is not None and request.max_tool_calls < 1:
         raise ApiError(400, "max_tool_calls must be at least 1", param="max_tool_calls")
     if request.background and request.store is False:
-        message = "background needs store: what is written is given out of what is stored"
+        message = "background requires store: the response is read from the store"
         raise ApiError(400, message, param="background")
     if request.background and LOGPROBS in (request.include or ()):
         message = f"include: {LOGPROBS} are not stored; ask for them without background"
@@ -92,7 +91,7 @@ def _response_format(form: TextFormat | None) -> ResponseFormat | None:
 
 
 def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
-    """The tools that may be called, and which of them must be."""
+    """Return the tools and the tool choice of the chat request."""
     tools = [
         tool for n, one in enumerate(request.tools or ()) for tool in _flat(one, f"tools[{n}]")
     ]
@@ -116,14 +115,14 @@ def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
     if kind != "function":
         raise ApiError(
             400,
-            f"tool_choice: tools of type {shown(kind)} are not run here; name a function of yours",
+            f"tool_choice: tools of type {shown(kind)} are not run here; name a function",
             param="tool_choice",
         )
     return tools or None, {"type": "function", "function": {"name": name}}
 
 
 def _flat(tool: ResponsesTool, where: str, namespace: str | None = None) -> Iterator[Tool]:
-    """A function, or those of a namespace: the model calls them by both names."""
+    """Yield a function, or the functions of a namespace with both names joined."""
     if tool.type == "namespace" and namespace is None:
         for n, inner in enumerate(tool.tools or ()):
             yield from _flat(inner, f"{where}.tools[{n}]", tool.name or "")
@@ -138,7 +137,7 @@ def _flat(tool: ResponsesTool, where: str, namespace: str | None = None) -> Iter
     else:
         raise ApiError(
             400,
-            f"{where}: tools of type {shown(tool.type)} are not run here; give functions, which "
+            f"{where}: tools of type {shown(tool.type)} are not run here; define functions that "
             "you run",
             param="tools",
         )
@@ -149,7 +148,7 @@ def full_name(name: str, namespace: str | None) -> str:
 
 
 def namespaces_of(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
-    """The functions of namespaces: name and namespace by the name that the model uses."""
+    """Return name and namespace of functions, by the joined name that the model uses."""
     return {
         full_name(inner.name or "", tool.name): (inner.name or "", tool.name or "")
         for tool in request.tools or ()
@@ -161,14 +160,14 @@ def namespaces_of(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
 
 
 def read_items(
-    given: str | Sequence[Json], find: Callable[[str], Json | None] = lambda _: None
+    content: str | Sequence[Json], find: Callable[[str], Json | None] = lambda _: None
 ) -> list[Json]:
-    """A request's `input`, in the fields that we know. `find` gives the stored item that an
-    item_reference names; each may be named once."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
+    """Return the items of `input` with their known fields. `find` returns the stored item of an
+    item_reference; each item may be referenced once."""
+    if isinstance(content, str):
+        content = [{"role": "user", "content": content}]
     items, referred = [], set()
-    for n, item in enumerate(given):
+    for n, item in enumerate(content):
         where = f"input[{n}]"
         if item.get("type") == "item_reference":
             name = str(item.get("id"))
@@ -227,7 +226,7 @@ def _texts(item: Json, where: str, *names: str) -> Json:
 
 
 def _parts(content: Any, where: str, written: bool) -> list[Json]:
-    """`written`: by the model."""
+    """Return the parts of a message. `written`: by the model."""
     parts = []
     content = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(content, list):
@@ -249,7 +248,7 @@ def _parts(content: Any, where: str, written: bool) -> list[Json]:
 
 
 def _reasoning_parts(parts: Any, kind: str, where: str) -> list[Json]:
-    """What clients cannot read (encrypted_content) we cannot either: it is skipped."""
+    """Return the parts of reasoning, without encrypted_content."""
     read = []
     for part in parts if isinstance(parts, list) else ():
         text = part.get("text") if isinstance(part, dict) else None
@@ -263,7 +262,7 @@ def _reasoning_parts(parts: Any, kind: str, where: str) -> list[Json]:
 
 
 def messages_of(instructions: str | None, items: Sequence[Json]) -> list[Json]:
-    """A chat's messages. Reasoning and calls of one turn are one message of the assistant's."""
+    """Return chat messages. Reasoning and calls of one turn become one assistant's message."""
     messages: list[Json] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -304,9 +303,9 @@ def _chat_call(item: Json) -> Json:
 
 
 def places_to_cut(messages: Sequence[Json]) -> tuple[int, list[int]]:
-    """How many messages at the start are the system's, which stay; and where the rest may begin
-    instead, in order: at messages of the user's, and beyond the last of them at the assistant's, so
-    that no tool's answer is left without its call."""
+    """Return the number of system messages at the start, which are kept, and the indices where the
+    rest may begin: at user messages, and after the last one at assistant messages, so that every
+    tool result keeps its call."""
     head = 0
     while head < len(messages) and messages[head]["role"] == "system":
         head += 1

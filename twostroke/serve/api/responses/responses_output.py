@@ -1,4 +1,4 @@
-"""What `/v1/responses` writes: output items as they grow, and the events that tell of them."""
+"""The output of `/v1/responses`: growing output items, and their events."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ from typing import Any, Protocol
 from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import ChatRequest
-from twostroke.serve.fields.response_fields import Json, LogprobWriter, TokenCounts, count_tokens
+from twostroke.serve.fields.response_json import (
+    Encoded,
+    Json,
+    LazyList,
+    LogprobWriter,
+    TokenCounts,
+    concat,
+    count_tokens,
+    encode_json,
+    event,
+    long_event,
+)
 from twostroke.serve.generation.conversation import AssistantMessage
 from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
-from twostroke.serve.sse import Encoded, LazyList, concat, encode_json, event, long_event
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-Event = tuple[str, Json]  # its type and what it says
+Event = tuple[str, Json]  # type and content
 
 
 def item_id(response_id: str, kind: str, number: int | str) -> str:
@@ -24,7 +34,7 @@ def item_id(response_id: str, kind: str, number: int | str) -> str:
 
 
 def response_of_item(name: str) -> tuple[str, str]:
-    """The response that an item's id belongs to, and the item's number there."""
+    """Return the id of an item's response, and the item's number."""
     response_id, _, number = name.partition("_")[2].rpartition("_")
     return f"resp_{response_id}", number
 
@@ -38,7 +48,7 @@ class OutputItem:
     name: str = ""
     namespace: str | None = None
     status: str = "in_progress"
-    texts: list[str] = field(default_factory=list)  # of a call: its arguments
+    texts: list[str] = field(default_factory=list)  # text, or the arguments of a call
     logprobs: Logprobs | None = None
 
     @property
@@ -52,7 +62,8 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
     def as_json(self, writer: LogprobWriter | None = None) -> Json:
-        """`writer`: None leaves log-probabilities out. What is in progress has no content yet."""
+        """Return the item's JSON. `writer`: None leaves log-probabilities out. An item in progress
+        has no content."""
         shown: Json = {"id": self.id, "type": self.kind, "status": self.status}
         begun = self.status == "in_progress"
         if self.kind == "function_call":
@@ -67,7 +78,7 @@ class OutputItem:
 
 
 class OutputItems:
-    """The items of one answer. Each method gives the events of what has changed."""
+    """The items of one answer. Each method yields the events of its changes."""
 
     def __init__(
         self,
@@ -75,12 +86,12 @@ class OutputItems:
         logprobs: LogprobWriter,
         namespaces: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
-        """`namespaces`: name and namespace of the functions that the model calls by both."""
+        """`namespaces`: name and namespace of functions, by the joined name."""
         self.items: list[OutputItem] = []
         self._response_id = response_id
         self._writer = logprobs
         self._namespaces = namespaces or {}
-        self._held: Logprobs | None = None  # of tokens whose text is held back
+        self._held: Logprobs | None = None  # of tokens with text held back
 
     @property
     def current(self) -> OutputItem | None:
@@ -108,8 +119,8 @@ class OutputItems:
                 self._held = None
 
     def end(self, status: str) -> Iterator[Event]:
-        """`status` is the last item's: "completed" or "incomplete". An answer of nothing is an
-        empty message."""
+        """End the last item with `status`: "completed" or "incomplete". An empty answer is an empty
+        message."""
         if not self.items:
             yield from self._begin("message")
         yield from self._close(status)
@@ -178,8 +189,8 @@ def _listed(writer: LogprobWriter | None, entries: Logprobs | None) -> LazyList:
 
 
 class ResponseSource(Protocol):
-    """What a writer's events are of (`ResponsesGeneration`): the response's JSON as of now. One
-    that has come to its end is stored when it is asked for."""
+    """Provides the response's JSON for events (`ResponsesGeneration`). The last three methods also
+    store the response."""
 
     chat: ChatRequest
 
@@ -199,8 +210,8 @@ class ResponseSource(Protocol):
 
 
 class ResponseWriter:
-    """The events of one response, numbered in their order. `write`, `end` and `fail` are what a
-    stream sends; `events`, `last_events` and `failed_events` are the same, event by event."""
+    """Writes the numbered events of one response. `write`, `end` and `fail` return bytes for a
+    stream; `events`, `last_events` and `failed_events` return the same events one by one."""
 
     def __init__(self, generation: ResponseSource) -> None:
         self._generation = generation
@@ -210,12 +221,12 @@ class ResponseWriter:
         self._begun = False
         self._num_tokens = 0
         self._last: RequestOutput | None = None
-        # The message that all text goes to from now on, and what its events begin with.
+        # The message that receives all further text, and the beginning of its events.
         self._plain_item: OutputItem | None = None
         self._plain_head = b""
 
     def write(self, _: int, output: RequestOutput) -> Encoded:
-        """One event a token mostly, and then only what changes is encoded."""
+        """Encode an output. Usually it is one event, of which only the changes are encoded."""
         item, completions = self._plain_item, output.outputs
         if item is None or len(completions) != 1 or output.finished:
             return concat(self.events(output))
@@ -238,7 +249,7 @@ class ResponseWriter:
     # ── event by event ──────────────────────────────────────────────────────────────────────
 
     def queued_events(self) -> list[bytes]:
-        """Of a response in the background, before it runs."""
+        """Return the events of a background response before it runs."""
         waiting = self._generation.response("queued", [])
         kinds = ("response.created", "response.queued")
         return [self._short(kind, {"response": waiting}) for kind in kinds]
@@ -287,9 +298,9 @@ class ResponseWriter:
     def failed_events(self, error: ApiError) -> list[bytes]:
         self.output_ends()
         response = self._generation.failed(self.output, error)
-        said = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+        failure = {"code": error.code or error.kind, "message": error.message, "param": error.param}
         return [
-            self._short("error", said),
+            self._short("error", failure),
             self._short("response.failed", {"response": response}),
         ]
 
@@ -299,7 +310,7 @@ class ResponseWriter:
         return [self._short("response.cancelled", {"response": response})]
 
     def output_ends(self) -> None:
-        """What has been written stays, as incomplete; there are no more events of it."""
+        """Mark the current item as incomplete. It gets no more events."""
         if (item := self.output.current) is not None:
             item.status = "incomplete"
 
@@ -307,7 +318,7 @@ class ResponseWriter:
         return event(self._numbered(kind, content), kind)
 
     def _encoded(self, kind: str, content: Json) -> Encoded:
-        """With log-probabilities an event may be long."""
+        """Encode an event; events with log-probabilities may be long."""
         if self._generation.chat.logprobs and not kind.endswith("delta"):
             return long_event(self._numbered(kind, content), kind)
         return self._short(kind, content)

@@ -1,4 +1,4 @@
-"""The routes of `/v1/responses`: create, also in the background, get, follow, cancel and delete."""
+"""The routes of `/v1/responses`: create, get, follow, cancel and delete, also in the background."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from twostroke.serve.api.responses.responses import (
 )
 from twostroke.serve.error_responses import ApiError, ClientGone, as_api_error
 from twostroke.serve.fields.protocol import ResponsesRequest
-from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.fields.response_json import Json, encode_json
 from twostroke.serve.generation.generate import GenerateRoute, Generation, ResponseStream
 from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import WRITE_BYTES, HttpRequest
 from twostroke.serve.http.routing import Route
-from twostroke.serve.sse import encode_json
 
 PAGE, MAX_PAGE = 20, 100  # OpenAI's, of input items
 
@@ -36,27 +35,33 @@ def responses_routes(service: Service) -> list[Route]:
     one = "/v1/responses/{response_id}"
     return [
         Route("POST", "/v1/responses", routes, "Answer an input.", ResponsesRequest),
-        Route("POST", "/v1/responses/input_tokens", routes.count, "Its tokens.", ResponsesRequest),
+        Route(
+            "POST",
+            "/v1/responses/input_tokens",
+            routes.count,
+            "Count tokens.",
+            ResponsesRequest,
+        ),
         Route("GET", one, routes.get, "A stored response, or its events (?stream=true)."),
-        Route("DELETE", one, routes.delete, "Forget a stored response."),
-        Route("POST", f"{one}/cancel", routes.cancel, "Stop one that runs in the background."),
-        Route("GET", f"{one}/input_items", routes.input_items, "What it was made from."),
+        Route("DELETE", one, routes.delete, "Delete a stored response."),
+        Route("POST", f"{one}/cancel", routes.cancel, "Stop a background response."),
+        Route("GET", f"{one}/input_items", routes.input_items, "The input items of a response."),
     ]
 
 
 class Cancelled(Exception):  # noqa: N818
-    """A client wants no more of a response."""
+    """A client has cancelled or deleted the response."""
 
 
 class BackgroundRun:
-    """A response that is being written while nobody has to wait for it."""
+    """A background response while it runs."""
 
     def __init__(self, generation: ResponsesGeneration, store: StoredResponses) -> None:
         self.generation = generation
         self.stored = generation.stored
         self.writer = generation.stream_writer()
         self.stream: ResponseStream | None = None  # once it runs
-        self.changed = asyncio.Event()  # is set for a moment when there are new events, and an end
+        self.changed = asyncio.Event()  # pulsed when there are new events, and at the end
         self._store = store
         waiting = generation.response("queued", [])
         if not store.write(self.stored, "queued", encode_json(waiting)):
@@ -67,7 +72,7 @@ class BackgroundRun:
             self._add(self.writer.queued_events())
 
     def write(self, _: int, output: RequestOutput) -> bytes:
-        """Record what is written, instead of sending it."""
+        """Store the events of an output instead of sending them."""
         if self.stored.status == "queued":
             running = self.generation.response("in_progress", [])
             self._store.write(self.stored, "in_progress", encode_json(running))
@@ -75,7 +80,7 @@ class BackgroundRun:
         return b""
 
     def end(self, error: Exception | None = None) -> None:
-        """However it ended, its status says so."""
+        """Set the final status and add the last events."""
         try:
             if error is None:
                 self._add(self.writer.last_events())
@@ -94,7 +99,7 @@ class BackgroundRun:
             self._store.drop_events(self.stored)
         try:
             events = self.writer.failed_events(error)
-        except NoRoom:  # not even for that
+        except NoRoom:  # no room for the failure either
             self._store.remove(self.stored)
             self.stored.status, events = "failed", []
         if following is None:
@@ -102,7 +107,7 @@ class BackgroundRun:
         for event in events:
             if self.stored.events is None or not self._store.add_event(self.stored, event):
                 self._store.drop_events(self.stored)
-                following.append(event)  # only for those who follow now
+                following.append(event)  # only for clients that follow now
 
     def _add(self, events: Sequence[Any]) -> None:
         if self.stored.events is None:
@@ -148,21 +153,21 @@ class ResponsesRoutes(GenerateRoute):
         if generation.streamed:
             await self._follow(http, run.stored, 0)
         else:
-            await self._give(http, run.stored)
+            await self._send_stored(http, run.stored)
 
     async def count(self, http: HttpRequest) -> None:
-        """How many tokens the model would read; nothing is run or stored."""
+        """Count the prompt tokens of a request, without running or storing it."""
         generation, requests = await self.prepare(http)
         assert isinstance(generation, ResponsesGeneration)
         generation.release()
         (request,) = requests
-        told = {"object": "response.input_tokens", "input_tokens": len(request.prompt_token_ids)}
-        await http.respond_json(told)
+        answer = {"object": "response.input_tokens", "input_tokens": len(request.prompt_token_ids)}
+        await http.respond_json(answer)
 
     async def _start(
         self, http: HttpRequest, generation: ResponsesGeneration, requests: Sequence[EngineRequest]
     ) -> BackgroundRun:
-        """Set a response going that needs no client. Its refusal is raised."""
+        """Start a background response; raise its refusal."""
         try:
             run = BackgroundRun(generation, self.store)
         except BaseException:
@@ -176,7 +181,7 @@ class ResponsesRoutes(GenerateRoute):
         try:
             await asyncio.shield(started)
         except ApiError:
-            self.store.remove(run.stored)  # nobody has its id
+            self.store.remove(run.stored)  # no client knows its id
             raise
         return run
 
@@ -194,7 +199,7 @@ class ResponsesRoutes(GenerateRoute):
             async with self.running(http, requests, name, run.write, without_client=True) as stream:
                 run.stream = stream
                 started.set_result(None)
-                await stream.next_chunks()  # nothing is ready until it has ended: `write` keeps it
+                await stream.next_chunks()  # waits for the end: `write` returns nothing
         except Exception as raised:
             error = raised
         del self._runs[run.stored]
@@ -203,13 +208,13 @@ class ResponsesRoutes(GenerateRoute):
             assert error is not None
             started.set_exception(as_api_error(error))
 
-    # ── what is stored ──────────────────────────────────────────────────────────────────────
+    # ── stored data ─────────────────────────────────────────────────────────────────────────
 
     def _find(self, http: HttpRequest) -> StoredResponse:
         name = http.path_params["response_id"]
         stored = self.store.get(http.key_number, name)
         if stored is None:
-            message = f"there is no response {shown(name)}; it was not stored, or is no more"
+            message = f"there is no response {shown(name)}; it was not stored, or has been removed"
             raise ApiError(404, message, param="response_id", code="response_not_found")
         return stored
 
@@ -217,10 +222,10 @@ class ResponsesRoutes(GenerateRoute):
         query = _query(http, "stream", "starting_after", "include", "include_obfuscation")
         stored = self._find(http)
         if query.get("include"):
-            message = "include: nothing is stored that would have to be asked for"
+            message = "include: stored responses have no optional fields"
             raise ApiError(400, message, param="include")
         if not _flag(query, "stream"):
-            await self._give(http, stored)
+            await self._send_stored(http, stored)
             return
         if stored.events is None:
             raise ApiError(
@@ -242,12 +247,16 @@ class ResponsesRoutes(GenerateRoute):
         stored = self._find(http)
         if not stored.background:
             message = "only a response that was created with background can be cancelled"
-            raise ApiError(400, f"{message}; close the connection of another", param="response_id")
+            raise ApiError(
+                400,
+                f"{message}; close the connection of another",
+                param="response_id",
+            )
         if (run := self._runs.get(stored)) is not None and run.stream is not None:
             run.stream.fail(Cancelled())
             while not stored.ended:
                 await run.changed.wait()
-        await self._give(http, stored)
+        await self._send_stored(http, stored)
 
     async def input_items(self, http: HttpRequest) -> None:
         query = _query(http, "after", "limit", "order", "include")
@@ -264,12 +273,12 @@ class ResponsesRoutes(GenerateRoute):
             listed = await self._service.prompts.off_loop(None, num_bytes, page)
         await http.respond_json(listed)
 
-    async def _give(self, http: HttpRequest, stored: StoredResponse) -> None:
+    async def _send_stored(self, http: HttpRequest, stored: StoredResponse) -> None:
         with self.store.holding(stored):
             await http.respond(200, stored.response)
 
     async def _follow(self, http: HttpRequest, stored: StoredResponse, at: int) -> None:
-        """Send the events from number `at` on, those that are there and those to come."""
+        """Send the events from number `at` on, including future events."""
         events, run = stored.events, self._runs.get(stored)
         assert events is not None
         gone = False
@@ -295,7 +304,7 @@ class ResponsesRoutes(GenerateRoute):
 
 
 def _batch(events: Sequence[bytes], at: int) -> Sequence[bytes]:
-    """Those from `at` on that are written at once."""
+    """Return the events from `at` on that are sent in one write."""
     end, size = at, 0
     while end < len(events) and size < WRITE_BYTES:
         size += len(events[end])
@@ -304,8 +313,8 @@ def _batch(events: Sequence[bytes], at: int) -> Sequence[bytes]:
 
 
 def _page_of(stored: StoredResponse, newest_first: bool, after: str | None, limit: int) -> Json:
-    """Of the items that a response was made from, those of the conversation before it among
-    them. One response after the other is decoded, and no more than the page needs."""
+    """Return a page of the input items of a response, including the earlier conversation. Decodes
+    only as many responses as the page needs."""
 
     def items() -> Iterator[Json]:
         chain = list(stored.chain())
@@ -327,9 +336,9 @@ def _page_of(stored: StoredResponse, newest_first: bool, after: str | None, limi
 
 
 def _query(http: HttpRequest, *known: str) -> dict[str, str]:
-    """The fields behind the path's `?`; of several the last."""
-    given = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
-    fields = {name.removesuffix("[]"): values[-1] for name, values in given.items()}
+    """Return the query parameters; raise `ApiError` for unknown ones."""
+    sent = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
+    fields = {name.removesuffix("[]"): values[-1] for name, values in sent.items()}
     for name in fields:
         if name not in known:
             message = f"unknown field {shown(name)}{nearest(name, known)}"

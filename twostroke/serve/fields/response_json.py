@@ -1,13 +1,19 @@
-"""Fields that the responses of all routes share: head, usage, timings, logprobs."""
+"""Responses as bytes: JSON, server-sent events, and the fields that all routes share.
+
+Small values are encoded at once, long ones in chunks, so that the event loop can do other work in
+between. The shared fields are the head, usage, timings and log-probabilities.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, islice
 from math import isnan
-from typing import Any
+from types import GeneratorType
+from typing import Any, cast
 
 import msgspec
 
@@ -15,16 +21,124 @@ from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import Causes
 from twostroke.outputs import Logprobs, RequestOutput
 from twostroke.plan import TokenLogprobs
-from twostroke.serve.sse import LazyList, encode_json
+from twostroke.serve.error_responses import ApiError
+
+CHUNK_BYTES = 16 * 1024  # about a millisecond's work
+DONE = b"data: [DONE]\n\n"
+
+Encoded = bytes | Iterator[bytes]  # an iterator for long values
+
+
+class LazyList:
+    """A JSON list whose items are made when they are encoded."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = items
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, LazyList):
+        return list(value.items)
+    if isinstance(value, GeneratorType):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded as JSON")
+
+
+encode_json = msgspec.json.Encoder(enc_hook=_listed).encode
+
+
+def iter_json(value: Any, before: bytes = b"", after: bytes = b"") -> Iterator[bytes]:
+    """Encode a value in chunks of about `CHUNK_BYTES`: objects field by field, lists of objects and
+    generators item by item. An item of a `LazyList` must be small."""
+    chunk = bytearray(before)
+    for token in _tokens(value):
+        chunk += token
+        if len(chunk) >= CHUNK_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+    yield bytes(chunk) + after
+
+
+def _tokens(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        opening = b"{"
+        for name, field in value.items():
+            yield opening + encode_json(str(name)) + b":"
+            yield from _tokens(field)
+            opening = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, LazyList):
+        yield from _list((encode_json(item),) for item in value.items)
+    elif isinstance(value, GeneratorType) or _has_objects(value):
+        yield from _list(map(_tokens, value))
+    else:
+        yield encode_json(value)
+
+
+def _has_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _list(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    opening = b"["
+    for item in items:
+        yield opening
+        yield from item
+        opening = b","
+    yield b"]" if opening == b"," else b"[]"
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def event(content: Any, name: str | None = None) -> bytes:
+    data = b"data: " + encode_json(content) + b"\n\n"
+    return data if name is None else f"event: {name}\n".encode() + data
+
+
+def long_event(content: Any, name: str | None = None) -> Iterator[bytes]:
+    """Encode an event in chunks."""
+    begin = b"" if name is None else f"event: {name}\n".encode()
+    return iter_json(content, begin + b"data: ", b"\n\n")
+
+
+def error_event(error: ApiError) -> bytes:
+    return event({"error": error.content()})
+
+
+def concat(events: Sequence[Encoded]) -> Encoded:
+    if all(isinstance(one, bytes) for one in events):
+        return b"".join(cast(Sequence[bytes], events))
+    return chain.from_iterable((one,) if isinstance(one, bytes) else one for one in events)
+
+
+class TextEventTemplate:
+    """Encodes events that differ only in a text: `encode(text)` equals `plain(text)`, but only the
+    text is encoded for each token. The bytes around the text are encoded once."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, plain: Callable[[str], bytes]) -> None:
+        mark = secrets.token_hex(16)
+        self._before, self._after = plain(mark).split(f'"{mark}"'.encode())
+
+    def encode(self, text: str) -> bytes:
+        return self._before + encode_json(text) + self._after
+
+
+# ── fields ──────────────────────────────────────────────────────────────────────────────────────
+
 
 Json = dict[str, Any]
-LEAST_LOGPROB = -9999.0  # JSON has no -inf
+MIN_LOGPROB = -9999.0  # JSON has no -inf
 TOKENS_KEPT = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The fields that every chunk of a response repeats."""
+    """The fields at the head of every chunk of a response."""
 
     id: str
     created: int
@@ -49,7 +163,7 @@ class TokenCounts:
     prompt: int = 0
     cached: int = 0
     completion: int = 0
-    reasoning: int | None = None  # of the completion's; None: it is not parted from the answer
+    reasoning: int | None = None  # of the completion; None: reasoning is not parsed
 
     def usage(self, details: bool = True) -> Json:
         usage: Json = {
@@ -77,19 +191,19 @@ def count_tokens(outputs: Sequence[RequestOutput]) -> TokenCounts:
 
 
 def cached_tokens(output: RequestOutput) -> int:
-    """Prompt tokens found in the prefix cache. What continuations of one prompt share because the
-    first of them has computed it is not counted."""
+    """Return the prompt tokens found in the prefix cache, without tokens that the first of several
+    continuations has computed for the others."""
     return min((record.num_cached for record in output.records), default=0)
 
 
 def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | None:
-    """llama.cpp's object, measured by the engine: prompt is prefill, predicted is decode.
+    """Return llama.cpp's `timings`, measured by the engine: prompt is prefill, predicted is decode.
 
-    A token's time is the gap between tokens, so that the first one, which prefill brought, is not
-    counted as decoded in no time. Of several continuations: the slowest's times, all's tokens.
-    Then ours: the time in the queue, the gaps between tokens by cause (summed over continuations;
-    with one they add up to `decode_ms`), the worst gap, preemptions, and
-    tokens that left the KV cache. `each_gap`: the causes of each gap, too.
+    `predicted_per_token_ms` is the mean gap between tokens, so the first token, which prefill
+    computes, does not count. With several continuations, times are those of the slowest and tokens
+    are summed. Further fields: the queue time, the gaps between tokens by cause (summed over
+    continuations; those of one add up to `decode_ms`), the worst gap, preemptions, and tokens
+    evicted from the KV cache. `each_gap`: add the causes of each gap.
     """
     records = [record for output in outputs for record in output.records]
     if not records:
@@ -127,15 +241,15 @@ def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | 
 
 
 def _gaps_in_ms(causes: Sequence[float]) -> Iterator[list[float] | None]:
-    """Five numbers a gap, or None for a gap that is too long ago."""
+    """Yield the five causes of each gap, or None for a gap whose causes were dropped."""
     for at in range(0, len(causes), 5):
         gap = causes[at : at + 5]
         yield None if isnan(gap[0]) else [round(1e3 * seconds, 3) for seconds in gap]
 
 
 def request_metrics(outputs: Sequence[RequestOutput]) -> Json | None:
-    """Return vLLM's `metrics` of an answer with `--enable-per-request-metrics`: the times of one
-    text, and None for an answer of several, which share no times."""
+    """Return vLLM's `metrics` of an answer with `--enable-per-request-metrics`; None for an answer
+    with several texts."""
     records = [record for output in outputs for record in output.records]
     if len(records) != 1:
         return None
@@ -161,7 +275,7 @@ def _ratio(amount: float, per: float) -> float:
 
 
 def progress(output: RequestOutput) -> Json:
-    """llama.cpp's `prompt_progress`: how much of the prompt is in the cache by now."""
+    """llama.cpp's `prompt_progress`: the number of prompt tokens in the KV cache."""
     return {
         "total": len(output.prompt_token_ids),
         "cache": output.num_cached_tokens,
@@ -170,8 +284,8 @@ def progress(output: RequestOutput) -> Json:
 
 
 class TokenNames:
-    """How tokens are shown beside their log-probabilities, with a cache: an answer may need twenty
-    for each of its tokens."""
+    """Texts of tokens for log-probabilities, with a cache: an answer may need twenty for each of
+    its tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -184,23 +298,23 @@ class TokenNames:
         return self._tokenizer.token_text(token)
 
     def _json_around(self, token: int, as_id: bool) -> tuple[bytes, bytes]:
-        """The JSON before and after the log-probability in a token's object."""
+        """The JSON before and after the log-probability in the object of a token."""
         raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
         text = encode_json(self.text(token, as_id))
         return b'{"token":%b,"logprob":' % text, b',"bytes":%b}' % encode_json(list(raw))
 
 
 class LogprobWriter:
-    """Logprobs as OpenAI's two APIs write them."""
+    """Encodes log-probabilities in the formats of OpenAI's chat and completion APIs."""
 
     def __init__(self, names: TokenNames, top: int, as_ids: bool) -> None:
-        """`top`: how many a chat's `top_logprobs` has, the chosen one among them; -1: all."""
+        """`top`: the length of `top_logprobs` in a chat, with the chosen token; -1: all."""
         self._names = names
         self._top = None if top < 0 else top
         self._as_ids = as_ids
 
     def chat(self, entries: Logprobs) -> Iterator[msgspec.Raw]:
-        """One encoded object a token: with the twenty best of each, plain objects are too slow."""
+        """Yield one encoded object for each token. Plain objects would be too slow."""
         for entry in entries.plain():
             assert entry is not None
             listed = islice(_own_first(entry).items(), self._top)
@@ -211,8 +325,9 @@ class LogprobWriter:
     def completion(
         self, token_ids: Sequence[int], parts: Sequence[Logprobs | None], offset: int = 0
     ) -> Json:
-        """`parts`: the prompt's and the text's logprobs, in order; None is left out. `offset`: how
-        many characters of the text came before. A prompt's first token has no logprob."""
+        """Return the `logprobs` of a completion. `parts`: log-probabilities of prompt and text, in
+        order; None is skipped. `offset`: the number of characters before. The first token of a
+        prompt has no log-probability."""
         tokens = [self._text(token) for token in token_ids]
         lengths = accumulate(map(len, tokens), initial=offset)
 
@@ -241,7 +356,7 @@ class LogprobWriter:
         return self._names.text(token, self._as_ids)
 
     def prompt(self, output: RequestOutput) -> LazyList | None:
-        """vLLM's shape: by token id."""
+        """Return prompt log-probabilities in vLLM's format, by token id."""
         entries = output.prompt_logprobs
         if entries is None:
             return None
@@ -261,9 +376,9 @@ class LogprobWriter:
 
 
 def _own_first(entry: TokenLogprobs) -> dict[int, float]:
-    """The chosen token's log-probability, then the others', as vLLM orders them."""
+    """Return log-probabilities by token: the chosen token first, as in vLLM."""
     return dict(zip(entry.token_ids, entry.logprobs, strict=True))
 
 
 def _finite(value: float) -> float:
-    return max(value, LEAST_LOGPROB)
+    return max(value, MIN_LOGPROB)
