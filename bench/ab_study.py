@@ -30,7 +30,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from bench.slowed_server import VARIABLE
-from twostroke.measure.compare import METRICS, pairs_needed
+from twostroke.measure.compare.paired_comparison import METRICS, pairs_needed
 
 KINDS = ("aa", "slow")
 FALSE_SHARE, FOUND_SHARE = 0.05, 0.9

@@ -42,9 +42,9 @@ from multiprocessing.connection import Connection  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 from urllib.parse import urlsplit  # noqa: E402
 
-from twostroke.measure.client import first_model  # noqa: E402
-from twostroke.measure.http import Connections, Endpoint  # noqa: E402
-from twostroke.measure.stats import percentile  # noqa: E402
+from twostroke.measure.load.http_client import Connections, Endpoint  # noqa: E402
+from twostroke.measure.load.sample_client import first_model  # noqa: E402
+from twostroke.measure.load.stats import percentile  # noqa: E402
 
 EVENT = b"\ndata:"  # JSON has no bare line feed, so this is where an event begins and nothing else
 DONE = b"[DONE]"

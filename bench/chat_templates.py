@@ -36,7 +36,7 @@ import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from twostroke.errors import ModelError, RequestError
-from twostroke.model.chat_template import ChatTemplate
+from twostroke.model.text.chat_template import ChatTemplate
 
 LAST = (
     "The answer is",

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from twostroke.measure.exam_cases import CASES
+from twostroke.measure.doctor.exam_cases import CASES
 
 CASE_S = 240.0
 # Three streams, and three prompts of 1,500 tokens while they write: more than one gap in 100.
@@ -38,7 +38,7 @@ def run_case(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
     model = [args.model] if args.model else []
     case = CASES[name]
     examined = subprocess.run(
-        [sys.executable, "-m", "twostroke.measure.exam", name, *model],
+        [sys.executable, "-m", "twostroke.measure.doctor.exam", name, *model],
         capture_output=True,
         timeout=CASE_S,
         check=False,

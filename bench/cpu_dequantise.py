@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from twostroke.config import EngineConfig
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.load import find_model, open_tokenizer
 from twostroke.model.opened import open_model
-from twostroke.model.spec import ModelSpec
 from twostroke.model.weights.tensors import read_tensor
 
 # Ours → Hugging Face's, within a layer.

@@ -11,9 +11,9 @@ import torch
 
 from twostroke.config import EngineConfig
 from twostroke.kernels import cpu
-from twostroke.model.gguf import GGUFFile
+from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.load import find_model
-from twostroke.model.native import default_threads
+from twostroke.model.native_decoder import default_threads
 from twostroke.model.opened import open_model
 
 KV_ELEMENT_BYTES = 2  # of the floor: half precision, whatever an engine keeps

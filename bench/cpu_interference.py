@@ -29,10 +29,10 @@ from typing import Any
 
 from bench.cpu_process import Quiet
 from bench.cpu_workers import tokens
-from twostroke.measure.client import OpenAIClient
-from twostroke.measure.definitions import Sample
-from twostroke.measure.http import Connections, Endpoint
-from twostroke.measure.workload import Planned
+from twostroke.measure.load.definitions import Sample
+from twostroke.measure.load.http_client import Connections, Endpoint
+from twostroke.measure.load.sample_client import OpenAIClient
+from twostroke.measure.load.workload import Planned
 
 STREAMS, PROMPT, LONG = 4, 128, 4000
 STEADY_S, AFTER_S = 3.0, 1.0

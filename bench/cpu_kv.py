@@ -33,7 +33,7 @@ from typing import Any
 from bench.cpu_floors import Work
 from bench.cpu_interference import Server, planned
 from bench.cpu_workers import summary
-from twostroke.measure.client import OpenAIClient
+from twostroke.measure.load.sample_client import OpenAIClient
 
 TIMEOUT_S = 3600.0
 

@@ -21,7 +21,7 @@ import numpy as np
 from twostroke.config import EngineConfig
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.load import find_model
-from twostroke.model.native import NativeDecoder, Packing, default_threads
+from twostroke.model.native_decoder import NativeDecoder, Packing, default_threads
 from twostroke.model.opened import open_model
 
 BLOCK_SIZE = 16

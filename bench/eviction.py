@@ -29,7 +29,7 @@ import numpy as np
 
 from twostroke import LLM, SamplingParams
 from twostroke.exec.native import Computed
-from twostroke.measure.quality import log_softmax, read_window
+from twostroke.measure.quality.quality import log_softmax, read_window
 
 TEXT = Path(__file__).with_name("data") / "kjv.txt"
 NEEDLE = "The number of the house in the harbour is 48213. "

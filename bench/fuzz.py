@@ -47,7 +47,7 @@ from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.spawn import DEFAULT_BUILDER
-from twostroke.serve.run import HttpServer, serve_forever
+from twostroke.serve.server import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
 HANG_S = 30.0

@@ -30,9 +30,9 @@ from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.start import warm_plan
 from twostroke.exec.step_buffer import fill_step
 from twostroke.kv.pool import KVPool
-from twostroke.model import decoder as loading
-from twostroke.model.decoder import Decoder
-from twostroke.model.hf_config import spec_from_hf
+from twostroke.model.describe.hf_config import spec_from_hf
+from twostroke.model.torch import decoder as loading
+from twostroke.model.torch.decoder import Decoder
 from twostroke.model.weights.dummy import DummyWeights
 
 NOWHERE = torch.device("meta")

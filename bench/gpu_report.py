@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.config import KV_8_BIT, EngineConfig
-from twostroke.model.cost import CostModel, cost_model
-from twostroke.model.formats import weight_bytes
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.phase_formats import phase_formats
-from twostroke.model.w8a8 import W8Format
+from twostroke.model.describe.cost import CostModel, cost_model
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.formats.phase_formats import phase_formats
+from twostroke.model.formats.registry import weight_bytes
+from twostroke.model.formats.w8a8_weights import W8Format
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
 

@@ -19,8 +19,8 @@ from bench.scheduler import result_of
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.assembly import group_limits
 from twostroke.exec.memory import plan_memory
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig

@@ -2,9 +2,9 @@
 
     python -m bench.learn_prediction [--model MODEL] [--out FILE.json]
 
-A server's parts without HTTP: the engine in a process of its own, the experiments of `serve/lab.py`
-and the forecasts of `observe/forecast.py`. The engine is calibrated as the page does it, then each
-setting is predicted before it runs three times. Run it on a quiet machine.
+A server's parts without HTTP: the engine in a process of its own, the experiments of
+`serve/learn/lab.py` and the forecasts of `observe/forecast.py`. The engine is calibrated as the
+page does it, then each setting is predicted before it runs three times. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
-from twostroke.measure.result import environment
+from twostroke.measure.load.result import environment
 from twostroke.observe.forecast import Workload
-from twostroke.serve.learn import LearnData
-from twostroke.serve.learn_export import ROUNDS
-from twostroke.serve.protocol import LearnRunRequest
-from twostroke.serve.service import Service
+from twostroke.serve.fields.protocol import LearnRunRequest
+from twostroke.serve.generation.service import Service
+from twostroke.serve.learn.learn_export import ROUNDS
+from twostroke.serve.learn.learn_routes import LearnData
 from twostroke.serve.settings import ServeSettings
 
 # Prompt, answer, streams.

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.witness import Json, Witness, gaps_s, get_json, largest, request_figures, tpot_s
-from twostroke.measure.arms import serving
-from twostroke.measure.imports import import_result
-from twostroke.measure.result import environment
+from twostroke.measure.compare.arms import serving
+from twostroke.measure.compare.imports import import_result
+from twostroke.measure.load.result import environment
 
 USERS, PROMPT, OUTPUT = 4, 128, 48
 # The client may see more than the engine, never less: HTTP, the network and the client itself. A
@@ -95,8 +95,8 @@ def run(
 
 def save_tokenizer(model: str, folder: Path) -> Path:
     """The model's own, as other tools read it."""
-    from twostroke.model.gguf import GGUFFile
-    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.gguf.gguf_file import GGUFFile
+    from twostroke.model.text.tokenizer import Tokenizer
 
     found = Tokenizer.from_gguf(GGUFFile.open(Path(model)).metadata, model)
     target = folder / "tokenizer"
@@ -284,7 +284,7 @@ def model_name(url: str) -> str:
 
 
 def model_file(model: str | None) -> str:
-    from twostroke.model.hub import resolve
+    from twostroke.model.find.hub import resolve
 
     return str(resolve(model).path)
 

@@ -100,7 +100,7 @@ def try_all(
     import twostroke.engine.build_native
     import twostroke.engine.output_processor
     import twostroke.llm
-    import twostroke.model.tokenizer  # noqa: F401
+    import twostroke.model.text.tokenizer  # noqa: F401
 
     running: dict[int, tuple[int, Mutation]] = {}
     pending = iter(mutations)

@@ -229,7 +229,7 @@ def array(kind: int, values: list[Any]) -> bytes:
 def write_bases(root: Path) -> None:
     from tests.model import vocabularies as made
     from tests.tiny import tiny_folder
-    from twostroke.model.pre_tokenizers import QWEN2, pre_tokenizer_of
+    from twostroke.model.text.pre_tokenizers import QWEN2, pre_tokenizer_of
 
     for name, config in FOLDERS.items():
         tiny_folder(root / name, **config)
@@ -455,7 +455,7 @@ def _json_fields(files: Files, file: str, fields: tuple[str, ...]) -> Iterator[M
 
 def _config(name: str, files: Files) -> Iterator[Mutation]:
     """Every field of the first; of the others what they do not share with it."""
-    from twostroke.model.hf_families import FAMILIES
+    from twostroke.model.describe.hf_families import FAMILIES
 
     config = json.loads(files["config.json"])
     own = list(FOLDERS[name]) if FOLDERS[name] else [*config, *OPTIONAL]

@@ -30,10 +30,10 @@ import msgspec  # noqa: E402
 from bench.scheduler import Instant, scheduler_with  # noqa: E402
 from twostroke.engine.api import EngineClient, EngineLoad  # noqa: E402
 from twostroke.engine.core import EngineCore  # noqa: E402
-from twostroke.model.cost import CostModel  # noqa: E402
+from twostroke.model.describe.cost import CostModel  # noqa: E402
 from twostroke.observe.record import Records, StepRecord  # noqa: E402
 from twostroke.observe.totals import Totals  # noqa: E402
-from twostroke.serve.metrics import Metrics  # noqa: E402
+from twostroke.serve.monitor.metrics import Metrics  # noqa: E402
 
 STEPS = 400
 BUDGET_US = 50.0  # at 32 streams

@@ -38,14 +38,14 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from bench.witness import Json, get_json
-from twostroke.measure.arms import serving
-from twostroke.measure.client import COMPLETIONS, OpenAIClient
-from twostroke.measure.compare import compare
-from twostroke.measure.definitions import Sample
-from twostroke.measure.http import Connections, Endpoint
-from twostroke.measure.result import environment
-from twostroke.measure.run import no_collections
-from twostroke.measure.workload import Planned, Prompts
+from twostroke.measure.compare.arms import serving
+from twostroke.measure.compare.paired_comparison import compare
+from twostroke.measure.load.definitions import Sample
+from twostroke.measure.load.http_client import Connections, Endpoint
+from twostroke.measure.load.load_run import no_collections
+from twostroke.measure.load.result import environment
+from twostroke.measure.load.sample_client import COMPLETIONS, OpenAIClient
+from twostroke.measure.load.workload import Planned, Prompts
 
 USERS, PROMPT, OUTPUT = 4, 16, 256
 SETTLE_S = 1.0  # before tokens are counted

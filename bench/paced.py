@@ -23,7 +23,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
-from twostroke.model.cost import CostModel
+from twostroke.model.describe.cost import CostModel
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import SamplingParams
 from twostroke.sched.scheduler import Scheduler
@@ -139,7 +139,7 @@ class Engine:
 
 def main(port: str, streams: str, pace_ms: str) -> None:
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.serve.run import serve
+    from twostroke.serve.server import serve
     from twostroke.serve.settings import ServeSettings
 
     with tempfile.TemporaryDirectory() as folder:

@@ -27,8 +27,8 @@ from typing import Any
 from bench.observer_cost import MOST, USERS, Arm, judged, measure, nothing, save
 from bench.witness import Json
 from tests.server.browser import Browser, Page, browser
-from twostroke.measure.arms import serving
-from twostroke.measure.http import Connections, Endpoint
+from twostroke.measure.compare.arms import serving
+from twostroke.measure.load.http_client import Connections, Endpoint
 
 # A page's address, and the script that says that it can be used.
 PAGES = {

@@ -24,7 +24,7 @@ from bench.witness import get_json
 from tests.server.browser import Page, browser
 from tests.server.chat_page import ANSWERS, ChatPage, chat_page
 from tests.server.learn_page import LearnPage, learn_page
-from twostroke.measure.arms import serving
+from twostroke.measure.compare.arms import serving
 
 LESSONS = 6
 MEASURED_S = 120.0  # until the server has measured its machine

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from twostroke.measure.definitions import Goals
-from twostroke.measure.traces import TraceRequest, at_rate, block_tokens, read_trace, scaled
+from twostroke.measure.load.definitions import Goals
+from twostroke.measure.load.traces import TraceRequest, at_rate, block_tokens, read_trace, scaled
 from twostroke.planner.calibrate import SECONDS, calibrate
 from twostroke.planner.check import compare, replay
 from twostroke.planner.layout import Layout, shape_of_server

@@ -33,9 +33,9 @@ from typing import Any
 from urllib.request import urlopen
 
 from bench.cpu_interference import Server, planned
-from twostroke.measure.definitions import Goals, Sample
-from twostroke.measure.workload import Planned
-from twostroke.model import hub
+from twostroke.measure.load.definitions import Goals, Sample
+from twostroke.measure.load.workload import Planned
+from twostroke.model.find import hub
 
 FIRST_PORT = 8961
 PROMPTS, OUTPUTS = (200, 2000), (50, 200)

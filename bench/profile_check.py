@@ -24,8 +24,8 @@ from pathlib import Path
 
 from bench.measure_check import model_file
 from bench.witness import Json, Witness
-from twostroke.measure.arms import serving
-from twostroke.measure.result import environment
+from twostroke.measure.compare.arms import serving
+from twostroke.measure.load.result import environment
 
 SUM_SHARE = 0.05
 ROOFS = 5  # measured so often

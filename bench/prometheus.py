@@ -34,11 +34,11 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 from urllib.parse import quote  # noqa: E402
 
-from twostroke.measure.client import OpenAIClient  # noqa: E402
-from twostroke.measure.definitions import Sample  # noqa: E402
-from twostroke.measure.http import Connections, Endpoint  # noqa: E402
-from twostroke.measure.run import run_closed_loop  # noqa: E402
-from twostroke.measure.workload import Planned  # noqa: E402
+from twostroke.measure.load.definitions import Sample  # noqa: E402
+from twostroke.measure.load.http_client import Connections, Endpoint  # noqa: E402
+from twostroke.measure.load.load_run import run_closed_loop  # noqa: E402
+from twostroke.measure.load.sample_client import OpenAIClient  # noqa: E402
+from twostroke.measure.load.workload import Planned  # noqa: E402
 
 MONITORING = Path(__file__).parent.parent / "deploy" / "monitoring"
 MODEL_NAME = "measured"

@@ -27,10 +27,10 @@ from typing import Any
 
 from twostroke import LLM
 from twostroke.exec.ranks import encode_plan
-from twostroke.measure.hardware import HARDWARE
-from twostroke.measure.roofline import Roofline, Settings
-from twostroke.model.cost import ring_bytes
-from twostroke.model.hf_config import load_hf_config
+from twostroke.measure.roofline.hardware import HARDWARE
+from twostroke.measure.roofline.roofline import Roofline, Settings
+from twostroke.model.describe.cost import ring_bytes
+from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.plan import StepPlan
 from twostroke.request import EngineRequest, SamplingParams
 

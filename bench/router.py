@@ -44,9 +44,9 @@ from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineClient
 from twostroke.engine.remote import RemoteEngine
-from twostroke.measure.definitions import Goals, engine_sample
-from twostroke.measure.stats import percentile
-from twostroke.measure.traces import MOONCAKE_BLOCK, TraceRequest, read_trace, scaled
+from twostroke.measure.load.definitions import Goals, engine_sample
+from twostroke.measure.load.stats import percentile
+from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest, read_trace, scaled
 from twostroke.observe.record import RequestRecord
 from twostroke.planner.simulate import marks_of
 from twostroke.request import SamplingParams

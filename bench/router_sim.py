@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from typing import NamedTuple
 
 from twostroke.kv.cache import GroupLimits
-from twostroke.measure.traces import MOONCAKE_BLOCK, TraceRequest
+from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.observe.record import RequestRecord
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import SimulatedEngine

@@ -19,8 +19,8 @@ from typing import Any
 from twostroke.engine.core import EngineCore
 from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
-from twostroke.measure.stats import percentile
-from twostroke.model.cost import CostModel
+from twostroke.measure.load.stats import percentile
+from twostroke.model.describe.cost import CostModel
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.sched.scheduler import Scheduler

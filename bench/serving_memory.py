@@ -19,8 +19,8 @@ from typing import Any
 
 from bench.cpu_interference import first_answer, planned
 from bench.cpu_process import Quiet
-from twostroke.measure.client import OpenAIClient
-from twostroke.measure.http import Connections, Endpoint
+from twostroke.measure.load.http_client import Connections, Endpoint
+from twostroke.measure.load.sample_client import OpenAIClient
 
 PORT, PROMPT, OUTPUT, LIMIT_S = 8951, 2048, 8, 120.0
 # A start should not be timed without the compiled files that any installed package has.

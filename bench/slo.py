@@ -30,9 +30,9 @@ from typing import Any
 
 from bench.slo_load import Arrival, mean_lengths, minute
 from twostroke import LLM
-from twostroke.measure.definitions import Goals, Sample, engine_sample
-from twostroke.measure.result import values_ms
-from twostroke.measure.stats import percentile
+from twostroke.measure.load.definitions import Goals, Sample, engine_sample
+from twostroke.measure.load.result import values_ms
+from twostroke.measure.load.stats import percentile
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.request import EngineRequest, SamplingParams
 

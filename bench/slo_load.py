@@ -14,7 +14,7 @@ import math
 import random
 from typing import NamedTuple
 
-from twostroke.measure.arrivals import arrival_times
+from twostroke.measure.load.arrivals import arrival_times
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 INPUT = (20, 207, 396, 1020, 1189, 2735, 4083, 4142, 6000)

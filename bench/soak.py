@@ -41,7 +41,7 @@ from urllib.request import urlopen
 from twostroke.config import EngineConfig
 from twostroke.route.client import RoutedEngine
 from twostroke.route.pools import PoolSettings
-from twostroke.serve.run import HttpServer, serve_forever
+from twostroke.serve.server import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
 HANG_S, SAMPLE_S, AUDIT_S = 600.0, 10.0, 60.0  # a full queue is a long wait on a busy machine

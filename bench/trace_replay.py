@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.witness import Json, Witness, largest, request_figures
-from twostroke.measure.arms import serving
-from twostroke.measure.result import environment
-from twostroke.measure.stats import percentile
+from twostroke.measure.compare.arms import serving
+from twostroke.measure.load.result import environment
+from twostroke.measure.load.stats import percentile
 
 HASHED = 512  # tokens of a prompt that one of Mooncake's hash ids stands for
 LATE_MS = 50.0  # p99 of how much later than in the file a request reaches the engine

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.request import urlopen
 
-from twostroke.measure.stats import percentile, spread
+from twostroke.measure.load.stats import percentile, spread
 
 Json = dict[str, Any]
 PERCENTILES = (45.0, 55.0, 90.0, 99.0)

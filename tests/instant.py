@@ -21,7 +21,7 @@ from twostroke.engine.api import EngineInfo
 from twostroke.engine.core import EngineCore
 from twostroke.exec.executor import ChunkLogits
 from twostroke.kv.cache import GroupLimits
-from twostroke.model.cost import cost_model, dense_weight_bytes
+from twostroke.model.describe.cost import cost_model, dense_weight_bytes
 from twostroke.model.load import find_model, open_tokenizer
 from twostroke.model.opened import open_model
 from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs

@@ -48,14 +48,14 @@ DEFECTS = [
     ),
     Defect(
         "offsets of Q4_K lose their upper bits",
-        "model/dequant.py",
+        "model/gguf/dequant.py",
         "offset = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)",
         "offset = np.concatenate([second & 63, third >> 4], axis=1)",
         ("model", "kernels"),
     ),
     Defect(
         "a head that arrives in pieces has no limit",
-        "serve/connection.py",
+        "serve/http/connection.py",
         "            if self._head_bytes > self.max_head_bytes:",
         "            if self._head_bytes > 2**40:",
         ("server",),
@@ -69,7 +69,7 @@ DEFECTS = [
     ),
     Defect(
         "a metric has another name",
-        "serve/families.py",
+        "serve/monitor/prometheus.py",
         '"time_to_first_token_seconds": (',
         '"first_token_seconds": (',
         ("server", "measure"),
@@ -97,7 +97,7 @@ DEFECTS = [
     ),
     Defect(
         "a stream ends without [DONE]",
-        "serve/generate.py",
+        "serve/generation/generate.py",
         "        if not self.usage_at_end:\n            return DONE",
         '        if not self.usage_at_end:\n            return b""',
         ("server",),

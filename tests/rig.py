@@ -17,7 +17,7 @@ from twostroke.exec.graphs import DecodeGraphs, PieceGraphs, Record, ladder
 from twostroke.exec.program import StepProgram
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
-from twostroke.model.decoder import Decoder
+from twostroke.model.torch.decoder import Decoder
 from twostroke.plan import BlockAppend, Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams
 

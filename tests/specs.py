@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from twostroke.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
+from twostroke.model.describe.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
 
 ATTENTION = {field.name for field in fields(AttentionSpec)}
 MLP = {"intermediate_size": "intermediate_size", "activation": "activation", "mlp_bias": "bias"}

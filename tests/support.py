@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.kernels import cpu
-from twostroke.model import hub
+from twostroke.model.find import hub
 
 
 @cache

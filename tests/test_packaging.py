@@ -91,9 +91,11 @@ def test_the_sdist_has_what_belongs_to_it_and_no_strays(sdist: tarfile.TarFile) 
     }
     assert not [name for name in sizes if "__pycache__" in name or "/." in name]
     assert not [name for name in sizes if name.startswith("docs/images")]
-    assert {"twostroke/py.typed", "twostroke/serve/dash.html", "native/CMakeLists.txt"} <= set(
-        sizes
-    )
+    assert {
+        "twostroke/py.typed",
+        "twostroke/serve/dashboard/dash.html",
+        "native/CMakeLists.txt",
+    } <= set(sizes)
     here = {str(path.relative_to(ROOT)) for path in (ROOT / "twostroke").rglob("*.py")}
     static = (ROOT / "twostroke/serve/static").rglob("*.*")
     assert here | {str(path.relative_to(ROOT)) for path in static} <= set(sizes)

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tests.support import narrow_isa
 from twostroke import LLM
 from twostroke.kernels import cpu
-from twostroke.model.hf_config import names_in_hf, spec_from_hf
-from twostroke.model.spec import ModelSpec
-from twostroke.model.tensor_names import Place, TensorNames
+from twostroke.model.describe.hf_config import names_in_hf, spec_from_hf
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.describe.tensor_names import Place, TensorNames
 
 BOS, EOS, TURN, TURN_END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
 BOS_ID, EOS_ID, TURN_ID, TURN_END_ID = range(4)

@@ -2,7 +2,7 @@
 
 Settings say what the user wants; what follows from them and the model (how many blocks, how long
 a context) is worked out in `exec/memory.py`. Environment variables are read only in this file
-and, for the cache folder, in `model/hub.py`.
+and, for the cache folder, in `model/find/hub.py`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EngineConfig(Strict):
     scheduling_policy: str = "fcfs"  # fcfs, priority
     max_logprobs: int = 20  # that a request may ask for; -1: all of the vocabulary
     override_generation_config: dict[str, Any] | None = None  # over the makers' recommendation
-    # Settings in the place of the model's own, by config.json's names (`model/overrides.py`).
+    # Settings that replace those of config.json (`model/describe/overrides.py`).
     hf_overrides: dict[str, Any] | None = None
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph

@@ -174,7 +174,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """What a server's /metrics would say."""
-        from twostroke.serve.families import Families  # needs prometheus-client
+        from twostroke.serve.monitor.prometheus import Families  # needs prometheus-client
 
         families = Families(self._client.info.model_name)
         return as_objects(families.all(self._client, self._totals))

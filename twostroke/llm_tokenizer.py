@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from twostroke.engine.input_processor import InputProcessor
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 
 
 class Encoding(dict[str, Any]):

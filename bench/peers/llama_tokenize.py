@@ -29,7 +29,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from tests.model.hard_texts import hard_texts
-from twostroke.model.pre_tokenizers import PRE_TOKENIZERS
+from twostroke.model.text.pre_tokenizers import PRE_TOKENIZERS
 
 RESULT = Path(__file__).parents[2] / "tests/model/llama_cpp_tokens.json"
 PORT = 18_571

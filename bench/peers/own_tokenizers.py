@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.model.hard_texts import hard_texts
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 Encode = Callable[[str], list[int]]

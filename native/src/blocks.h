@@ -1,4 +1,4 @@
-// GGUF block types: `twostroke/model/dequant.py` says the same in numpy.
+// GGUF block types: `twostroke/model/gguf/dequant.py` says the same in numpy.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Latent attention: `twostroke/model/latent.py` says the same in torch.
+// Latent attention: `twostroke/model/torch/latent.py` says the same in torch.
 //
 //   decode    a head's query goes through its rows of kv_b, attends to the latents as they are
 //             cached, and what it gets of them goes through kv_b's rows for values

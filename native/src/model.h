@@ -1,4 +1,4 @@
-// One decoder, a step at a time: `twostroke/model/decoder.py` says the same in torch.
+// One decoder, a step at a time: `twostroke/model/torch/decoder.py` says the same in torch.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Norm {
   bool empty() const { return weight.empty(); }
 };
 
-// `RoutingSpec` of `twostroke/model/spec.py`.
+// `RoutingSpec` of `twostroke/model/describe/spec.py`.
 struct Routing {
   int experts_per_token = 1;
   bool sigmoid = false, normalised = true;
@@ -72,7 +72,7 @@ struct Latent {
   static int head_rows(int rows) { return (rows + kHeadRows - 1) / kHeadRows * kHeadRows; }
 };
 
-// `AttentionSpec`, `MLPSpec` and `LayerSpec` of `twostroke/model/spec.py`, with their weights.
+// `AttentionSpec`, `MLPSpec` and `LayerSpec` of `twostroke/model/describe/spec.py`, with their weights.
 struct Layer {
   std::shared_ptr<Matrix> qkv, o;          // with latents: q_a (or q) and kv_a
   std::shared_ptr<const Latent> latent;    // or null

@@ -31,9 +31,9 @@ from twostroke.commands.flags import (
 )
 from twostroke.commands.terminal import WordWriter
 from twostroke.config import EngineConfig
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.hub import names_a_model
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.find.hub import names_a_model
+from twostroke.model.gguf.gguf_file import GGUFFile
+from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.request import SamplingParams
 
 SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "90", "--temperature", "0"]

@@ -46,8 +46,8 @@ from typing import Any
 from tests.clients.vllm_reasons import CANNOT_RUN, write_page
 from twostroke import __version__
 from twostroke.config import EngineConfig
+from twostroke.model.find.packaged import DEFAULT_MODEL
 from twostroke.model.load import chat_template_source, find_model, open_tokenizer
-from twostroke.model.packaged import DEFAULT_MODEL
 
 HERE = Path(__file__).parent
 TESTS = Path("tests/entrypoints")

@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from twostroke.engine import rank
-from twostroke.model import decoder
+from twostroke.model.torch import decoder
 
 
 def read_tensor(*_: object) -> NoReturn:

@@ -45,7 +45,7 @@ from twostroke.kv.transfer import (
     UnreachableError,
 )
 from twostroke.kv.ways import Sharing
-from twostroke.model.decoder import Decoder
+from twostroke.model.torch.decoder import Decoder
 from twostroke.sched.step import SchedulerConfig
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")

@@ -25,8 +25,8 @@ from twostroke.errors import RequestError
 from twostroke.kernels import cpu
 from twostroke.kv.transfer import KVTransfer, Offer
 from twostroke.kv.ways import Sharing
-from twostroke.model.cost import dense_weight_bytes
-from twostroke.model.native import NativeDecoder, Packing
+from twostroke.model.describe.cost import dense_weight_bytes
+from twostroke.model.native_decoder import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Resumed, StructuredOutputs, Thinking
 from twostroke.sched import received, scheduler

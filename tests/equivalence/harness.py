@@ -19,12 +19,12 @@ from twostroke.engine.build_native import assemble_native
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.kernels.reference import Kernels
-from twostroke.model.cost import dense_weight_bytes
-from twostroke.model.decoder import Decoder
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.describe.cost import dense_weight_bytes
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.gguf.gguf_file import GGUFFile
+from twostroke.model.native_decoder import NativeDecoder, Packing
+from twostroke.model.text.tokenizer import Tokenizer
+from twostroke.model.torch.decoder import Decoder
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, SamplingParams

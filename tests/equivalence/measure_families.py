@@ -36,7 +36,7 @@ from tests.equivalence.rows import (
     write_with_ours,
 )
 from twostroke.kernels.reference import Kernels
-from twostroke.model.linear import DenseLinear
+from twostroke.model.formats.linear import DenseLinear
 
 BLOCK = 32
 FAR = 1.0  # a difference that more than rounding explains

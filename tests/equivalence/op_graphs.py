@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from twostroke.exec.graphs import Run, Stretch
 from twostroke.kernels.reference import Kernels
-from twostroke.model.ranks import Ranks
+from twostroke.model.describe.tensor_parallel import Ranks
 
 LAUNCHES = (
     "rope_store",

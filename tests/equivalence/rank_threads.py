@@ -19,10 +19,10 @@ from twostroke.exec.graphs import ladder
 from twostroke.exec.ranks import RanksExecutor, follow
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels.reference import Kernels
-from twostroke.model.cost import cost_model, dense_weight_bytes
-from twostroke.model.decoder import Decoder
-from twostroke.model.ranks import ONE_RANK, Ranks
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.cost import cost_model, dense_weight_bytes
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.describe.tensor_parallel import ONE_RANK, Ranks
+from twostroke.model.torch.decoder import Decoder
 from twostroke.model.weights import WeightSource
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig

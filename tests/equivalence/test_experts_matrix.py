@@ -17,9 +17,9 @@ from tests.loud import Loud
 from tests.support import narrow_isa
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
-from twostroke.model.decoder import Decoder
-from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.spec import ExpertsSpec, MLPSpec, ModelSpec, RoutingSpec
+from twostroke.model.describe.spec import ExpertsSpec, MLPSpec, ModelSpec, RoutingSpec
+from twostroke.model.native_decoder import NativeDecoder, Packing
+from twostroke.model.torch.decoder import Decoder
 
 RULE = RoutingSpec(3, "sigmoid", True, 1.5, True, True, 4, 2, "top2_sum")
 EXPERTS = ExpertsSpec(12, MLPSpec(40, bias=True), RULE, MLPSpec(72), shared_gate=True)

@@ -75,7 +75,7 @@ from tests.equivalence.rows import (
     write_with_ours,
 )
 from tests.model.gguf_files import put_scales
-from twostroke.model.block_types import BlockType
+from twostroke.model.gguf.block_types import BlockType
 
 # A model that differs in the thing a test is about differs by more than this. The least that was
 # found is 0.023, with one matrix of fourteen wrong by one part in a hundred.

@@ -21,8 +21,8 @@ from tests.loud import Loud
 from tests.support import narrow_isa
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
-from twostroke.model.decoder import Decoder
-from twostroke.model.native import NativeDecoder, Packing
+from twostroke.model.native_decoder import NativeDecoder, Packing
+from twostroke.model.torch.decoder import Decoder
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 TAU = 0.002

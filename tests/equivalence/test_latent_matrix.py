@@ -17,9 +17,9 @@ from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
-from twostroke.model.decoder import Decoder
-from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.spec import LatentSpec, ModelSpec, RopeSpec
+from twostroke.model.describe.spec import LatentSpec, ModelSpec, RopeSpec
+from twostroke.model.native_decoder import NativeDecoder, Packing
+from twostroke.model.torch.decoder import Decoder
 from twostroke.sched.step import SchedulerConfig
 
 LATENT = LatentSpec(kv_lora_rank=24, q_lora_rank=20, value_dim=12, norm_eps=1e-6)

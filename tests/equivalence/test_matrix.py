@@ -17,7 +17,7 @@ from tests.equivalence.harness import (
     run,
 )
 from twostroke.exec.program import DeviceStep, StepProgram
-from twostroke.model.batch import StepInputs
+from twostroke.model.torch.step_inputs import StepInputs
 from twostroke.request import EngineRequest, SamplingParams
 
 STORY = (

@@ -25,8 +25,8 @@ from tests.equivalence.rows import (
 from twostroke.errors import ModelError
 from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
-from twostroke.model.block_types import BlockType
-from twostroke.model.hf_config import load_hf_config, names_in_hf
+from twostroke.model.describe.hf_config import load_hf_config, names_in_hf
+from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import SafetensorsWeights
 

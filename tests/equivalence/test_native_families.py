@@ -20,7 +20,7 @@ from twostroke import LLM
 from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
 from twostroke.model.load import find_model
-from twostroke.model.native import Packing
+from twostroke.model.native_decoder import Packing
 from twostroke.model.opened import open_model
 
 pytestmark = pytest.mark.skipif(

@@ -33,7 +33,7 @@ from twostroke.exec.native import NativeExecutor
 from twostroke.exec.rows import HostRows
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
-from twostroke.model.native import NativeDecoder, Packing
+from twostroke.model.native_decoder import NativeDecoder, Packing
 from twostroke.plan import BlockAppend, Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import EngineRequest, SamplingParams
 

@@ -25,9 +25,9 @@ from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
 from twostroke.kernels.reference import Kernels
-from twostroke.measure.quality import phase_difference
-from twostroke.model.decoder import Decoder
-from twostroke.model.formats import weight_formats
+from twostroke.measure.quality.quality import phase_difference
+from twostroke.model.formats.registry import weight_formats
+from twostroke.model.torch.decoder import Decoder
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.route.pools import PoolSettings
 from twostroke.sched.step import SchedulerConfig

@@ -15,8 +15,8 @@ from tests.equivalence.rank_threads import RankThreads, run_model
 from tests.equivalence.rows import TOLERANCE, random_model
 from tests.equivalence.test_families import VARIANTS, VOCAB, Variant
 from twostroke.engine.core import EngineCore
-from twostroke.model.hf_config import load_hf_config, names_in_hf
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.hf_config import load_hf_config, names_in_hf
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 PROMPTS = [[(7 * n * n + 3 * n + size) % VOCAB for n in range(size)] for size in (3, 21)]

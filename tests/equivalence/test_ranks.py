@@ -31,16 +31,22 @@ from twostroke.exec.ranks import agree_on_memory, decode_plan, encode_plan
 from twostroke.exec.start import warm_plan
 from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.kernels.reference import Kernels
-from twostroke.model import decoder as decoder_module
-from twostroke.model.attention import HeadsAttention
-from twostroke.model.cost import ring_bytes
-from twostroke.model.decoder import Decoder
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import names_in_hf, spec_from_hf
-from twostroke.model.mlp import DenseMLP
-from twostroke.model.ranks import Ranks, check_ranks, part_of, rank_parameters, rank_spec
-from twostroke.model.spec import ExpertsSpec, MLPSpec, ModelSpec, RoutingSpec, with_layers
+from twostroke.model.describe.cost import ring_bytes
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.hf_config import names_in_hf, spec_from_hf
+from twostroke.model.describe.spec import ExpertsSpec, MLPSpec, ModelSpec, RoutingSpec, with_layers
+from twostroke.model.describe.tensor_parallel import (
+    Ranks,
+    check_ranks,
+    part_of,
+    rank_parameters,
+    rank_spec,
+)
+from twostroke.model.gguf.gguf_file import GGUFFile
+from twostroke.model.torch import decoder as decoder_module
+from twostroke.model.torch.attention import HeadsAttention
+from twostroke.model.torch.decoder import Decoder
+from twostroke.model.torch.mlp import DenseMLP
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.model.weights.gguf import GGUFWeights

@@ -12,8 +12,8 @@ import torch
 from tests.equivalence.harness import Written, assert_same, make_core, run, small_spec
 from tests.loud import Loud
 from twostroke.kernels.reference import Kernels
-from twostroke.model.decoder import Decoder
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.describe.spec import ModelSpec, RopeSpec
+from twostroke.model.torch.decoder import Decoder
 
 WINDOW = 24
 MIXES = {

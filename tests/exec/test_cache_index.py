@@ -13,8 +13,8 @@ from tests.rig import Rig
 from tests.rows import put
 from twostroke.kernels import reference
 from twostroke.kernels.reference import Kernels
-from twostroke.model.decoder import Decoder
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.torch.decoder import Decoder
 from twostroke.plan import BlockEvict, Chunk, Slot
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from twostroke.exec import collectives
 from twostroke.exec.collectives import GlooRanks, NcclRanks, interpolated
 from twostroke.exec.graphs import Stretch
 from twostroke.exec.start import free_share
-from twostroke.model.ranks import Comm, Ranks
+from twostroke.model.describe.tensor_parallel import Comm, Ranks
 
 GPU = torch.device("cuda:0")
 c10d: Any = torch.distributed

@@ -8,7 +8,7 @@ from tests.specs import changed, make_spec
 from twostroke.config import GIB, EngineConfig
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.memory import host_memory_bytes, plan_memory
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.describe.spec import ModelSpec, RopeSpec
 
 SPEC = make_spec(
     family="llama",

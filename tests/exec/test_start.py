@@ -25,9 +25,9 @@ from twostroke.exec.program import StepProgram
 from twostroke.exec.start import fit_pool, graph_sizes, start_executor, warm_plans
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
-from twostroke.model.cost import cost_model, dense_weight_bytes
-from twostroke.model.decoder import Decoder
-from twostroke.model.ranks import Ranks
+from twostroke.model.describe.cost import cost_model, dense_weight_bytes
+from twostroke.model.describe.tensor_parallel import Ranks
+from twostroke.model.torch.decoder import Decoder
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig

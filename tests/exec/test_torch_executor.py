@@ -28,8 +28,8 @@ from twostroke.exec.graphs import RunAgain, ladder
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.step_buffer import Shape, fill_decode
-from twostroke.model.decoder import Decoder
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
+from twostroke.model.torch.decoder import Decoder
 from twostroke.plan import (
     BROKEN_LOGITS,
     BlockAppend,

@@ -36,9 +36,9 @@ from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
 from twostroke.exec.graphs import CudaRecorder, Record, RunAgain, ladder
 from twostroke.kernels.reference import Kernels
-from twostroke.model.decoder import Decoder
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.describe.spec import ModelSpec, RopeSpec
+from twostroke.model.torch.decoder import Decoder
 from twostroke.model.weights import ALL_ROWS, Floats, WeightSource
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.sched.step import SchedulerConfig

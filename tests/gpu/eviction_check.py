@@ -27,7 +27,7 @@ from tests.gpu.report import tally
 from tests.loud import Loud
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.eviction import Eviction
-from twostroke.model.decoder import Decoder
+from twostroke.model.torch.decoder import Decoder
 
 PROMPTS = [[(7 * n * n + 3 * n + size) % 512 for n in range(size)] for size in (5, 64, 90, 200)]
 OUTPUT = 150

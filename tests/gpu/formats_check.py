@@ -41,8 +41,8 @@ from twostroke.kernels.cuda.tiles import Streaming, Tiling
 from twostroke.kernels.cuda.w8a8 import dequantise
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight, dequantised, quantised, w8_weight
-from twostroke.model import linear
-from twostroke.model.linear import Activations, DenseLinear, Linear, W8Linear
+from twostroke.model.formats import linear
+from twostroke.model.formats.linear import Activations, DenseLinear, Linear, W8Linear
 from twostroke.model.weights.tensors import W8_DTYPES
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16

@@ -61,15 +61,15 @@ from twostroke.kernels.packed import (
 )
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.split_k import ARRIVALS_COLUMNS
-from twostroke.measure.quality import phase_difference
-from twostroke.model.block_types import BlockType
-from twostroke.model.decoder import Decoder
-from twostroke.model.formats import weight_formats
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.importance import measure_importance
-from twostroke.model.linear import DenseLinear, Linear, PackedLinear
-from twostroke.model.spec import ModelSpec
+from twostroke.measure.quality.quality import phase_difference
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.formats.linear import DenseLinear, Linear, PackedLinear
+from twostroke.model.formats.registry import weight_formats
+from twostroke.model.gguf.block_types import BlockType
+from twostroke.model.torch.decoder import Decoder
+from twostroke.model.torch.importance import measure_importance
 from twostroke.model.weights import WeightSource
 
 DEVICE, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16

@@ -25,7 +25,7 @@ from tests.loud import Loud
 from twostroke import LLM, SamplingParams
 from twostroke.engine.core import EngineCore
 from twostroke.kernels.reference import Kernels
-from twostroke.model.decoder import Decoder
+from twostroke.model.torch.decoder import Decoder
 
 SPECS = {
     "llama, biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},

@@ -39,7 +39,7 @@ from twostroke.kv.device_memory import DeviceMemory, staged_copy
 from twostroke.kv.pool import KVPool
 from twostroke.kv.transfer import Address, KVTransfer, Offer, SenderGoneError
 from twostroke.kv.ways import Sharing
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.outputs import RequestOutput
 from twostroke.route.client import RoutedEngine
 from twostroke.route.pools import PoolSettings

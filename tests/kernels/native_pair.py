@@ -13,8 +13,8 @@ from tests.loud import Loud
 from tests.specs import make_spec as small_spec
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
-from twostroke.model.native import NativeDecoder, Packing
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.describe.spec import ModelSpec, RopeSpec
+from twostroke.model.native_decoder import NativeDecoder, Packing
 from twostroke.model.weights.dummy import DummyWeights
 
 ISAS = cpu.module().isas() if cpu.available() else []

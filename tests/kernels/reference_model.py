@@ -7,8 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.model.rope import query_scales, rope_tables
-from twostroke.model.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
+from twostroke.model.describe.rope import query_scales, rope_tables
+from twostroke.model.describe.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 from twostroke.model.weights.dummy import DummyWeights
 
 MAX_LEN = 320

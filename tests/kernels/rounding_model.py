@@ -21,7 +21,7 @@ import numpy as np
 from tests.kernels.reference_model import Floats, Ints, Reference
 from tests.support import round_to_bf16
 from twostroke.kernels import cpu
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.weights.dummy import DummyWeights
 
 # A bound is twice the error of its rounding model: errors are random, and a kernel's errors differ

@@ -441,7 +441,7 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
     from twostroke.exec.torch_executor import TorchExecutor
     from twostroke.kernels.cuda.backend import CudaKernels
     from twostroke.kv.pool import KVPool
-    from twostroke.model.decoder import Decoder
+    from twostroke.model.torch.decoder import Decoder
     from twostroke.model.weights.dummy import DummyWeights
 
     cpu, fp16 = torch.device("cpu"), torch.float16

@@ -12,8 +12,8 @@ from tests.equivalence.test_latent_matrix import latent_spec
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.pool import KVPool
-from twostroke.model.batch import DecodeInputs, PrefillInputs
-from twostroke.model.latent import LatentAttention
+from twostroke.model.torch.latent import LatentAttention
+from twostroke.model.torch.step_inputs import DecodeInputs, PrefillInputs
 
 BLOCK = 4
 LENGTHS = (1, 9, 30)

@@ -1,7 +1,7 @@
 """The native products: packed weights hold what they should, and are multiplied as they should be.
 
-The definition is float64 numpy over the weights as `model/dequant.py` reads them. Bounds are stated
-against the largest number that a sum could pass through, so that they hold for any values.
+The definition is float64 numpy over the weights as `model/gguf/dequant.py` reads them. Bounds are
+stated against the largest number that a sum could pass through, so that they hold for any values.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.model.gguf_files import SCALES_AT as OTHER_SCALES_AT
 from tests.model.gguf_files import put_scales
 from tests.support import round_to_bf16
 from twostroke.kernels import cpu
-from twostroke.model.block_types import LAYOUTS, BlockType
-from twostroke.model.dequant import dequantize
-from twostroke.model.grids import grid_of
+from twostroke.model.gguf.block_types import LAYOUTS, BlockType
+from twostroke.model.gguf.dequant import dequantize
+from twostroke.model.gguf.iq_grids import grid_of
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"

@@ -20,9 +20,9 @@ from tests.kernels.test_native import (
     weights,
 )
 from twostroke.kernels import cpu
-from twostroke.model.block_types import LAYOUTS, BlockType
-from twostroke.model.dequant import dequantize
-from twostroke.model.grids import grid_of
+from twostroke.model.gguf.block_types import LAYOUTS, BlockType
+from twostroke.model.gguf.dequant import dequantize
+from twostroke.model.gguf.iq_grids import grid_of
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"

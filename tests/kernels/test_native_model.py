@@ -26,7 +26,7 @@ from tests.specs import changed
 from tests.specs import make_spec as small_spec
 from tests.support import narrow_isa
 from twostroke.kernels import cpu
-from twostroke.model.spec import (
+from twostroke.model.describe.spec import (
     NO_ROPE,
     AttentionSpec,
     LayerSpec,

@@ -17,14 +17,20 @@ from bench.paced import write_model
 from tests.measure.paced_server import paced_server
 from twostroke.cli import main
 from twostroke.commands.ab import status
-from twostroke.measure.ab import Figures, Trial, compare_runs, pilot_of
-from twostroke.measure.ab_report import markdown
-from twostroke.measure.arms import command_line
-from twostroke.measure.bench import ServeOptions
-from twostroke.measure.compare import compare, detectable, overall, pairs_needed, t_quantile
-from twostroke.measure.playbook import PLAYBOOK
-from twostroke.measure.prediction import Outcome, arms_of, outcome, read_experiment
-from twostroke.measure.verdict import Experiment, Verdict
+from twostroke.measure.compare.ab import Figures, Trial, compare_runs, pilot_of
+from twostroke.measure.compare.ab_report import markdown
+from twostroke.measure.compare.arms import command_line
+from twostroke.measure.compare.paired_comparison import (
+    compare,
+    detectable,
+    overall,
+    pairs_needed,
+    t_quantile,
+)
+from twostroke.measure.compare.playbook import PLAYBOOK
+from twostroke.measure.compare.prediction import Outcome, arms_of, outcome, read_experiment
+from twostroke.measure.doctor.verdict import Experiment, Verdict
+from twostroke.measure.load.bench import ServeOptions
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from bench import ab_study, slowed_server
 from bench.ab_study import command_of, summary
-from twostroke.measure.ab import Figures, compare_runs
+from twostroke.measure.compare.ab import Figures, compare_runs
 
 
 def row(kind: str, verdict: str, slower: float) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import pytest
 from bench.trace_replay import read, shared_tokens
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
-from twostroke.measure import workload
-from twostroke.measure.bench import Outcome, ServeBench, ServeOptions
-from twostroke.measure.phases import measure_phases
+from twostroke.measure.explain.phases import measure_phases
+from twostroke.measure.load import workload
+from twostroke.measure.load.bench import Outcome, ServeBench, ServeOptions
 from twostroke.observe.record import RequestRecord
 
 BLOCK = 4

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from twostroke.measure.causes import caused_gaps, summary
-from twostroke.measure.definitions import Sample
+from twostroke.measure.load.causes import caused_gaps, summary
+from twostroke.measure.load.definitions import Sample
 
 
 def step(number: int, **since: float) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.measure.account import account_of_records
-from twostroke.measure.definitions import Sample
-from twostroke.measure.diagnosis import diagnose
-from twostroke.measure.doctor import Look, Seen
-from twostroke.measure.scrape import Metrics
-from twostroke.measure.verdict import Verdict
+from twostroke.measure.doctor.account import account_of_records
+from twostroke.measure.doctor.diagnosis import diagnose
+from twostroke.measure.doctor.doctor import Look, Seen
+from twostroke.measure.doctor.verdict import Verdict
+from twostroke.measure.load.definitions import Sample
+from twostroke.measure.load.scrape import Metrics
 
 STEP_S = 0.02
 BEGUN_S = 50.0  # on the server's clock

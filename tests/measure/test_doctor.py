@@ -19,10 +19,10 @@ from tests.server.test_load import Server, served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
 from twostroke.errors import ConfigError
-from twostroke.measure.exam import Answer, find_cases, result_json, run_case
-from twostroke.measure.exam_cases import CASES
-from twostroke.measure.faulty_server import main as faulty
-from twostroke.measure.slow_link import slow_link
+from twostroke.measure.doctor.exam import Answer, find_cases, result_json, run_case
+from twostroke.measure.doctor.exam_cases import CASES
+from twostroke.measure.doctor.faulty_server import main as faulty
+from twostroke.measure.doctor.slow_link import slow_link
 
 TRIES = 5
 

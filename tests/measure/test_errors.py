@@ -43,8 +43,8 @@ def locked(folder: Path) -> Iterator[str]:
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setenv("COLUMNS", "2000")
-    monkeypatch.setattr("twostroke.measure.workload.FIRST_ID", 10)
-    monkeypatch.setattr("twostroke.measure.workload.LAST_ID", 299)
+    monkeypatch.setattr("twostroke.measure.load.workload.FIRST_ID", 10)
+    monkeypatch.setattr("twostroke.measure.load.workload.LAST_ID", 299)
 
 
 def refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,12 @@ from itertools import pairwise
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.measure.arrivals import arrival_times, check_rate, ramp_times
-from twostroke.measure.definitions import Goals, Sample, goodput
-from twostroke.measure.result import problems, result
-from twostroke.measure.run import Run
-from twostroke.measure.stats import least_samples, percentile, percentile_interval, spread
-from twostroke.measure.workload import Prompts, random_lengths
+from twostroke.measure.load.arrivals import arrival_times, check_rate, ramp_times
+from twostroke.measure.load.definitions import Goals, Sample, goodput
+from twostroke.measure.load.load_run import Run
+from twostroke.measure.load.result import problems, result
+from twostroke.measure.load.stats import least_samples, percentile, percentile_interval, spread
+from twostroke.measure.load.workload import Prompts, random_lengths
 
 
 def sample(due: float = 0.0, first: float = 1.0, gap: float = 0.1, count: int = 5) -> Sample:

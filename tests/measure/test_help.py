@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RUN = """
 import sys
 sys.modules["torch"] = None
-import twostroke.measure.workload as workload
+import twostroke.measure.load.workload as workload
 workload.FIRST_ID, workload.LAST_ID = 10, 299
 from twostroke.cli import main
 url, model, out = sys.argv[1:]

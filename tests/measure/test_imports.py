@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.cli import main
 from twostroke.errors import ConfigError
-from twostroke.measure.imports import import_result
+from twostroke.measure.compare.imports import import_result
 
 VLLM = {
     "completed": 10,

@@ -13,8 +13,8 @@ from twostroke.cli import main
 
 @pytest.fixture(autouse=True)
 def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.measure.workload.FIRST_ID", 10)
-    monkeypatch.setattr("twostroke.measure.workload.LAST_ID", 299)
+    monkeypatch.setattr("twostroke.measure.load.workload.FIRST_ID", 10)
+    monkeypatch.setattr("twostroke.measure.load.workload.LAST_ID", 299)
 
 
 def test_latency_and_throughput_count_what_was_written(

@@ -25,7 +25,7 @@ from twostroke.errors import RequestError
 from twostroke.exec.profile import Wraps
 from twostroke.exec.torch_profile import KernelRun, between_kernels, kernels
 from twostroke.kernels import cpu
-from twostroke.measure.profile import medians, perfetto, stage_rows
+from twostroke.measure.explain.step_profile import medians, perfetto, stage_rows
 from twostroke.observe.record import Records
 
 KEY = "secret"

@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import VOCAB_SIZE, same_rounding, tiny_folder, tiny_llm
 from twostroke import SamplingParams
 from twostroke.cli import main
-from twostroke.measure.quality import (
+from twostroke.measure.quality.quality import (
     BaseFile,
     Setup,
     divergence,

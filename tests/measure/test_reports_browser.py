@@ -14,9 +14,9 @@ from tests.server.test_load import served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
 from twostroke.engine.spawn import DEFAULT_BUILDER
-from twostroke.measure.bench import ServeOptions, run_serve
-from twostroke.measure.definitions import Goals
-from twostroke.measure.serve_report import serve_page
+from twostroke.measure.load.bench import ServeOptions, run_serve
+from twostroke.measure.load.definitions import Goals
+from twostroke.measure.load.serve_report import serve_page
 
 PLOTS = {
     "serve": 7,
@@ -95,8 +95,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.MonkeyPatch.context() as patch,
         served(model, DEFAULT_BUILDER, device="cpu", num_gpu_blocks_override=256) as server,
     ):
-        patch.setattr("twostroke.measure.workload.FIRST_ID", 10)
-        patch.setattr("twostroke.measure.workload.LAST_ID", 299)
+        patch.setattr("twostroke.measure.load.workload.FIRST_ID", 10)
+        patch.setattr("twostroke.measure.load.workload.LAST_ID", 299)
         url = f"http://127.0.0.1:{server.port}"
         made["serve"].write_text(serve_page(outcome(url)), encoding="utf-8")
         run("why", ["why", url, "--slowest", "3"])

@@ -10,9 +10,9 @@ import pytest
 from tests.model.gguf_files import write_model
 from tests.model.test_experts import QWEN3_30B
 from twostroke.cli import main
-from twostroke.measure.hardware import HARDWARE, find_hardware
-from twostroke.measure.roofline import Roofline, Settings, measured_phases
-from twostroke.measure.shapes import SHAPES, find_spec, parameter_count, stored_bytes
+from twostroke.measure.roofline.hardware import HARDWARE, find_hardware
+from twostroke.measure.roofline.roofline import Roofline, Settings, measured_phases
+from twostroke.measure.roofline.shapes import SHAPES, find_spec, parameter_count, stored_bytes
 
 
 def test_seven_billion_parameters_on_an_a100() -> None:

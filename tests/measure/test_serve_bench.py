@@ -12,9 +12,9 @@ import pytest
 
 from tests.measure.paced_server import PacedServer, paced_server
 from twostroke.cli import main
-from twostroke.measure.bench import Outcome, ServeBench, ServeOptions
-from twostroke.measure.definitions import Goals
-from twostroke.measure.http import Connection, Endpoint
+from twostroke.measure.load.bench import Outcome, ServeBench, ServeOptions
+from twostroke.measure.load.definitions import Goals
+from twostroke.measure.load.http_client import Connection, Endpoint
 
 
 def bench(server: PacedServer, **options: Any) -> Outcome:
@@ -128,7 +128,7 @@ def test_a_cache_that_answers_is_noticed() -> None:
 @pytest.mark.full
 def test_the_highest_rate_within_goals_is_found() -> None:
     """A server that answers four requests at a time in 0.1 s each carries 40 a second."""
-    from twostroke.measure.bench import search_rate
+    from twostroke.measure.load.bench import search_rate
 
     async def work() -> Any:
         options = ServeOptions(

@@ -12,8 +12,8 @@ import pytest
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
 from twostroke.cli import main
-from twostroke.measure.phases import Phases
-from twostroke.measure.timeline import timeline
+from twostroke.measure.explain.phases import Phases
+from twostroke.measure.explain.timeline import timeline
 
 NEEDED = {  # of the trace-event format, by kind of event
     "X": {"name", "pid", "tid", "ts", "dur"},
@@ -101,8 +101,8 @@ def test_phases_of_a_real_server_have_all_the_evidence(
     server: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Random ids as large vocabularies have them are not in this one's 300.
-    monkeypatch.setattr("twostroke.measure.workload.FIRST_ID", 10)
-    monkeypatch.setattr("twostroke.measure.workload.LAST_ID", 299)
+    monkeypatch.setattr("twostroke.measure.load.workload.FIRST_ID", 10)
+    monkeypatch.setattr("twostroke.measure.load.workload.LAST_ID", 299)
     words = ["phases", server.url, "--prompt-tokens", "64", "--output-tokens", "8", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
@@ -122,10 +122,10 @@ def test_the_client_and_the_engine_agree(server: Running, monkeypatch: pytest.Mo
     longer by HTTP's part, never shorter."""
     import asyncio
 
-    from twostroke.measure.bench import ServeBench, ServeOptions
+    from twostroke.measure.load.bench import ServeBench, ServeOptions
 
-    monkeypatch.setattr("twostroke.measure.workload.FIRST_ID", 10)
-    monkeypatch.setattr("twostroke.measure.workload.LAST_ID", 299)
+    monkeypatch.setattr("twostroke.measure.load.workload.FIRST_ID", 10)
+    monkeypatch.setattr("twostroke.measure.load.workload.LAST_ID", 299)
 
     async def work() -> Any:
         options = ServeOptions(
@@ -152,7 +152,7 @@ def test_the_client_and_the_engine_agree(server: Running, monkeypatch: pytest.Mo
 
 
 def test_the_verdict_is_where_the_time_went() -> None:
-    from twostroke.measure.definitions import Sample
+    from twostroke.measure.load.definitions import Sample
 
     server = {"kind": "unknown", "url": ""}
     start = Phases([Sample(0.0, 0.0, [3.0, 3.5, 4.0], 4.0, 100, 3)], server, "m")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.measure.traces import MOONCAKE_BLOCK, at_rate, read_trace, scaled, synthetic
-from twostroke.measure.workload import Prompts, replayed
+from twostroke.measure.load.traces import MOONCAKE_BLOCK, at_rate, read_trace, scaled, synthetic
+from twostroke.measure.load.workload import Prompts, replayed
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

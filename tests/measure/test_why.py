@@ -14,7 +14,7 @@ from tests.server.test_load import Server, served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
 from twostroke.errors import RequestError
-from twostroke.measure.why import Explainer
+from twostroke.measure.explain.why import Explainer
 
 STREAM = {"prompt": [60, 61], "max_tokens": 120, "ignore_eos": True, "stream": True}
 LONG = {"prompt": [70 + n % 90 for n in range(200)], "max_tokens": 2, "ignore_eos": True}

@@ -11,10 +11,10 @@ import numpy as np
 
 from tests.specs import make_spec
 from tests.tiny import merged
-from twostroke.model.block_types import LAYOUTS, BlockType
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import ARCHITECTURES, FUSED_NAMES, NAMES
-from twostroke.model.spec import ExpertsSpec, ModelSpec, RopeSpec
+from twostroke.model.describe.gguf_config import ARCHITECTURES, FUSED_NAMES, NAMES
+from twostroke.model.describe.spec import ExpertsSpec, ModelSpec, RopeSpec
+from twostroke.model.gguf.block_types import LAYOUTS, BlockType
+from twostroke.model.gguf.gguf_file import GGUFFile
 
 SPEC = make_spec(
     family="llama",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from twostroke.errors import ModelError
-from twostroke.model.hub import resolve
+from twostroke.model.find.hub import resolve
 
 GGUF = b"GGUF" + bytes(range(256)) * 2000  # what a whole file looks like from outside
 

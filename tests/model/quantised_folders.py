@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
 from twostroke import SamplingParams
 from twostroke.errors import ConfigError, ModelError
-from twostroke.model.hf_config import load_hf_config, names_in_hf, quantized_in_hf
+from twostroke.model.describe.hf_config import load_hf_config, names_in_hf, quantized_in_hf
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 REFERENCE = {"device": "cpu", "kernels": "reference"}

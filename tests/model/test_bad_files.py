@@ -39,13 +39,13 @@ from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.errors import ModelError, RequestError
 from twostroke.exec.memory import plan_memory
-from twostroke.model.block_types import BlockType
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import NAMES as GGUF_NAMES
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import spec_from_hf
-from twostroke.model.hf_names import NAMES
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.describe.gguf_config import NAMES as GGUF_NAMES
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.hf_config import spec_from_hf
+from twostroke.model.describe.hf_names import NAMES
+from twostroke.model.gguf.block_types import BlockType
+from twostroke.model.gguf.gguf_file import GGUFFile
+from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor
 

@@ -22,12 +22,12 @@ from twostroke.config import EngineConfig
 from twostroke.engine import build_native
 from twostroke.errors import ConfigError
 from twostroke.kernels import cpu, packed, w8a8
-from twostroke.model import decoder
-from twostroke.model.block_types import BlockType
-from twostroke.model.calibration import READ_BYTES, read_text
-from twostroke.model.dequant import dequantize
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.importance import DAMPING, measure_importance
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.formats.calibration import READ_BYTES, read_text
+from twostroke.model.gguf.block_types import BlockType
+from twostroke.model.gguf.dequant import dequantize
+from twostroke.model.torch import decoder
+from twostroke.model.torch.importance import DAMPING, measure_importance
 from twostroke.model.weights.rounding import rounded_blocks
 
 CPU, FP32 = torch.device("cpu"), torch.float32

@@ -17,11 +17,11 @@ from twostroke.engine.input_processor import InputProcessor, ModelLimits
 from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
 from twostroke.errors import ModelError, RequestError
 from twostroke.limited import Limits
-from twostroke.model.chat_messages import read_messages
-from twostroke.model.chat_template import ChatTemplate
-from twostroke.model.template_names import NAMED_TEMPLATES
-from twostroke.model.template_source import choose_template
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.chat_messages import read_messages
+from twostroke.model.text.chat_template import ChatTemplate
+from twostroke.model.text.template_names import NAMED_TEMPLATES
+from twostroke.model.text.template_source import choose_template
+from twostroke.model.text.tokenizer import Tokenizer
 
 CHATML = """\
 {% for message in messages %}

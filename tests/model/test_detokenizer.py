@@ -17,14 +17,14 @@ from tests.model.vocabularies import (
     sentencepiece_metadata,
     train_byte_level,
 )
-from twostroke.model.detokenizer import (
+from twostroke.model.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
     PieceDetokenizer,
     WindowDetokenizer,
     byte_level_bytes,
 )
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 
 
 @cache
@@ -46,7 +46,7 @@ def sentencepiece_without_prefix() -> Tokenizer:
 @cache
 def default_model() -> Tokenizer:
     from tests.support import default_model_path
-    from twostroke.model.gguf import GGUFFile
+    from twostroke.model.gguf.gguf_file import GGUFFile
 
     return Tokenizer.from_gguf(GGUFFile.open(default_model_path()).metadata)
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.specs import make_spec
 from twostroke.errors import ModelError
-from twostroke.model.spec import RopeSpec
+from twostroke.model.describe.spec import RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.dummy import TILE, DummyWeights
 from twostroke.model.weights.tensors import read_tensor

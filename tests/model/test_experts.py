@@ -35,12 +35,12 @@ from twostroke import LLM
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import ClampedSwiglu
 from twostroke.kernels.reference import Kernels
-from twostroke.model import hf_experts
-from twostroke.model.cost import cost_model, dense_weight_bytes
+from twostroke.model.describe import hf_experts
+from twostroke.model.describe.cost import cost_model, dense_weight_bytes
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.hf_config import load_hf_config, names_in_hf, spec_from_hf
+from twostroke.model.describe.spec import ExpertsSpec, MLPSpec, ModelSpec, RoutingSpec, with_layers
 from twostroke.model.fields import Fields
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config, names_in_hf, spec_from_hf
-from twostroke.model.spec import ExpertsSpec, MLPSpec, ModelSpec, RoutingSpec, with_layers
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.safetensors import SafetensorsWeights

@@ -23,10 +23,10 @@ from transformers import (
 from tests.model.gguf_files import Edit, extra_tensor, setting, write_model
 from tests.specs import changed, make_spec
 from twostroke.errors import ModelError
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config, names_in_hf, spec_from_hf
-from twostroke.model.rope import rope_tables
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.hf_config import load_hf_config, names_in_hf, spec_from_hf
+from twostroke.model.describe.rope import rope_tables
+from twostroke.model.describe.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.safetensors import SafetensorsWeights

@@ -13,8 +13,8 @@ import pytest
 from tests.model.gguf_files import write_model
 from tests.model.vocabularies import GEMMA_SYMBOLS, TRICKY_TEXTS, gemma_metadata, gemma_model
 from tests.specs import make_spec
-from twostroke.model.chat_template import ChatTemplate
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.chat_template import ChatTemplate
+from twostroke.model.text.tokenizer import Tokenizer
 
 PIECES = [
     " ",

@@ -12,10 +12,10 @@ import pytest
 
 from tests.model.gguf_files import SPEC, packed_rows, random_weights, save, write_model
 from twostroke.errors import ModelError
-from twostroke.model.block_types import LAYOUTS, BlockType
-from twostroke.model.dequant import ELEMENTS_PER_SLICE, dequantize
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import spec_from_gguf
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.gguf.block_types import LAYOUTS, BlockType
+from twostroke.model.gguf.dequant import ELEMENTS_PER_SLICE, dequantize
+from twostroke.model.gguf.gguf_file import GGUFFile
 
 # Block types
 

@@ -22,12 +22,12 @@ from tests.model.gguf_files import (
 )
 from tests.specs import changed
 from twostroke.errors import ModelError
-from twostroke.model.block_types import BlockType
-from twostroke.model.dequant import dequantize
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import NAMES, spec_from_gguf
-from twostroke.model.spec import ModelSpec, RopeSpec, yarn_attention_factor
-from twostroke.model.tensor_names import halves_from_neighbours
+from twostroke.model.describe.gguf_config import NAMES, spec_from_gguf
+from twostroke.model.describe.spec import ModelSpec, RopeSpec, yarn_attention_factor
+from twostroke.model.describe.tensor_names import halves_from_neighbours
+from twostroke.model.gguf.block_types import BlockType
+from twostroke.model.gguf.dequant import dequantize
+from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, normalizers
 from tests.model.vocabularies import gemma_metadata, sentencepiece_metadata
 from tests.tiny import EOS_ID, tokenizer_json
 from twostroke.errors import RequestError
-from twostroke.model.grammar_tokenizer import make_tokenizer
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.grammar_tokenizer import make_tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.request import StructuredOutputs
 from twostroke.structured import compile_grammar
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.model.model_files import GGUF, refusal, write_files
-from twostroke.model.hub import ModelFiles, resolve
+from twostroke.model.find.hub import ModelFiles, resolve
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 

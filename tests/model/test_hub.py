@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.model.model_files import GGUF, refusal, write_files
-from twostroke.model import hub
-from twostroke.model.hub import ModelFiles, resolve
+from twostroke.model.find import hub
+from twostroke.model.find.hub import ModelFiles, resolve
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="the rules of XDG")

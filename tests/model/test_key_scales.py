@@ -16,10 +16,11 @@ from tests.equivalence.rows import Written, random_model, random_prompts, write_
 from twostroke.kernels import cpu, packed
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import E4M3, INT8, quantised, w8_weight
-from twostroke.model import decoder, native
-from twostroke.model.hf_config import load_hf_config, names_in_hf
-from twostroke.model.key_scales import key_scales
-from twostroke.model.linear import DenseLinear, PackedLinear, StackedLinear, W8Linear
+from twostroke.model import native_decoder as native
+from twostroke.model.describe.hf_config import load_hf_config, names_in_hf
+from twostroke.model.formats.key_scales import key_scales
+from twostroke.model.formats.linear import DenseLinear, PackedLinear, StackedLinear, W8Linear
+from twostroke.model.torch import decoder
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 BIAS = 100.0  # of two channels that turn slowly, as in Qwen2.5-0.5B; the others' are about 1

@@ -15,8 +15,8 @@ from tests.model.gguf_files import SPEC, Edit, extra_tensor, write_model
 from tests.model.test_family_mappings import edits, of
 from tests.specs import changed
 from twostroke.errors import ModelError
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.spec import (
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.spec import (
     AttentionSpec,
     ExpertsSpec,
     LatentSpec,

@@ -16,13 +16,13 @@ from twostroke.engine import build
 from twostroke.errors import ModelError
 from twostroke.exec.native import NativeExecutor
 from twostroke.kernels import cpu
-from twostroke.measure.hardware import HARDWARE
-from twostroke.measure.roofline import Roofline, Settings
-from twostroke.measure.roofline_report import facts
-from twostroke.model.cost import cost_model, dense_weight_bytes
-from twostroke.model.hf_config import spec_from_hf
-from twostroke.model.native import Packing
-from twostroke.model.spec import ModelSpec
+from twostroke.measure.roofline.hardware import HARDWARE
+from twostroke.measure.roofline.roofline import Roofline, Settings
+from twostroke.measure.roofline.roofline_report import facts
+from twostroke.model.describe.cost import cost_model, dense_weight_bytes
+from twostroke.model.describe.hf_config import spec_from_hf
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.native_decoder import Packing
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
 

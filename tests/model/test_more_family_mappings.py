@@ -28,11 +28,11 @@ from tests.model.test_family_mappings import APART, HEAD_NORMS, ROPES, TWO_NORMS
 from tests.specs import changed
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import ClampedSwiglu
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config, names_in_hf, spec_from_hf
-from twostroke.model.hf_families import FAMILIES
-from twostroke.model.rope import rope_tables
-from twostroke.model.spec import (
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.hf_config import load_hf_config, names_in_hf, spec_from_hf
+from twostroke.model.describe.hf_families import FAMILIES
+from twostroke.model.describe.rope import rope_tables
+from twostroke.model.describe.spec import (
     NO_ROPE,
     ExpertsSpec,
     MLPSpec,
@@ -42,7 +42,7 @@ from twostroke.model.spec import (
     with_layers,
     without_rope,
 )
-from twostroke.model.tensor_names import halves_from_neighbours
+from twostroke.model.describe.tensor_names import halves_from_neighbours
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.safetensors import SafetensorsWeights

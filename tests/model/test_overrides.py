@@ -13,10 +13,10 @@ from tests.support import default_model_path
 from tests.tiny import tiny_folder
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
+from twostroke.model.describe.overrides import override_config, override_metadata
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.load import find_model
 from twostroke.model.opened import open_model
-from twostroke.model.overrides import override_config, override_metadata
-from twostroke.model.spec import ModelSpec
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 

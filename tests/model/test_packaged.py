@@ -20,9 +20,9 @@ import pytest
 from tests.model.model_files import GGUF, refusal
 from tests.support import default_model_path
 from twostroke.errors import ModelError
-from twostroke.model import packaged
-from twostroke.model.hub import ModelFiles, resolve
-from twostroke.model.packaged import DEFAULT_MODEL, PackagedModel
+from twostroke.model.find import packaged
+from twostroke.model.find.hub import ModelFiles, resolve
+from twostroke.model.find.packaged import DEFAULT_MODEL, PackagedModel
 
 TINY = PackagedModel(
     name="Tiny-1M",

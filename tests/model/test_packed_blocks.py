@@ -16,13 +16,13 @@ from twostroke import LLM, SamplingParams
 from twostroke.engine import build_torch
 from twostroke.errors import ModelError
 from twostroke.kernels.packed import dequantised, pack
-from twostroke.model.block_types import BlockType
-from twostroke.model.dequant import GROUPED
-from twostroke.model.formats import packed_matrices
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import NAMES, spec_from_gguf
-from twostroke.model.linear import PackedLinear, StackedLinear
-from twostroke.model.phase_formats import phase_formats
+from twostroke.model.describe.gguf_config import NAMES, spec_from_gguf
+from twostroke.model.formats.linear import PackedLinear, StackedLinear
+from twostroke.model.formats.phase_formats import phase_formats
+from twostroke.model.formats.registry import packed_matrices
+from twostroke.model.gguf.block_types import BlockType
+from twostroke.model.gguf.dequant import GROUPED
+from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_blocks import BLOCK_FORMATS
 from twostroke.model.weights.tensors import read_packed

@@ -31,9 +31,9 @@ from tests.model.quantised_folders import (
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
 from twostroke.errors import ModelError
 from twostroke.kernels.packed import dequantised, pack
-from twostroke.model.formats import packed_matrices
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.packed_format import PackedFormat
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.formats.registry import packed_matrices
+from twostroke.model.weights.packed_format import PackedFormat
 from twostroke.model.weights.tensors import read_packed, read_tensor
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]

@@ -22,8 +22,8 @@ import pytest
 from bench.peers.llama_tokenize import DIGEST_CHARS, digest, header
 from tests.model.hard_texts import hard_texts
 from twostroke.errors import ModelError
-from twostroke.model.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
+from twostroke.model.text.tokenizer import Tokenizer
 
 TEXTS = hard_texts()
 

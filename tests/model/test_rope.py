@@ -11,8 +11,8 @@ from transformers.models.ministral3.modeling_ministral3 import (
 )
 
 from twostroke.kernels.reference import Kernels
-from twostroke.model.rope import inverse_frequencies, query_scales, rope_tables
-from twostroke.model.spec import AttentionSpec, LatentSpec, RopeSpec
+from twostroke.model.describe.rope import inverse_frequencies, query_scales, rope_tables
+from twostroke.model.describe.spec import AttentionSpec, LatentSpec, RopeSpec
 
 MAX_LEN = 4096
 ROPES = {

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.specs import make_spec
 from twostroke.errors import ModelError
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.hf_names import NAMES
-from twostroke.model.spec import ModelSpec, RopeSpec
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.describe.hf_names import NAMES
+from twostroke.model.describe.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import INDEX, SafetensorsWeights
 from twostroke.model.weights.tensors import read_tensor

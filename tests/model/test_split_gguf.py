@@ -21,9 +21,9 @@ from tests.model.gguf_files import (
 from tests.specs import changed
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ModelError
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import NAMES
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.gguf_config import NAMES
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.weights.gguf import GGUFWeights
 
 
@@ -112,7 +112,7 @@ def test_a_first_part_under_another_name_says_how_it_is_called(tmp_path: Path) -
         shutil.copy(parts[0], tmp_path / name)
         assert f"{name}: is one of 3 parts" in refusal(tmp_path / name)
         assert "NAME-00001-of-00003.gguf" in refusal(tmp_path / name)
-    message = refusal(parts[1])  # `model/hub.py` goes to the first by itself
+    message = refusal(parts[1])  # `model/find/hub.py` goes to the first by itself
     assert f"{parts[1]}: is one of 3 parts" in message
 
 

@@ -22,8 +22,8 @@ from tests.model.vocabularies import (
 )
 from tests.tiny import tiny_folder
 from twostroke.errors import ModelError, RequestError
-from twostroke.model.chat_template import ChatTemplate
-from twostroke.model.tokenizer import LONG, Tokenizer
+from twostroke.model.text.chat_template import ChatTemplate
+from twostroke.model.text.tokenizer import LONG, Tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -166,7 +166,7 @@ def test_a_user_defined_token_is_found_whole_and_shown() -> None:
 
 def test_the_default_model_has_the_vocabulary_of_smollm() -> None:
     from tests.support import default_model_path
-    from twostroke.model.gguf import GGUFFile
+    from twostroke.model.gguf.gguf_file import GGUFFile
 
     metadata = GGUFFile.open(default_model_path()).metadata
     assert metadata["tokenizer.ggml.model"] == "gpt2"
@@ -374,7 +374,7 @@ def test_nothing_here_imports_torch_or_transformers() -> None:
     import sys
 
     code = (
-        "import sys, twostroke.model.tokenizer, twostroke.model.chat_template\n"
+        "import sys, twostroke.model.text.tokenizer, twostroke.model.text.chat_template\n"
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

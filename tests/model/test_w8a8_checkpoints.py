@@ -34,14 +34,14 @@ from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
 from twostroke.config import EngineConfig
 from twostroke.engine.build_torch import check_fp8
 from twostroke.errors import ConfigError, ModelError
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.gguf_config import spec_from_gguf
-from twostroke.model.hf_config import load_hf_config
-from twostroke.model.linear import WEIGHT_ONLY_ROWS
-from twostroke.model.w8a8 import W8Format, is_weight_only, w8_matrices
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.hf_config import load_hf_config
+from twostroke.model.formats.linear import WEIGHT_ONLY_ROWS
+from twostroke.model.formats.w8a8_weights import W8Format, is_weight_only, w8_matrices
+from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor, read_w8
-from twostroke.model.weights.w8a8 import E4M3_VALUES
+from twostroke.model.weights.w8a8_checkpoints import E4M3_VALUES
 
 E4M3 = torch.float8_e4m3fn
 STATIC = {"dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "int"}

@@ -14,7 +14,7 @@ from tests.fakes import FakeExecutor, fake_request, groups, random_prompt
 from tests.tiny import tiny_llm
 from twostroke import LLM
 from twostroke.engine.core import EngineCore
-from twostroke.model.cost import CostModel
+from twostroke.model.describe.cost import CostModel
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.observe.totals import CAUSES, Totals
 from twostroke.plan import StepPlan, StepResult

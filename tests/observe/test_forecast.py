@@ -10,7 +10,7 @@ from twostroke.kv.cache import KVUsage
 from twostroke.observe.forecast import Forecast, Workload
 from twostroke.observe.record import Causes, PhaseRecord, Records, RequestRecord, StepRecord
 from twostroke.sched.work import visible_positions
-from twostroke.serve.lab import CALIBRATION
+from twostroke.serve.learn.lab import CALIBRATION
 
 EMPTY = PhaseRecord(0, 0, 0, 0.0, 0.0)
 BUDGET = 512

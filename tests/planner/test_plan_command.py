@@ -13,7 +13,7 @@ import pytest
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
 from twostroke.cli import main
-from twostroke.measure import workload
+from twostroke.measure.load import workload
 from twostroke.planner import calibrate
 
 SHEET = ["--model", "llama-3.1-8b", "--hardware", "H100"]

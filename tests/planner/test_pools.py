@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.planner.test_simulation import EXACT, SHAPE, Linear
-from twostroke.measure.definitions import Goals
-from twostroke.measure.traces import TraceRequest, synthetic
+from twostroke.measure.load.definitions import Goals
+from twostroke.measure.load.traces import TraceRequest, synthetic
 from twostroke.planner.engine import Link
 from twostroke.planner.layout import EngineShape, Layout
 from twostroke.planner.predict import predict

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.measure.definitions import Goals
-from twostroke.measure.traces import TraceRequest, synthetic
+from twostroke.measure.load.definitions import Goals
+from twostroke.measure.load.traces import TraceRequest, synthetic
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import SimulatedEngine
 from twostroke.planner.layout import EngineShape, Layout

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.measure.hardware import find_hardware
-from twostroke.measure.roofline import Roofline, Settings
-from twostroke.measure.shapes import find_spec
+from twostroke.measure.roofline.hardware import find_hardware
+from twostroke.measure.roofline.roofline import Roofline, Settings
+from twostroke.measure.roofline.shapes import find_spec
 from twostroke.plan import PhaseWork
 from twostroke.planner.steptimes import MIN_DRIFT, NoisyCost, measured_model, roofline_model
 

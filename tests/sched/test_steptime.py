@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.specs import make_spec
-from twostroke.model.cost import ring_bytes
+from twostroke.model.describe.cost import ring_bytes
 from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.specs import make_spec
 from twostroke.engine.assembly import group_limits
-from twostroke.model.cost import cost_model, dense_weight_bytes
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.cost import cost_model, dense_weight_bytes
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.plan import PhaseWork
 from twostroke.sched.work import AttentionWork
 

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from twostroke.serve.conversation import AssistantMessage
-from twostroke.serve.deltas import ContentDelta, ReasoningDelta
+from twostroke.serve.generation.conversation import AssistantMessage
+from twostroke.serve.parsers.deltas import ContentDelta, ReasoningDelta
 
 
 class Said(NamedTuple):

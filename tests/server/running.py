@@ -16,7 +16,7 @@ from typing import Any
 from twostroke import LLM
 from twostroke.engine.client import AsyncEngine
 from twostroke.serve.app import App
-from twostroke.serve.run import ClientFactory, HttpServer, serve_forever
+from twostroke.serve.server import ClientFactory, HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
 PATIENCE_S = 30

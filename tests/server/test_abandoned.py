@@ -19,8 +19,8 @@ from tests.server.running import PATIENCE_S, Running, running
 from tests.server.test_load import Asking, ask, assert_exact, prompt_of, run, served, stream_of
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
-from twostroke.serve.metrics import CLIENT_GONE
-from twostroke.serve.prompts import TEXT_THREADS, ThreadPool
+from twostroke.serve.generation.prompts import TEXT_THREADS, ThreadPool
+from twostroke.serve.monitor.metrics import CLIENT_GONE
 
 pytestmark = pytest.mark.core  # bounds of security
 

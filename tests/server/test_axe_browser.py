@@ -15,7 +15,7 @@ from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.observe.ceilings import Ceilings
-from twostroke.serve.roof import Roof
+from twostroke.serve.monitor.ceilings_probe import Roof
 
 pytestmark = [
     pytest.mark.full,

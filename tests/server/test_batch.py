@@ -15,11 +15,11 @@ from tests.server.running import running
 from tests.tiny import tiny_llm
 from twostroke import LLM
 from twostroke.engine.client import AsyncEngine
-from twostroke.serve import batch
+from twostroke.serve import batch_file as batch
 from twostroke.serve.app import App
-from twostroke.serve.run import MetricsServer
+from twostroke.serve.http.listening_socket import bind
+from twostroke.serve.server import MetricsServer
 from twostroke.serve.settings import ServeSettings
-from twostroke.serve.sockets import bind
 
 URL = "/v1/completions"
 

@@ -22,10 +22,10 @@ from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.input_processor import COUNTED_CHARS
 from twostroke.engine.rendering import TemplateRenderer
-from twostroke.serve import bodies, byte_budget
-from twostroke.serve.bodies import BodyReader
-from twostroke.serve.byte_budget import MAX_WAITING, ByteBudget, Reservation, Sender
-from twostroke.serve.errors import ApiError
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.http import bodies, byte_budget
+from twostroke.serve.http.bodies import BodyReader
+from twostroke.serve.http.byte_budget import MAX_WAITING, ByteBudget, Reservation, Sender
 from twostroke.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.core  # bounds of security

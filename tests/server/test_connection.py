@@ -16,8 +16,8 @@ import pytest
 from tests.server.raw_http import GET, KEY, TEXT, chunked, head, read_all, statuses, wait_until
 from tests.server.running import PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
-from twostroke.serve import connection
-from twostroke.serve.connection import (
+from twostroke.serve.http import connection
+from twostroke.serve.http.connection import (
     MAX_HEADER_LINES,
     MAX_PIPELINED,
     TURN_S,

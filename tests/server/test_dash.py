@@ -18,8 +18,8 @@ from tests.server.running import Running, running
 from tests.server.test_metrics import scrape, value
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.kernels import cpu
-from twostroke.serve.dash import MOST_A_SECOND, SLOWEST, STEPS, page_headers
-from twostroke.serve.roof import IDLE_S, Roof
+from twostroke.serve.dashboard.dash import MOST_A_SECOND, SLOWEST, STEPS, page_headers
+from twostroke.serve.monitor.ceilings_probe import IDLE_S, Roof
 
 CAUSES = ("decode", "prefill", "preemption", "host", "communication")
 
@@ -179,7 +179,7 @@ def test_the_roof_is_measured_while_the_engine_is_idle_and_somebody_looks(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert feed(server)["roof"]["idle_s"] == IDLE_S
-    monkeypatch.setattr("twostroke.serve.roof.IDLE_S", 0.0)
+    monkeypatch.setattr("twostroke.serve.monitor.ceilings_probe.IDLE_S", 0.0)
     until = monotonic() + 60
     while not (roof := feed(server)["roof"])["bytes"]:
         assert monotonic() < until
@@ -222,7 +222,7 @@ def test_who_asks_too_often_is_told_to_wait(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = monotonic()
-    monkeypatch.setattr("twostroke.serve.dash.monotonic", lambda: now)
+    monkeypatch.setattr("twostroke.serve.dashboard.dash.monotonic", lambda: now)
     most = int(MOST_A_SECOND)
     answers = [server.ask("GET", "/dash/feed") for _ in range(2 * most)]
     refused = [headers for status, headers, _ in answers if status == 429]

@@ -18,8 +18,8 @@ from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_llm
 from twostroke import log_lines
 from twostroke.log_lines import MAX_LINES_PER_S
-from twostroke.serve.errors import ApiError
-from twostroke.serve.failure_log import reason
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.http.failure_log import reason
 
 ROUTE = "/v1/completions"
 

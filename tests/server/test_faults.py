@@ -47,8 +47,8 @@ from twostroke import SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.plan import StepPlan
-from twostroke.serve.errors import ApiError
-from twostroke.serve.service import UnreadBytes
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.generation.service import UnreadBytes
 
 GATE = "TWOSTROKE_TEST_GATE"
 BAD_PROMPT, BAD_LATER = 240, 241  # first tokens of prompts on which the executor raises

@@ -11,10 +11,10 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
-from twostroke.serve.body_fields import decode_body
-from twostroke.serve.errors import ApiError
-from twostroke.serve.messages_request import MessagesRequest, as_chat
-from twostroke.serve.protocol import Body, ChatRequest, CompletionRequest, ResponsesRequest
+from twostroke.serve.api.anthropic.messages_request import MessagesRequest, as_chat
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.body_fields import decode_body
+from twostroke.serve.fields.protocol import Body, ChatRequest, CompletionRequest, ResponsesRequest
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LLAMA, MESSAGES, OLLAMA = "/completion", "/v1/messages", "/api/chat"

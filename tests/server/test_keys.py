@@ -18,7 +18,7 @@ from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine.core import EngineCore
 from twostroke.request import EngineRequest
-from twostroke.serve.protocol import ErrorAnswer
+from twostroke.serve.fields.protocol import ErrorAnswer
 
 pytestmark = pytest.mark.core  # bounds of security
 

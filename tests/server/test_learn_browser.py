@@ -21,9 +21,9 @@ from twostroke.config import EngineConfig
 from twostroke.kernels import cpu
 from twostroke.observe.ceilings import Ceilings
 from twostroke.observe.record import ENGINE_STEPS, RequestRecord, StepRecord
-from twostroke.serve.learn import LearnData
-from twostroke.serve.learn_export import exported, recorded
-from twostroke.serve.roof import Roof
+from twostroke.serve.learn.learn_export import exported, recorded
+from twostroke.serve.learn.learn_routes import LearnData
+from twostroke.serve.monitor.ceilings_probe import Roof
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ import asyncio, json, os, socket, sys
 from contextlib import asynccontextmanager
 from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
-from twostroke.serve.run import serve
+from twostroke.serve.server import serve
 from twostroke.serve.settings import ServeSettings
 
 given = json.loads(sys.argv[1])

@@ -16,8 +16,8 @@ from tests.server.scripted import Scripted, scripted_llm
 from tests.tiny import tiny_llm
 from twostroke.errors import EngineError
 from twostroke.outputs import RequestOutput
-from twostroke.serve.messages import MessagesGeneration, MessagesStreamWriter
-from twostroke.serve.messages_request import MessagesRequest
+from twostroke.serve.api.anthropic.messages import MessagesGeneration, MessagesStreamWriter
+from twostroke.serve.api.anthropic.messages_request import MessagesRequest
 
 KEY = "a-key"
 HELLO: Any = [{"role": "user", "content": "the quick fox"}]

@@ -32,8 +32,8 @@ from twostroke.observe.totals import (
     token_buckets,
 )
 from twostroke.request import SamplingParams
-from twostroke.serve.gpu import gpu_figures
-from twostroke.serve.metrics import Metrics, gpu_families
+from twostroke.serve.monitor.gpu import gpu_figures
+from twostroke.serve.monitor.metrics import Metrics, gpu_families
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 TEXT = "/v1/completions"
@@ -287,7 +287,7 @@ def test_the_gpu_is_told_of_where_its_driver_answers(monkeypatch: pytest.MonkeyP
         nvmlDeviceGetPowerUsage=lambda handle: 412_500,
         nvmlDeviceGetHandleByUUID=asked.append,
     )
-    monkeypatch.setattr("twostroke.serve.gpu._nvml", lambda: nvml)
+    monkeypatch.setattr("twostroke.serve.monitor.gpu._nvml", lambda: nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told = {f.name: f.samples[0] for f in gpu_families("cuda:2")}
     assert asked == [2]
@@ -297,7 +297,7 @@ def test_the_gpu_is_told_of_where_its_driver_answers(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1f,7")
     assert gpu_figures("cuda:1") == gpu_figures("cuda") == (3, 4, 0.75, 412.5)
     assert asked == [2, "GPU-1f", 3], "by the driver's number or name, not by CUDA's"
-    monkeypatch.setattr("twostroke.serve.gpu._nvml", lambda: None)
+    monkeypatch.setattr("twostroke.serve.monitor.gpu._nvml", lambda: None)
     assert not list(gpu_families("cuda:2"))
 
 

@@ -185,7 +185,7 @@ def test_what_is_too_long_is_refused_before_it_takes_memory(
 def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
     script = (
         "import asyncio, threading\n"
-        "from twostroke.serve.prompts import ThreadPool\n"
+        "from twostroke.serve.generation.prompts import ThreadPool\n"
         "async def main():\n"
         "    pool = ThreadPool('jobs', 1, 1)\n"
         "    jobs = [asyncio.create_task(pool.run(threading.Event().wait)) for _ in range(3)]\n"

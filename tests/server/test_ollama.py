@@ -16,9 +16,13 @@ from tests.server.scripted import Scripted, scripted_llm
 from tests.tiny import CHAT_TEMPLATE, tiny_llm
 from twostroke.errors import EngineError
 from twostroke.outputs import RequestOutput
-from twostroke.serve.body_fields import decode_body
-from twostroke.serve.ollama import OllamaGenerate, OllamaStreamWriter
-from twostroke.serve.ollama_request import OllamaChatRequest, OllamaGenerateRequest, chat_messages
+from twostroke.serve.api.ollama.ollama_request import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    chat_messages,
+)
+from twostroke.serve.api.ollama.ollama_routes import OllamaGenerate, OllamaStreamWriter
+from twostroke.serve.fields.body_fields import decode_body
 
 HELLO: Any = [{"role": "user", "content": "the quick fox"}]
 GREEDY: Any = {"temperature": 0, "num_predict": 12}

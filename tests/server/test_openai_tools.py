@@ -12,9 +12,9 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
-from twostroke.serve.conversation import AssistantMessage
-from twostroke.serve.deltas import ToolCallDelta
-from twostroke.serve.tools import ToolCalls
+from twostroke.serve.generation.conversation import AssistantMessage
+from twostroke.serve.generation.tools import ToolCalls
+from twostroke.serve.parsers.deltas import ToolCallDelta
 
 HELLO: Any = [{"role": "user", "content": "the quick fox"}]
 COLOURS = ["red", "green", "blue"]

@@ -16,7 +16,7 @@ from tests.cli.test_serve import Server, started
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import SamplingParams
 from twostroke.kernels import cpu
-from twostroke.measure.timeline import REQUESTS, timeline
+from twostroke.measure.explain.timeline import REQUESTS, timeline
 
 pytestmark = pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"

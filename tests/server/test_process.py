@@ -22,7 +22,7 @@ import sys
 from contextlib import asynccontextmanager
 from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
-from twostroke.serve.run import serve
+from twostroke.serve.server import serve
 from twostroke.serve.settings import ServeSettings
 
 @asynccontextmanager

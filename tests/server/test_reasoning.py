@@ -14,11 +14,11 @@ from tests.server.running import Running, running
 from tests.server.scripted import Scripted, scripted_llm
 from tests.server.test_tools import function
 from twostroke.errors import ConfigError
-from twostroke.serve.conversation import AssistantMessage
-from twostroke.serve.deltas import ContentDelta, ReasoningDelta
+from twostroke.serve.generation.conversation import AssistantMessage
+from twostroke.serve.generation.tools import ToolCalls
+from twostroke.serve.parsers.deltas import ContentDelta, ReasoningDelta
 from twostroke.serve.parsers.reasoning import FORMATS, Reasoning, choose_format
 from twostroke.serve.settings import ServeSettings
-from twostroke.serve.tools import ToolCalls
 
 NOW = function("now")
 CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'

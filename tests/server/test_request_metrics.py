@@ -10,7 +10,7 @@ import pytest
 from tests.server.running import running
 from tests.tiny import tiny_llm
 from twostroke import LLM
-from twostroke.serve.conversation import Conversation
+from twostroke.serve.generation.conversation import Conversation
 from twostroke.serve.settings import ServeSettings
 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}

@@ -13,8 +13,12 @@ import pytest
 
 from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_llm
-from twostroke.serve.response_store import OVERHEAD_BYTES, StoredResponse, StoredResponses
-from twostroke.serve.responses_routes import ResponsesRoutes
+from twostroke.serve.api.responses.response_store import (
+    OVERHEAD_BYTES,
+    StoredResponse,
+    StoredResponses,
+)
+from twostroke.serve.api.responses.responses_routes import ResponsesRoutes
 
 KIB = 1024
 

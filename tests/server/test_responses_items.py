@@ -10,18 +10,18 @@ from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
 
 from twostroke.outputs import Logprobs
 from twostroke.plan import TokenLogprobs
-from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from twostroke.serve.errors import ApiError
-from twostroke.serve.protocol import ResponsesRequest, ResponsesTool
-from twostroke.serve.response_fields import LogprobWriter, TokenNames
-from twostroke.serve.responses_input import (
+from twostroke.serve.api.responses.responses_input import (
     chat_request,
     messages_of,
     namespaces_of,
     places_to_cut,
     read_items,
 )
-from twostroke.serve.responses_output import OutputItems, response_of_item
+from twostroke.serve.api.responses.responses_output import OutputItems, response_of_item
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.protocol import ResponsesRequest, ResponsesTool
+from twostroke.serve.fields.response_fields import LogprobWriter, TokenNames
+from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from twostroke.serve.sse import encode_json
 
 EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)

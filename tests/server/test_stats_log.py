@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_llm
-from twostroke.serve.stats_log import StatsLog
+from twostroke.serve.monitor.stats_log import StatsLog
 
 STATES = ("used", "fragmented", "cached", "free")
 NUMBERS = r"([\d,]+) used \+ ([\d,]+) fragmented \+ ([\d,]+) cached \+ ([\d,]+) free = ([\d,]+)"
@@ -81,7 +81,9 @@ def as_log(server: Running) -> list[int]:
 def test_page_metrics_log_and_audit_agree_at_every_sampled_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.serve.dash.MOST_A_SECOND", 1e9)  # asked as fast as it steps
+    monkeypatch.setattr(
+        "twostroke.serve.dashboard.dash.MOST_A_SECOND", 1e9
+    )  # asked as fast as it steps
     llm = tiny_llm(tmp_path)
     core = llm.engine.core
     gate = Gate(core)

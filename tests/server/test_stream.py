@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
-from twostroke.serve.completions import CompletionStreamWriter
+from twostroke.serve.api.openai.completions import CompletionStreamWriter
 from twostroke.serve.sse import TextEventTemplate, event
 
 CHAT = "/v1/chat/completions"

@@ -13,11 +13,11 @@ from tests.server.parsing import Said, read, read_however_cut
 from tests.server.test_tools import function
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
-from twostroke.serve.conversation import AssistantMessage
-from twostroke.serve.deltas import ContentDelta, ToolCallDelta
+from twostroke.serve.generation.conversation import AssistantMessage
+from twostroke.serve.generation.tools import ToolCalls
 from twostroke.serve.parsers import TOOL_PARSERS, choose_parser
+from twostroke.serve.parsers.deltas import ContentDelta, ToolCallDelta
 from twostroke.serve.parsers.scanner import Scanner, Steps
-from twostroke.serve.tools import ToolCalls
 
 BOOK = {
     "$defs": {"seat": {"type": "integer"}},

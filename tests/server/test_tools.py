@@ -14,8 +14,8 @@ import pytest
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.errors import RequestError
-from twostroke.serve.deltas import ContentDelta, Delta, ToolCallDelta
-from twostroke.serve.tools import ToolCalls, choose_parser
+from twostroke.serve.generation.tools import ToolCalls, choose_parser
+from twostroke.serve.parsers.deltas import ContentDelta, Delta, ToolCallDelta
 
 WEATHER = {
     "type": "object",
@@ -404,5 +404,5 @@ def test_this_module_needs_no_torch(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    code = "import sys, twostroke.serve.tools; sys.exit('torch' in sys.modules)"
+    code = "import sys, twostroke.serve.generation.tools; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -274,7 +274,7 @@ def test_the_flag_without_the_packages_says_what_to_install(
     assert settle(here).otlp_traces_endpoint == "grpc://collector:4317"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     assert settle(nothing).otlp_traces_endpoint == ""
-    monkeypatch.setattr("twostroke.serve.tracing.find_spec", without_sdk)
+    monkeypatch.setattr("twostroke.serve.monitor.tracing.find_spec", without_sdk)
     assert settle(here) is None
     assert "pip install 'twostroke[otel]'" in parser.problems[0]
     assert settle(nothing).otlp_traces_endpoint is None

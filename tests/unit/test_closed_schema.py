@@ -13,7 +13,7 @@ from llguidance import LLTokenizer
 from tests.tiny import EOS_ID, tokenizer_json
 from twostroke.closed_schema import close_objects
 from twostroke.errors import RequestError
-from twostroke.model.grammar_tokenizer import make_tokenizer
+from twostroke.model.text.grammar_tokenizer import make_tokenizer
 from twostroke.request import StructuredOutputs
 from twostroke.structured import compile_grammar
 

@@ -15,9 +15,9 @@ from twostroke.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from twostroke.measure.ab import Figures, Pilot, Trial
-    from twostroke.measure.prediction import Outcome
-    from twostroke.measure.verdict import Experiment
+    from twostroke.measure.compare.ab import Figures, Pilot, Trial
+    from twostroke.measure.compare.prediction import Outcome
+    from twostroke.measure.doctor.verdict import Experiment
 
 DESCRIPTION = (
     "Compare B with A under the exact same requests, in interleaved pairs of runs (A B, B A, …): "
@@ -82,11 +82,11 @@ def add_arguments(parser: Parser) -> None:
 def execute(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from twostroke.measure.ab import Watcher, run_ab
-    from twostroke.measure.ab_report import markdown, trial_json
-    from twostroke.measure.bench import ServeOptions
-    from twostroke.measure.playbook import MISSING, PLAYBOOK
-    from twostroke.measure.prediction import outcome
+    from twostroke.measure.compare.ab import Watcher, run_ab
+    from twostroke.measure.compare.ab_report import markdown, trial_json
+    from twostroke.measure.compare.playbook import MISSING, PLAYBOOK
+    from twostroke.measure.compare.prediction import outcome
+    from twostroke.measure.load.bench import ServeOptions
 
     if args.playbook == "list":
         for name, (a, b, _) in PLAYBOOK.items():
@@ -139,9 +139,9 @@ def _chosen(
     args: argparse.Namespace,
 ) -> tuple[tuple[str, str], dict[str, Any], Experiment | None]:
     """The arms, the load that shows the change best, and the experiment if a doctor chose it."""
-    from twostroke.measure.arms import is_url
-    from twostroke.measure.playbook import play
-    from twostroke.measure.prediction import arms_of, read_experiment
+    from twostroke.measure.compare.arms import is_url
+    from twostroke.measure.compare.playbook import play
+    from twostroke.measure.compare.prediction import arms_of, read_experiment
 
     ways = {
         "--b": args.b is not None,
@@ -172,7 +172,7 @@ def show_pilot(console: Console, pilot: Pilot, pairs: int) -> None:
     """What the trial can find, said before it begins."""
     from rich.text import Text
 
-    from twostroke.measure.ab_report import WORDS
+    from twostroke.measure.compare.ab_report import WORDS
 
     finds, needed = pilot.detectable(pairs), pilot.pairs_for(EXAMPLE_EFFECT)
     parts = ", ".join(
@@ -207,7 +207,7 @@ def show(
     from rich.table import Table
     from rich.text import Text
 
-    from twostroke.measure.ab_report import WORDS, named, problems
+    from twostroke.measure.compare.ab_report import WORDS, named, problems
 
     console.print(Text(f"{trial.verdict}: B ({named(arms[1])})", style="bold"))
     console.print(Text(f"against A ({named(arms[0])}), {len(trial.a)} pairs of runs"))

@@ -65,7 +65,7 @@ def load(config: EngineConfig, for_chat: bool = True) -> tuple[Engine, float]:
     started = monotonic()
     show = sys.stderr.isatty()
     if show:
-        from twostroke.model.packaged import DEFAULT_MODEL
+        from twostroke.model.find.packaged import DEFAULT_MODEL
 
         print(f"loading {config.model or DEFAULT_MODEL.name}", file=sys.stderr, flush=True)
     from twostroke.engine.build import build_engine

@@ -16,8 +16,8 @@ from twostroke.commands.results import add_result_arguments, check_output, tell,
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
-    from twostroke.measure.bench import ServeOptions
-    from twostroke.measure.definitions import Goals
+    from twostroke.measure.load.bench import ServeOptions
+    from twostroke.measure.load.definitions import Goals
 
 DESCRIPTION = (
     "Measure any OpenAI-compatible server under vLLM's option names. Latency counts from the time "
@@ -138,10 +138,10 @@ def _serve(args: argparse.Namespace) -> int:
     if args.find_rate and not options.goals.given:
         raise ConfigError("--find-rate needs goals: --goodput ttft:200 tpot:50")
     check_output(args.html)
-    from twostroke.measure.bench import run_serve
-    from twostroke.measure.progress import Progress
-    from twostroke.measure.serve_report import serve_page
-    from twostroke.measure.tables import show_serve
+    from twostroke.measure.load.bench import run_serve
+    from twostroke.measure.load.progress_bar import Progress
+    from twostroke.measure.load.serve_report import serve_page
+    from twostroke.measure.report.tables import show_serve
 
     share = args.goodput_share if args.find_rate else None
     shown = not args.disable_tqdm and sys.stderr.isatty()
@@ -184,8 +184,8 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
 def _latency(args: argparse.Namespace) -> int:
     _at_least_one(args, ("input_len", "output_len", "batch_size", "num_iters"))
     llm = _offline_llm(args)
-    from twostroke.measure.offline import latency
-    from twostroke.measure.offline_report import latency_page
+    from twostroke.measure.load.offline import latency
+    from twostroke.measure.load.offline_report import latency_page
 
     counts = (args.batch_size, args.input_len, args.output_len)
     found = latency(llm, *counts, args.num_iters_warmup, args.num_iters)
@@ -195,8 +195,8 @@ def _latency(args: argparse.Namespace) -> int:
 def _throughput(args: argparse.Namespace) -> int:
     _at_least_one(args, ("input_len", "output_len", "num_prompts"))
     llm = _offline_llm(args)
-    from twostroke.measure.offline import throughput
-    from twostroke.measure.offline_report import throughput_page
+    from twostroke.measure.load.offline import throughput
+    from twostroke.measure.load.offline_report import throughput_page
 
     counts = (args.num_prompts, args.input_len, args.output_len)
     found = throughput(llm, *counts, args.random_range_ratio, getattr(args, "seed", 0))
@@ -214,7 +214,7 @@ def _offline_llm(args: argparse.Namespace) -> Any:
 def _tell_offline(
     args: argparse.Namespace, found: dict[str, Any], page: Callable[[dict[str, Any]], str]
 ) -> int:
-    from twostroke.measure.offline_report import show_offline
+    from twostroke.measure.load.offline_report import show_offline
 
     tell(args, found, lambda console: show_offline(console, found), lambda: page(found))
     if args.output_json:
@@ -229,8 +229,8 @@ def _at_least_one(args: argparse.Namespace, names: tuple[str, ...]) -> None:
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
-    from twostroke.measure.bench import ServeOptions
-    from twostroke.measure.stats import parse_metric_percentiles
+    from twostroke.measure.load.bench import ServeOptions
+    from twostroke.measure.load.stats import parse_metric_percentiles
 
     extra: dict[str, Any] = {}
     if args.extra_body is not None:
@@ -282,7 +282,7 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 
 def parse_goals(given: list[str]) -> Goals:
     """vLLM's `ttft:200 tpot:50`, in ms."""
-    from twostroke.measure.definitions import Goals
+    from twostroke.measure.load.definitions import Goals
 
     found: dict[str, float] = {}
     for goal in given:

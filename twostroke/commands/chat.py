@@ -90,7 +90,7 @@ def execute(args: argparse.Namespace) -> int:
             f"{engine.model_name} has no chat template; give one with --chat-template, or use "
             "`twostroke run --raw`"
         )
-    from twostroke.model.hub import cache_dir
+    from twostroke.model.find.hub import cache_dir
 
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:

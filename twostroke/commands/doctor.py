@@ -52,10 +52,10 @@ def execute(args: argparse.Namespace) -> int:
 def _diagnose(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from twostroke.measure.diagnosis import diagnose
-    from twostroke.measure.doctor import watch
-    from twostroke.measure.doctor_report import show, verdict_page
-    from twostroke.measure.verdict import HEALTHY, NOT_ENOUGH
+    from twostroke.measure.doctor.diagnosis import diagnose
+    from twostroke.measure.doctor.doctor import watch
+    from twostroke.measure.doctor.doctor_report import show, verdict_page
+    from twostroke.measure.doctor.verdict import HEALTHY, NOT_ENOUGH
 
     if args.cases or args.jobs != 1:
         raise ConfigError("--cases and --jobs are for `twostroke doctor exam`")
@@ -77,8 +77,8 @@ def _diagnose(args: argparse.Namespace) -> int:
 def _exam(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from twostroke.measure.doctor_report import show_exam
-    from twostroke.measure.exam import find_cases, result_json, run_exam
+    from twostroke.measure.doctor.doctor_report import show_exam
+    from twostroke.measure.doctor.exam import find_cases, result_json, run_exam
 
     cases = find_cases(args.cases)
     if args.cases == "list":

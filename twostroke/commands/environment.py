@@ -33,7 +33,7 @@ def settle_traces(given: dict[str, Any]) -> None:
     named = any(map(os.environ.get, names))
     if not asked and (not named or os.environ.get("OTEL_TRACES_EXPORTER") == "none"):
         return
-    from twostroke.serve.tracing import missing
+    from twostroke.serve.monitor.tracing import missing
 
     problem = missing()
     if problem and asked:

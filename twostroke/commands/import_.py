@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from twostroke.measure.imports import import_result
-    from twostroke.measure.tables import show_imported
+    from twostroke.measure.compare.imports import import_result
+    from twostroke.measure.report.tables import show_imported
 
     found = [import_result(path) for path in args.files]
     if args.json:

@@ -19,7 +19,7 @@ from twostroke.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     from twostroke.config import EngineConfig
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.serve.run import HttpServer
+    from twostroke.serve.server import HttpServer
     from twostroke.serve.settings import ServeSettings
 
 DESCRIPTION = (
@@ -68,12 +68,12 @@ def execute(args: argparse.Namespace) -> int:
 def _serve(config: EngineConfig, settings: ServeSettings, browser: bool) -> None:
     started_s = monotonic()
     from twostroke.engine.spawn import DEFAULT_BUILDER, spawn
-    from twostroke.serve.sockets import bind
+    from twostroke.serve.http.listening_socket import bind
 
     listener = bind(settings)
     spawned = spawn(config)  # it starts while the rest is imported
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.serve.run import serve
+    from twostroke.serve.server import serve
 
     def announce(_: HttpServer, client: RemoteEngine, url: str) -> None:
         ready_s = monotonic() - started_s
@@ -95,10 +95,10 @@ def _serve(config: EngineConfig, settings: ServeSettings, browser: bool) -> None
 
 async def _export(config: EngineConfig, settings: ServeSettings, path: Path) -> None:
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.serve.errors import ApiError
-    from twostroke.serve.learn import LearnData
-    from twostroke.serve.learn_export import exported, recorded
-    from twostroke.serve.service import Service
+    from twostroke.serve.error_responses import ApiError
+    from twostroke.serve.generation.service import Service
+    from twostroke.serve.learn.learn_export import exported, recorded
+    from twostroke.serve.learn.learn_routes import LearnData
 
     say("Running every experiment once…")
     async with await RemoteEngine.start(config) as client:

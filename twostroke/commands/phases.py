@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     check_output(args.html)
-    from twostroke.measure.client import CHAT, COMPLETIONS
-    from twostroke.measure.phases import measure_phases
-    from twostroke.measure.phases_report import phases_page, show_phases
+    from twostroke.measure.explain.phases import measure_phases
+    from twostroke.measure.explain.phases_report import phases_page, show_phases
+    from twostroke.measure.load.sample_client import CHAT, COMPLETIONS
 
     found = asyncio.run(
         measure_phases(

@@ -15,8 +15,8 @@ from twostroke.commands.results import check_output, tell, write
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
-    from twostroke.measure.definitions import Goals
-    from twostroke.measure.traces import TraceRequest
+    from twostroke.measure.load.definitions import Goals
+    from twostroke.measure.load.traces import TraceRequest
     from twostroke.planner.layout import EngineShape, Layout
     from twostroke.planner.predict import Forecast
     from twostroke.planner.search import EngineKind, Search
@@ -103,7 +103,7 @@ def engine_kinds(
     args: argparse.Namespace, trace: list[TraceRequest], goals: Goals
 ) -> list[EngineKind]:
     """The engines that the command names, with their step times."""
-    from twostroke.measure.traces import block_tokens
+    from twostroke.measure.load.traces import block_tokens
     from twostroke.planner.layout import Layout
     from twostroke.planner.predict import predict
     from twostroke.planner.search import EngineKind
@@ -173,7 +173,7 @@ def _no_layout(search: Search, target: float) -> str:
 
 def read_load(args: argparse.Namespace) -> list[TraceRequest]:
     """The trace, scaled as asked for, or a synthetic one."""
-    from twostroke.measure.traces import at_rate, read_trace, scaled, synthetic
+    from twostroke.measure.load.traces import at_rate, read_trace, scaled, synthetic
 
     if args.trace is not None:
         found = read_trace(args.trace, args.trace_start, args.trace_seconds)
@@ -230,9 +230,9 @@ def _recorded(args: argparse.Namespace) -> dict[str, Any]:
 
 def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineShape]:
     from twostroke.config import EngineConfig
-    from twostroke.measure.hardware import find_hardware
-    from twostroke.measure.roofline import FILE, Roofline, Settings
-    from twostroke.measure.shapes import find_spec, stored_bytes
+    from twostroke.measure.roofline.hardware import find_hardware
+    from twostroke.measure.roofline.roofline import FILE, Roofline, Settings
+    from twostroke.measure.roofline.shapes import find_spec, stored_bytes
     from twostroke.planner.layout import shape_of_hardware
     from twostroke.planner.steptimes import roofline_model
 
@@ -265,7 +265,7 @@ def _with_settings(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
 
 
 def goals_of(args: argparse.Namespace) -> Goals:
-    from twostroke.measure.definitions import Goals
+    from twostroke.measure.load.definitions import Goals
 
     ttft, itl = (None if ms is None else ms / 1e3 for ms in (args.ttft_slo_ms, args.itl_slo_ms))
     return replace(Goals(), ttft_s=ttft, tpot_s=itl)

@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     check_output(args.html, args.output)
-    from twostroke.measure.profile import perfetto, profile_page, profile_server, show_profile
+    from twostroke.measure.explain.step_profile import (
+        perfetto,
+        profile_page,
+        profile_server,
+        show_profile,
+    )
 
     found, records = asyncio.run(profile_server(args.url, api_key(args), args.seconds))
     tell(args, found, lambda console: show_profile(console, found), lambda: profile_page(found))

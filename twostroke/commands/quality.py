@@ -21,7 +21,7 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
-    from twostroke.measure.quality import Setup
+    from twostroke.measure.quality.quality import Setup
 
 DESCRIPTION = (
     "Perplexity, KL of next-token distributions and share of equal likeliest tokens of a model in "
@@ -80,8 +80,8 @@ def execute(args: argparse.Namespace) -> int:
     text = _text(args.text)
     from rich.console import Console
 
-    from twostroke.measure.quality import measure_quality
-    from twostroke.measure.quality_report import quality_page, show_quality
+    from twostroke.measure.quality.quality import measure_quality
+    from twostroke.measure.quality.quality_report import quality_page, show_quality
 
     console = Console(stderr=True)
     found = measure_quality(
@@ -98,7 +98,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _setups(args: argparse.Namespace) -> tuple[Setup, list[Setup]]:
     """The base and the rows; what is wrong with any of them is said before one is measured."""
-    from twostroke.measure.quality import Setup
+    from twostroke.measure.quality.quality import Setup
 
     given = engine_settings(args)
     shared = {name: value for name, value in given.items() if name in SHARED}
@@ -145,7 +145,7 @@ def _name(row: dict[str, Any], several: bool) -> str:
 
 
 def _text(path: str | None) -> str:
-    from twostroke.measure.quality import shipped_text
+    from twostroke.measure.quality.quality import shipped_text
 
     if path is None:
         return shipped_text()

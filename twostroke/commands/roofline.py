@@ -46,10 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     check_output(args.html)
-    from twostroke.measure.hardware import find_hardware
-    from twostroke.measure.roofline import FILE, Roofline, Settings, measured_phases, roofline_json
-    from twostroke.measure.roofline_report import roofline_page, show_roofline
-    from twostroke.measure.shapes import find_spec, parameter_count, stored_bytes
+    from twostroke.measure.roofline.hardware import find_hardware
+    from twostroke.measure.roofline.roofline import (
+        FILE,
+        Roofline,
+        Settings,
+        measured_phases,
+        roofline_json,
+    )
+    from twostroke.measure.roofline.roofline_report import roofline_page, show_roofline
+    from twostroke.measure.roofline.shapes import find_spec, parameter_count, stored_bytes
 
     for name in ("prompt", "batch", "tensor_parallel_size"):
         if getattr(args, name) < 1:

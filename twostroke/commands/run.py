@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    from twostroke.model.hub import check_path, names_a_model
+    from twostroke.model.find.hub import check_path, names_a_model
 
     if args.raw and args.system is not None:
         args.parser.problem("--system is part of a chat, which --raw leaves out; give one of them")

@@ -22,7 +22,7 @@ from twostroke.log_lines import WORK
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
-    from twostroke.serve.batch import Counts
+    from twostroke.serve.batch_file import Counts
     from twostroke.serve.settings import ServeSettings
 
 DESCRIPTION = (
@@ -82,7 +82,7 @@ def execute(args: argparse.Namespace) -> int:
         config = replace(config, max_decode_stall=0)  # nobody reads along
     listener = None
     if args.enable_metrics:
-        from twostroke.serve.sockets import bind
+        from twostroke.serve.http.listening_socket import bind
 
         listener = bind(settings)  # a port in use costs no model's loading
     with _files(source, target) as (requests, answers):
@@ -111,10 +111,10 @@ async def _answer(
 ) -> Counts:
     from twostroke.engine.client import AsyncEngine
     from twostroke.serve.app import App
-    from twostroke.serve.batch import answer_file
-    from twostroke.serve.run import MetricsServer
-    from twostroke.serve.sockets import url_of
-    from twostroke.serve.stats_log import log_stats
+    from twostroke.serve.batch_file import answer_file
+    from twostroke.serve.http.listening_socket import url_of
+    from twostroke.serve.monitor.stats_log import log_stats
+    from twostroke.serve.server import MetricsServer
 
     async with AsyncEngine(engine) as client:
         app = App(client, settings)

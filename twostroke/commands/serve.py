@@ -40,8 +40,8 @@ def execute(args: argparse.Namespace) -> int:
     settings = replace(settings, engine=config)
     start_logging(args, settings)
     from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
-    from twostroke.model.hub import check_path
-    from twostroke.serve.sockets import bind, check_open_files
+    from twostroke.model.find.hub import check_path
+    from twostroke.serve.http.listening_socket import bind, check_open_files
 
     check_open_files()
     if config.model is not None:
@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
         cluster = RayCluster(args.pools.ray, args.pools.ray_timeout_s)
         engines = cluster.placed(engines)
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.serve.run import HttpServer, serve
+    from twostroke.serve.server import HttpServer, serve
 
     limits = settings.engine_hang_timeout_s, settings.engine_restart_limit
 

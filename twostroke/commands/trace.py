@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     check_output(args.output)
-    from twostroke.measure.timeline import timeline
+    from twostroke.measure.explain.timeline import timeline
 
     records = asyncio.run(fetch_records(args.url, api_key(args), args.seconds))
     found = timeline(records)
@@ -47,7 +47,7 @@ async def fetch_records(url: str, api_key: str | None, seconds: float) -> Any:
     """What `/records` has of the last seconds; a clear error if it is no server of ours."""
     if not 0 < seconds <= 600:
         raise ConfigError("--seconds: give a number up to 600; older records are not kept")
-    from twostroke.measure.http import Connections, Endpoint, ServerError
+    from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 
     connections = Connections(Endpoint(url, api_key))
     try:

@@ -30,8 +30,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.slowest < 1:
         raise ConfigError("--slowest must be at least 1")
     check_output(args.html)
-    from twostroke.measure.why import Explainer
-    from twostroke.measure.why_report import show_why, why_json, why_page
+    from twostroke.measure.explain.why import Explainer
+    from twostroke.measure.explain.why_report import show_why, why_json, why_page
 
     records = asyncio.run(fetch_records(args.url, api_key(args), args.seconds))
     explainer = Explainer(records)

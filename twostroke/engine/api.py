@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, KVUsage
-from twostroke.model.cost import NO_FIGURES, ModelFigures
+from twostroke.model.describe.cost import NO_FIGURES, ModelFigures
 from twostroke.observe.record import Records
 from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.outputs import RequestOutput

@@ -15,8 +15,8 @@ from twostroke.exec.pool_sizing import capacity, concurrent_requests
 from twostroke.kv.cache import GroupLimits
 from twostroke.kv.eviction import STRETCH_TOKENS, Eviction
 from twostroke.kv.ways import Sharing
+from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.opened import OpenedModel
-from twostroke.model.spec import ModelSpec
 from twostroke.sched.step import SchedulerConfig
 
 log = logging.getLogger(__name__)

@@ -23,17 +23,17 @@ from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
 from twostroke.kernels import cpu
-from twostroke.model.cost import model_figures
+from twostroke.model.describe.cost import model_figures
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.formats.phase_formats import phase_formats
 from twostroke.model.load import (
     chat_template_source,
     find_model,
     open_tokenizer,
     recommended_sampling,
 )
-from twostroke.model.native import default_threads
+from twostroke.model.native_decoder import default_threads
 from twostroke.model.opened import OpenedModel, open_model
-from twostroke.model.phase_formats import phase_formats
-from twostroke.model.spec import ModelSpec
 from twostroke.observe.ceilings import Ceilings, measure_ceilings
 from twostroke.request import SamplingParams
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from twostroke.engine.input_processor import InputProcessor
     from twostroke.engine.output_processor import OutputProcessor
     from twostroke.engine.rendering import TemplateRenderer
-    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.text.tokenizer import Tokenizer
 
 
 log = logging.getLogger(__name__)

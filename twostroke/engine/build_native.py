@@ -17,9 +17,9 @@ from twostroke.exec.profile import StageProfile
 from twostroke.exec.rows import HostRows
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.ways import NOT_SHARED, Sharing, host_transfer
-from twostroke.model.calibration import calibration_windows
-from twostroke.model.cost import cost_model
-from twostroke.model.native import Floats, NativeDecoder, Packing, default_threads
+from twostroke.model.describe.cost import cost_model
+from twostroke.model.formats.calibration import calibration_windows
+from twostroke.model.native_decoder import Floats, NativeDecoder, Packing, default_threads
 from twostroke.model.opened import OpenedModel
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -55,7 +55,7 @@ def _importance(config: EngineConfig, model: OpenedModel, max_len: int) -> dict[
         )
     import torch
 
-    from twostroke.model.importance import measure_importance
+    from twostroke.model.torch.importance import measure_importance
 
     windows = calibration_windows(config, model, max_len)
     where = (torch.float32, torch.device("cpu"), max_len)

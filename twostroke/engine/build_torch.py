@@ -34,17 +34,23 @@ from twostroke.kernels.kv_types import FP8_LARGEST
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.kv.ways import NOT_SHARED, Sharing
-from twostroke.model.calibration import calibration_windows
-from twostroke.model.cost import CostModel, cost_model
-from twostroke.model.decoder import Decoder
-from twostroke.model.formats import Format, weight_bytes
-from twostroke.model.importance import Importance, measure_importance
+from twostroke.model.describe.cost import CostModel, cost_model
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.describe.tensor_parallel import (
+    ONE_RANK,
+    Ranks,
+    check_ranks,
+    rank_parameters,
+    rank_spec,
+)
+from twostroke.model.formats.calibration import calibration_windows
+from twostroke.model.formats.phase_formats import PhaseFormats, phase_formats
+from twostroke.model.formats.registry import Format, weight_bytes
 from twostroke.model.load import find_model
-from twostroke.model.native import default_threads
+from twostroke.model.native_decoder import default_threads
 from twostroke.model.opened import OpenedModel, open_model
-from twostroke.model.phase_formats import PhaseFormats, phase_formats
-from twostroke.model.ranks import ONE_RANK, Ranks, check_ranks, rank_parameters, rank_spec
-from twostroke.model.spec import ModelSpec
+from twostroke.model.torch.decoder import Decoder
+from twostroke.model.torch.importance import Importance, measure_importance
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig

@@ -21,7 +21,7 @@ from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import ChunkLogits, Executor
 from twostroke.exec.grammar import End, Grammars
 from twostroke.exec.profile import Profile
-from twostroke.model.cost import CostModel
+from twostroke.model.describe.cost import CostModel
 from twostroke.observe.blame import Ledger
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, Records, StepRecord
 from twostroke.plan import StepResult

@@ -17,7 +17,7 @@ from typing import Final
 
 from twostroke.errors import RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit, Work
-from twostroke.model.grammar_tokenizer import make_tokenizer
+from twostroke.model.text.grammar_tokenizer import make_tokenizer
 from twostroke.request import StructuredOutputs
 from twostroke.structured import check_size, compile_grammar
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from twostroke.engine.grammar_check import GrammarCheck
 from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
 from twostroke.errors import RequestError, nearest, shown
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.request import MAX_PRIORITY, EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from twostroke.errors import RequestError
-from twostroke.model.detokenizer import Detokenizer
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.detokenizer import Detokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
 from twostroke.outputs import CompletionOutput, Deltas, Logprobs, RequestOutput, snapshot
 from twostroke.request import EngineRequest, FinishReason, SamplingParams

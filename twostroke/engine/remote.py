@@ -36,7 +36,7 @@ from twostroke.engine.supervised import (
 from twostroke.engine.wire import Ready
 from twostroke.errors import EngineError, RequestError
 from twostroke.model.load import chat_template_source, find_model, open_tokenizer
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.scheduler import Update

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from twostroke.errors import RequestError
 from twostroke.limited import LimitedPool, Limits, OverLimit
-from twostroke.model.template_source import template_name
+from twostroke.model.text.template_source import template_name
 
 # In a program that renders for its own user: a conversation may be as long as its memory allows.
 OWN_USER: Final = Limits(cpu_s=5.0, wall_s=60.0, memory_bytes=256 * 1024**2)
@@ -32,7 +32,7 @@ class TemplateRenderer:
     """Several threads may use one; each rendering takes a worker of its own."""
 
     def __init__(self, workers: int = 1, limits: Limits = OWN_USER) -> None:
-        work = "twostroke.model.chat_template:renderer"
+        work = "twostroke.model.text.chat_template:renderer"
         self._pool = LimitedPool(work, b"", workers, limits)
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 
 from twostroke.exec.nccl_log import logging_to, read_paths
-from twostroke.model.ranks import Comm, Ranks
+from twostroke.model.describe.tensor_parallel import Comm, Ranks
 
 log = logging.getLogger(__name__)
 

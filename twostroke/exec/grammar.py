@@ -34,7 +34,7 @@ from twostroke.request import EngineRequest, StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.text.tokenizer import Tokenizer
 
 COMPILED: Final = 32  # grammars kept for the next request that has the same
 # A token of an ordinary grammar takes some 0.05 ms of CPU time, and everybody waits for it. An
@@ -207,7 +207,7 @@ class Grammars:
         return _when_idle(compiled)
 
     def _load_tokenizer(self) -> LLTokenizer:
-        from twostroke.model.grammar_tokenizer import make_tokenizer
+        from twostroke.model.text.grammar_tokenizer import make_tokenizer
 
         if self._tokenizer is None:
             text = self._load_text()

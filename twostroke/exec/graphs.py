@@ -18,8 +18,8 @@ import torch
 from twostroke.exec.program import DeviceStep, StepProgram
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.step_buffer import StepBuffer, decode_layout, fill_decode, fill_step
-from twostroke.model.attention import Workspace
-from twostroke.model.ranks import ONE_RANK, Comm, Ranks
+from twostroke.model.describe.tensor_parallel import ONE_RANK, Comm, Ranks
+from twostroke.model.torch.attention import Workspace
 from twostroke.plan import PhaseWork, StepPlan
 
 PIECE_BUFFER_BYTES = 1 << 20  # of step buffer: some 2,000 tokens, and what they change in rows

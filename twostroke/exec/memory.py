@@ -16,7 +16,7 @@ from pathlib import Path
 from twostroke.config import GIB, EngineConfig
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.pool_sizing import PoolSizing, pool_sizing
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from twostroke.exec.samples import (
 )
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
-from twostroke.model.native import NativeDecoder
+from twostroke.model.native_decoder import NativeDecoder
 from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import SamplingParams
 

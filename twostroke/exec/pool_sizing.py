@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from twostroke.config import EngineConfig
 from twostroke.kv.cache import GroupLimits, blocks_held
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
 
 REFERENCE_WINDOWS = 4
 

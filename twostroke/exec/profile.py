@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from twostroke.exec.executor import Masks
 from twostroke.exec.native import Computed, Forwarded, NativeExecutor
-from twostroke.model.cost import CostModel, Work
+from twostroke.model.describe.cost import CostModel, Work
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.plan import StepPlan
 

@@ -20,9 +20,9 @@ from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.step_buffer import Layout, Longest, Shape, Spans
 from twostroke.kv.pool import KVPool
-from twostroke.model.batch import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
-from twostroke.model.decoder import Decoder
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.torch.decoder import Decoder
+from twostroke.model.torch.step_inputs import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from twostroke.errors import EngineError
 from twostroke.exec.executor import ChunkLogits, Masks
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.torch_executor import Forwarded, InFlight, TorchExecutor
-from twostroke.model.ranks import Ranks
+from twostroke.model.describe.tensor_parallel import Ranks
 from twostroke.plan import StepPlan
 
 log = logging.getLogger(__name__)

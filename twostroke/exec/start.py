@@ -37,8 +37,8 @@ from twostroke.exec.program import StepProgram
 from twostroke.exec.ranks import agree_on_memory
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
-from twostroke.model.decoder import Decoder
-from twostroke.model.ranks import Ranks
+from twostroke.model.describe.tensor_parallel import Ranks
+from twostroke.model.torch.decoder import Decoder
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.plan import Chunk, NewRow, PhaseWork, Slot, StepPlan
 from twostroke.request import SamplingParams

@@ -29,7 +29,7 @@ from twostroke.exec.samples import (
     wants_prompt_logprobs,
 )
 from twostroke.exec.step_buffer import StepBuffer, fill_decode, fill_step
-from twostroke.model.ranks import Comm
+from twostroke.model.describe.tensor_parallel import Comm
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

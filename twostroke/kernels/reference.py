@@ -387,7 +387,7 @@ class Kernels:
         where = (keys, values, tables, rows, lengths)
         return self.decode_attention(q, *where, *how, out=out, pdl=pdl, sinks=sinks)
 
-    # Latent attention: see `model/latent.py`.
+    # Latent attention: see `model/torch/latent.py`.
 
     def latent_rope_store(
         self,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from twostroke.kv.layout import SCALE_BYTES
 from twostroke.kv.transfer import HostBlocks
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
 
 if TYPE_CHECKING:
     from twostroke.kv.shared_memory import SharedPools

@@ -20,7 +20,7 @@ from twostroke.kv.host_pool import zero_pages
 from twostroke.kv.layout import side_bytes
 from twostroke.kv.transfer import KVTransfer
 from twostroke.kv.ways import Sharing
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
 
 if TYPE_CHECKING:
     from twostroke.kv.shared_memory import SharedPools

@@ -22,10 +22,10 @@ import numpy.typing as npt
 
 from twostroke.config import EngineConfig
 from twostroke.errors import RequestError, TwostrokeError
+from twostroke.model.describe.rope import query_scales, rope_tables
+from twostroke.model.describe.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
 from twostroke.model.load import find_model
 from twostroke.model.opened import open_model
-from twostroke.model.rope import query_scales, rope_tables
-from twostroke.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
 from twostroke.model.weights import WeightSource
 
 Floats = npt.NDArray[np.float32]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from twostroke.config import RECOMMENDED, EngineConfig
 from twostroke.errors import ConfigError, ModelError, RequestError
 from twostroke.model.fields import Fields, read_json
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.hub import ModelFiles, resolve
-from twostroke.model.packaged import DEFAULT_MODEL
-from twostroke.model.template_names import NAMED_TEMPLATES
+from twostroke.model.find.hub import ModelFiles, resolve
+from twostroke.model.find.packaged import DEFAULT_MODEL
+from twostroke.model.gguf.gguf_file import GGUFFile
+from twostroke.model.text.template_names import NAMED_TEMPLATES
 from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
-    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.text.tokenizer import Tokenizer
 
 
 def find_model(config: EngineConfig) -> ModelFiles:
@@ -38,7 +38,7 @@ def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
     """The model's own tokenizer or the one asked for; None if the user wants none."""
     if config.skip_tokenizer_init:
         return None
-    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.text.tokenizer import Tokenizer
 
     if config.tokenizer is not None:
         files = resolve(config.tokenizer, allow_config_only=True)

@@ -11,11 +11,11 @@ from math import prod
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, ModelError
-from twostroke.model import gguf_config, hf_config
-from twostroke.model.gguf import GGUFFile
-from twostroke.model.hub import ModelFiles
-from twostroke.model.overrides import override_metadata
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe import gguf_config, hf_config
+from twostroke.model.describe.overrides import override_metadata
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.find.hub import ModelFiles
+from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.weights import WeightSource, check_weights
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.model.weights.gguf import GGUFWeights

@@ -1,6 +1,6 @@
 """`Totals`: what the records add up to since the start. Plain numbers: no torch, no Prometheus.
 
-    Records ──▶ add_step, add_request ──▶ counters, histograms ──▶ serve/metrics.py
+    Records ──▶ add_step, add_request ──▶ counters, histograms ──▶ serve/monitor/metrics.py
 
 A server keeps it beside the records it mirrors, so that it outlives the engine's process. A
 program with an `LLM` has the same:

@@ -16,10 +16,10 @@ from time import perf_counter
 from typing import Any
 
 from twostroke.errors import ConfigError
-from twostroke.measure.client import OpenAIClient, first_model, send_first
-from twostroke.measure.definitions import Sample
-from twostroke.measure.http import Connections, Endpoint, ServerError
-from twostroke.measure.workload import Planned, Prompts
+from twostroke.measure.load.definitions import Sample
+from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
+from twostroke.measure.load.sample_client import OpenAIClient, first_model, send_first
+from twostroke.measure.load.workload import Planned, Prompts
 
 USERS = (1, 2, 4, 8, 16, 32)
 SECONDS = 60.0

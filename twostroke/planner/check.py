@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from twostroke.measure.client import OpenAIClient, first_model, send_first
-from twostroke.measure.definitions import Goals
-from twostroke.measure.http import Connections, Endpoint, ServerError
-from twostroke.measure.result import problems
-from twostroke.measure.run import Run, run_open_loop
-from twostroke.measure.traces import TraceRequest
-from twostroke.measure.workload import Prompts, replayed
+from twostroke.measure.load.definitions import Goals
+from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
+from twostroke.measure.load.load_run import Run, run_open_loop
+from twostroke.measure.load.result import problems
+from twostroke.measure.load.sample_client import OpenAIClient, first_model, send_first
+from twostroke.measure.load.traces import TraceRequest
+from twostroke.measure.load.workload import Prompts, replayed
 from twostroke.planner.predict import METRICS, PERCENTILES, Forecast, latencies_ms
 
 if TYPE_CHECKING:

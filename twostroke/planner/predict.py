@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from twostroke.errors import ConfigError, RequestError
-from twostroke.measure.definitions import Goals, Sample, engine_sample
-from twostroke.measure.run import no_collections
-from twostroke.measure.traces import MOONCAKE_BLOCK, TraceRequest
+from twostroke.measure.load.definitions import Goals, Sample, engine_sample
+from twostroke.measure.load.load_run import no_collections
+from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.planner.layout import Layout
 from twostroke.planner.simulate import Clock, request_of, simulate
 from twostroke.planner.steptimes import NoisyCost, StepModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from twostroke.measure.definitions import Goals
-from twostroke.measure.result import environment
-from twostroke.measure.traces import TraceRequest
+from twostroke.measure.load.definitions import Goals
+from twostroke.measure.load.result import environment
+from twostroke.measure.load.traces import TraceRequest
 from twostroke.planner.check import show_check
 from twostroke.planner.predict import METRICS, PERCENTILES, Forecast
 from twostroke.planner.search import EngineKind, Found

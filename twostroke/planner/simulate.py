@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from twostroke.kv.transfer import Offer
-from twostroke.measure.traces import MOONCAKE_BLOCK, TraceRequest
+from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.observe.record import RequestRecord, continued
 from twostroke.planner.engine import TOKEN, SimulatedEngine
 from twostroke.request import EngineRequest, Resumed, SamplingParams

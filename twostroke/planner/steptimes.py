@@ -19,8 +19,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from twostroke.errors import ConfigError
-from twostroke.measure.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY
-from twostroke.measure.roofline import Roofline
+from twostroke.measure.roofline.hardware import DECODE_EFFICIENCY, PREFILL_EFFICIENCY
+from twostroke.measure.roofline.roofline import Roofline
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import StepCost
 from twostroke.sched.steptime import StepTimes

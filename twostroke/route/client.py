@@ -40,7 +40,7 @@ from twostroke.engine.supervised import HANG_TIMEOUT_S, MAX_QUICK_DEATHS
 from twostroke.engine.wire import FetchedOffer
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
-from twostroke.model.tokenizer import Tokenizer
+from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import (
     ENGINE_STEPS,
     Records,

@@ -7,12 +7,11 @@ Two regimes, each a sum of what a step does times a cost that is never negative:
                     +  cached positions read, at the cost they have without prefill
 
 Tokens are all of the step's, since the products see one flat run of them. What ranks send is as
-many bytes for each (`ring_bytes` in model/cost.py), and begins as often in every step: the slopes
-and the step itself have both. Slopes may only
-grow, at `KNEES`: a GPU has few tokens nearly for free, a CPU pays for each. A step with prefill is
-never expected to take less than its decode slots would alone. What its slots read is not learnt
-from such steps: while a prompt is computed its context and the streams' grow in step, and the one
-could be charged to the other.
+many bytes for each (`ring_bytes` in model/describe/cost.py), and begins as often in every step: the
+slopes and the step itself have both. Slopes may only grow, at `KNEES`: a GPU has few tokens nearly
+for free, a CPU pays for each. A step with prefill is never expected to take less than its decode
+slots would alone. What its slots read is not learnt from such steps: while a prompt is computed its
+context and the streams' grow in step, and the one could be charged to the other.
 
 Costs are the non-negative least squares of the *relative* errors over a fading past: the sums of
 the normal equations, then a round of coordinate descent from the costs before. Nothing is

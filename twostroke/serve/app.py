@@ -14,29 +14,18 @@ from starlette.middleware.cors import CORSMiddleware
 
 from twostroke import __version__
 from twostroke.engine.api import EngineClient
-from twostroke.serve.batch_chat import BatchChatGeneration, InvocationsRoute
-from twostroke.serve.body_fields import with_nested
-from twostroke.serve.browser_guard import BrowserGuard
-from twostroke.serve.chat import ChatGeneration
-from twostroke.serve.completions import CompletionGeneration
-from twostroke.serve.dash import DashRoutes
-from twostroke.serve.dev_routes import DevRoutes
-from twostroke.serve.errors import ApiError, ClientGone, as_api_error
-from twostroke.serve.failure_log import FailureLog
-from twostroke.serve.field_limits import add_foreign_fields, add_limits
-from twostroke.serve.generate import GenerateRoute
-from twostroke.serve.http import HttpRequest, Message, Receive, Send
-from twostroke.serve.info_routes import InfoRoutes
-from twostroke.serve.learn import learn_routes
-from twostroke.serve.llama_server import llama_server_routes
-from twostroke.serve.messages import messages_routes
-from twostroke.serve.metrics import CLIENT_GONE
-from twostroke.serve.ollama import ollama_routes
-from twostroke.serve.pages.docs import docs_page, index_page
-from twostroke.serve.pages.static import ROOT_SUMMARY, TITLES, StaticPages, wants_page
-from twostroke.serve.pools import pool_routes
-from twostroke.serve.profile import profile_routes
-from twostroke.serve.protocol import (
+from twostroke.serve.api.anthropic.messages import messages_routes
+from twostroke.serve.api.llama_server.llama_server_routes import llama_server_routes
+from twostroke.serve.api.ollama.ollama_routes import ollama_routes
+from twostroke.serve.api.openai.batch_chat import BatchChatGeneration, InvocationsRoute
+from twostroke.serve.api.openai.chat_completions import ChatGeneration
+from twostroke.serve.api.openai.completions import CompletionGeneration
+from twostroke.serve.api.responses.responses_routes import responses_routes
+from twostroke.serve.dashboard.dash import DashRoutes
+from twostroke.serve.error_responses import ApiError, ClientGone, as_api_error
+from twostroke.serve.fields.body_fields import with_nested
+from twostroke.serve.fields.field_limits import add_foreign_fields, add_limits
+from twostroke.serve.fields.protocol import (
     BatchChatRequest,
     ChatRequest,
     CompletionRequest,
@@ -45,10 +34,21 @@ from twostroke.serve.protocol import (
     ErrorBody,
     TokenizeRequest,
 )
-from twostroke.serve.records import record_routes
-from twostroke.serve.responses_routes import responses_routes
-from twostroke.serve.routing import Route, Router
-from twostroke.serve.service import Service
+from twostroke.serve.generation.generate import GenerateRoute
+from twostroke.serve.generation.service import Service
+from twostroke.serve.http.browser_guard import BrowserGuard
+from twostroke.serve.http.failure_log import FailureLog
+from twostroke.serve.http.http_request import HttpRequest, Message, Receive, Send
+from twostroke.serve.http.routing import Route, Router
+from twostroke.serve.learn.learn_routes import learn_routes
+from twostroke.serve.monitor.metrics import CLIENT_GONE
+from twostroke.serve.pages.docs import docs_page, index_page
+from twostroke.serve.pages.static import ROOT_SUMMARY, TITLES, StaticPages, wants_page
+from twostroke.serve.routes.dev_routes import DevRoutes
+from twostroke.serve.routes.info_routes import InfoRoutes
+from twostroke.serve.routes.pool_routes import pool_routes
+from twostroke.serve.routes.profile_routes import profile_routes
+from twostroke.serve.routes.record_routes import record_routes
 from twostroke.serve.settings import ServeSettings
 
 HTML = ((b"content-type", b"text/html; charset=utf-8"),)

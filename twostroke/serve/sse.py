@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from twostroke.serve.errors import ApiError
+from twostroke.serve.error_responses import ApiError
 
 CHUNK_BYTES = 16 * 1024  # about a millisecond's work
 DONE = b"data: [DONE]\n\n"

@@ -5,17 +5,17 @@ The sources know no torch; `tensors.py` makes tensors of what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from twostroke.errors import ModelError
-from twostroke.model.block_types import BlockType
-from twostroke.model.spec import ModelSpec
-from twostroke.model.tensor_names import TensorNames
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.describe.tensor_names import Variants
+from twostroke.model.gguf.block_types import BlockType
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -29,17 +29,6 @@ class PackedMatrix:
     type: BlockType
     shape: tuple[int, int]
     rows: Bytes
-
-
-class Variant(NamedTuple):
-    """The model that its description would be of, had one field of two values the other one."""
-
-    field: str
-    spec: ModelSpec
-    names: TensorNames
-
-
-Variants = Callable[[], Iterable[Variant]]  # called for a message alone
 
 
 class WeightSource(Protocol):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from twostroke.errors import ModelError, nearest
-from twostroke.model.block_types import BlockType
-from twostroke.model.spec import ModelSpec
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 
 STD = 0.02

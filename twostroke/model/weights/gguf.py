@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.model.block_types import BlockType
-from twostroke.model.dequant import dequantize
-from twostroke.model.gguf import GGUFFile, TensorInfo
-from twostroke.model.gguf_config import names_in_gguf
-from twostroke.model.spec import ModelSpec
-from twostroke.model.tensor_names import Place
+from twostroke.model.describe.gguf_config import names_in_gguf
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.describe.tensor_names import Place
+from twostroke.model.gguf.block_types import BlockType
+from twostroke.model.gguf.dequant import dequantize
+from twostroke.model.gguf.gguf_file import GGUFFile, TensorInfo
 from twostroke.model.weights import ALL_ROWS, Bytes, Floats, PackedMatrix
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from twostroke.errors import ModelError
-from twostroke.model.block_types import LAYOUTS, BlockType
-from twostroke.model.dequant import grouped
-from twostroke.model.packed_format import PackedFormat, StoredCodes
-from twostroke.model.ranks import WHOLE, Part
+from twostroke.model.describe.tensor_parallel import WHOLE, Part
+from twostroke.model.gguf.block_types import LAYOUTS, BlockType
+from twostroke.model.gguf.dequant import grouped
 from twostroke.model.weights import ALL_ROWS, not_finite
 from twostroke.model.weights.gguf import GGUFWeights
+from twostroke.model.weights.packed_format import PackedFormat, StoredCodes
 
 ROWS_BYTES = 1 << 22  # of a file, that are unpacked at one time
 

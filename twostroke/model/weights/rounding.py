@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.model.block_types import BlockType
+from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.weights import Bytes, Floats
 
 BLOCK = 32

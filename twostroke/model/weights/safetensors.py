@@ -16,20 +16,20 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from twostroke.errors import ModelError
-from twostroke.model.block_types import BlockType
-from twostroke.model.dequant import Bytes, dequantize
+from twostroke.model.describe.hf_names import NAMES
+from twostroke.model.describe.hf_packed import PackedConfig
+from twostroke.model.describe.hf_w8a8 import W8Config
+from twostroke.model.describe.spec import ModelSpec
+from twostroke.model.describe.tensor_names import TensorNames, Variants
+from twostroke.model.describe.tensor_parallel import WHOLE, Part
 from twostroke.model.fields import listed_names, read_json, shown
-from twostroke.model.hf_names import NAMES
-from twostroke.model.hf_packed import PackedConfig
-from twostroke.model.hf_w8a8 import W8Config
-from twostroke.model.on_disk import forget_pages
-from twostroke.model.packed_format import PackedFormat, StoredCodes
-from twostroke.model.ranks import WHOLE, Part
-from twostroke.model.spec import ModelSpec
-from twostroke.model.tensor_names import TensorNames
-from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, Variants, not_finite
-from twostroke.model.weights.packed import ENDINGS, Module, kernel_group
-from twostroke.model.weights.w8a8 import (
+from twostroke.model.find.on_disk import forget_pages
+from twostroke.model.gguf.block_types import BlockType
+from twostroke.model.gguf.dequant import Bytes, dequantize
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, not_finite
+from twostroke.model.weights.packed_checkpoints import ENDINGS, Module, kernel_group
+from twostroke.model.weights.packed_format import PackedFormat, StoredCodes
+from twostroke.model.weights.w8a8_checkpoints import (
     STATIC_SCALES,
     W8_SCALES,
     W8_TYPES,

@@ -9,8 +9,8 @@ import torch
 
 from twostroke.errors import ModelError
 from twostroke.kernels.packed import Codes
-from twostroke.model.hf_w8a8 import W8Config
-from twostroke.model.ranks import WHOLE, Part
+from twostroke.model.describe.hf_w8a8 import W8Config
+from twostroke.model.describe.tensor_parallel import WHOLE, Part
 from twostroke.model.weights import ALL_ROWS, WeightSource, all_finite, not_finite
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
 from twostroke.model.weights.gguf import GGUFWeights

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from twostroke import __version__
-from twostroke.serve.routing import Route
+from twostroke.serve.http.routing import Route
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;

@@ -9,9 +9,9 @@ from html import escape
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from twostroke.serve.errors import ApiError
-from twostroke.serve.http import Headers, HttpRequest
-from twostroke.serve.routing import Route
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.http.http_request import Headers, HttpRequest
+from twostroke.serve.http.routing import Route
 
 PAGES = {"/": "chat", "/learn": "learn"}  # the folder of each page's index.html
 SUMMARIES = {"/learn": "A page that explains prefill and decode with this engine."}

@@ -9,8 +9,8 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
-from twostroke.serve.deltas import ToolCall, ToolCallDelta
 from twostroke.serve.parsers.arguments import Kinds, as_json
+from twostroke.serve.parsers.deltas import ToolCall, ToolCallDelta
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")  # either is understood wherever one of them is

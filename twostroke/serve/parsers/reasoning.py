@@ -26,7 +26,7 @@ from twostroke.serve.parsers.json_formats import KimiK2
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
 if TYPE_CHECKING:  # the settings name the formats, and --help shall not wait for a tokenizer
-    from twostroke.model.tokenizer import Tokenizer
+    from twostroke.model.text.tokenizer import Tokenizer
 
 PROMPT_END: Final = 24  # tokens of a prompt in which an opening tag is looked for
 CONTINUED_END: Final = 4096  # the same of one that ends within a message

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import Final, TypeVar
 
-from twostroke.serve.deltas import ContentDelta, Delta, ReasoningDelta
+from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields for more text, returns what was read

@@ -1,4 +1,4 @@
-// What a step costs: the counts of twostroke/model/cost.py and measure/roofline.py, for dense models.
+// What a step costs: the counts of twostroke/model/describe/cost.py and measure/roofline/roofline.py, for dense models.
 //
 //   linear      2 FLOPs per weight and token; the head only where a token is sampled
 //   attention   4 FLOPs per query channel and visible position

@@ -31,7 +31,7 @@ function prefillBefore() {
 export const LESSONS = [
   {
     id: "token", title: "What a token costs", short: "Two phases, two prices.",
-    links: [code("The cost of a step", "twostroke/model/cost.py"), code("Docs: measuring", "docs/MEASURING.md")],
+    links: [code("The cost of a step", "twostroke/model/describe/cost.py"), code("Docs: measuring", "docs/MEASURING.md")],
     screens: [
       ask("Before: a guess", () => ({
         name: "token-before", text: "A model reads a long prompt and writes 32 tokens. Which token takes longer?",
@@ -97,7 +97,7 @@ export const LESSONS = [
   },
   {
     id: "decode", title: "Decode", short: "One token, all the weights.",
-    links: [code("Decode slots", "twostroke/sched/decode.py"), code("The roofline in Python", "twostroke/measure/roofline.py")],
+    links: [code("Decode slots", "twostroke/sched/decode.py"), code("The roofline in Python", "twostroke/measure/roofline/roofline.py")],
     screens: [
       ask("Before: a guess", () => ({
         name: "decode-before", text: "To write one token, what must the engine read from memory?",

@@ -1,0 +1,1 @@
+"""Comparisons: A/B runs, predictions, results of other tools."""

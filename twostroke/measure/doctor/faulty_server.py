@@ -1,0 +1,71 @@
+"""`twostroke serve` with a fault in it, for the doctor's exam.
+
+    python -m twostroke.measure.doctor.faulty_server tokenizer_s=0.3 serve MODEL --port 8001
+
+Faults: `tokenizer_s`, so long every text takes to be tokenised; `plan_s`, so long the engine's host
+takes before each step, or `plan_every` so manieth. The server itself knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from functools import partial, wraps
+from typing import Any
+
+from twostroke.config import EngineConfig
+
+FAULTS = ("tokenizer_s", "plan_s", "plan_every")
+VARIABLE = "TWOSTROKE_EXAM_"  # how the engine's process is told
+
+
+def build(config: EngineConfig) -> Any:
+    """An engine whose host is slow: what `engine/process.py` calls."""
+    from twostroke.engine.build import build_core_engine
+
+    engine = build_core_engine(config)
+    scheduler: Any = engine.core.scheduler
+    plan, calls = scheduler.plan, 0
+    pause_s = float(os.environ[f"{VARIABLE}PLAN_S"])
+    every = int(os.environ.get(f"{VARIABLE}PLAN_EVERY", "1"))
+
+    def slow_plan() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % every == 0:
+            time.sleep(pause_s)
+        return plan()
+
+    scheduler.plan = slow_plan
+    return engine
+
+
+def main(words: list[str]) -> None:
+    while words and "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        if name not in FAULTS:
+            raise SystemExit(f"there is no fault {name!r}; there are {', '.join(FAULTS)}")
+        os.environ[VARIABLE + name.upper()] = value
+    if f"{VARIABLE}PLAN_S" in os.environ:
+        from twostroke.engine import spawn
+
+        spawn.spawn = partial(spawn.spawn, builder=f"{__spec__.name}:build")
+    if pause := os.environ.get(f"{VARIABLE}TOKENIZER_S"):
+        from twostroke.model.text.tokenizer import Tokenizer
+
+        encode = Tokenizer.encode
+
+        @wraps(encode)
+        def slow_encode(self: Tokenizer, *args: Any, **kwargs: Any) -> list[int]:
+            time.sleep(float(pause))
+            return encode(self, *args, **kwargs)
+
+        Tokenizer.encode = slow_encode  # type: ignore[method-assign]
+    sys.argv = ["twostroke", *words]
+    runpy.run_module("twostroke", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Where the time of a request or a step went: phases, why, profile, timeline."""

@@ -1,0 +1,1 @@
+"""Load tests of a server or an engine: workloads, clients, figures, reports."""

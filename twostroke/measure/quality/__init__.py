@@ -1,0 +1,1 @@
+"""The quality of a weight or KV format against a base."""

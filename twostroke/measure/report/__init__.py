@@ -1,0 +1,1 @@
+"""Charts, HTML pages and terminal tables of all reports."""

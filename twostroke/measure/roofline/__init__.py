@@ -1,0 +1,1 @@
+"""Floors of both phases from a model and a machine."""

@@ -1,0 +1,507 @@
+"""GGUF metadata → `ModelSpec`. What we cannot run is refused here, by name. No torch.
+
+An architecture is an entry of ARCHITECTURES: a function that reads its settings, its names for the
+weights, and what of the file it reads that others do not have (docs/ADDING_A_FAMILY.md).
+`gguf_parts.py` has what they share.
+
+Where the metadata says nothing (biases, tied embeddings, Llama 3's rope factors), the presence of
+the tensors decides. In the other direction every tensor must have its place in the spec: one that
+is left over belongs to mathematics we would silently leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation, ClampedSwiglu
+from twostroke.model.describe import gguf_parts as parts
+from twostroke.model.describe.gguf_parts import Settings
+from twostroke.model.describe.spec import (
+    EXPERTS,
+    LAYERS,
+    WIDTH,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    QKNorm,
+    RopeSpec,
+    with_layers,
+    with_query_scales,
+    without_rope,
+)
+from twostroke.model.describe.tensor_names import TensorNames
+from twostroke.model.fields import REQUIRED, Fields, shown
+from twostroke.model.gguf.gguf_file import GGUFFile
+
+# A field of the spec → where the metadata says it, under the architecture's prefix. Of what is not
+# here, the presence of tensors decides.
+FIELDS = {"num_layers": "block_count", "num_heads": "attention.head_count"}
+FIELDS |= {"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
+FIELDS |= {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
+FIELDS |= {"vocab_size": "vocab_size", "family": "general.architecture"}
+FIELDS |= {"max_context": "context_length"}
+FIELDS |= {"num_experts": "expert_count"}
+FIELDS |= {"expert_intermediate_size": "expert_feed_forward_length or feed_forward_length"}
+FIELDS |= {"shared_intermediate_size": "expert_shared_feed_forward_length"}
+FIELDS |= {"q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank"}
+FIELDS |= {"nope_dim": "attention.key_length or key_length_mla", "rope_dim": "rope.dimension_count"}
+FIELDS |= {"value_dim": "attention.value_length or value_length_mla"}
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────
+
+_LAYER = {"attn_norm": "attn_norm.weight", "mlp_norm": "ffn_norm.weight"}
+_LAYER |= {"attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight"}
+_LAYER |= {"attn_norm_bias": "attn_norm.bias", "mlp_norm_bias": "ffn_norm.bias"}
+_LAYER |= {"q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight"}
+_LAYER |= {"o": "attn_output.weight", "o_bias": "attn_output.bias"}
+_LAYER |= {"q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias"}
+_LAYER |= {"q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight"}
+_LAYER |= {"sinks": "attn_sinks.weight"}
+_LAYER |= {"q_a": "attn_q_a.weight", "q_a_norm": "attn_q_a_norm.weight", "q_b": "attn_q_b.weight"}
+_LAYER |= {"kv_a": "attn_kv_a_mqa.weight", "kv_a_norm": "attn_kv_a_norm.weight"}
+_LAYER |= {"kv_b": "attn_kv_b.weight", "k_b": "attn_k_b.weight", "v_b": "attn_v_b.weight"}
+_LAYER |= {"gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight"}
+_LAYER |= {"gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias"}
+_LAYER |= {"router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias"}
+_LAYER |= {"router_correction": "exp_probs_b.bias", "shared_gate": "ffn_gate_inp_shexp.weight"}
+for _part in ("gate", "up", "down"):
+    _LAYER[f"experts.{_part}"] = f"ffn_{_part}_exps.weight"
+    _LAYER[f"experts.{_part}_bias"] = f"ffn_{_part}_exps.bias"
+    _LAYER[f"shared.{_part}"] = f"ffn_{_part}_shexp.weight"
+NAMES = TensorNames(
+    model={
+        "embed": "token_embd.weight",
+        "final_norm": "output_norm.weight",
+        "final_norm_bias": "output_norm.bias",
+        "head": "output.weight",
+        "head_bias": "output.bias",
+        "positions": "position_embd.weight",
+    },
+    layer=_LAYER,
+    layer_prefix="blk.{n}.",
+    # As the first conversions of Mixtral have them.
+    otherwise={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
+)
+_QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
+PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
+# Llama's conversions reorder the rows of q and k; GLM's and Cohere's files have them so.
+LLAMA_NAMES = NAMES.but(rope_neighbours=True)
+GLM4_NAMES = NAMES.but(rope_neighbours=True, gate=_GATE_UP, up=_GATE_UP)
+_QKV_BIAS = "attn_qkv.bias"
+CHATGLM_NAMES = GLM4_NAMES.but(
+    rope_neighbours=True,
+    q=_QKV,
+    k=_QKV,
+    v=_QKV,
+    q_bias=_QKV_BIAS,
+    k_bias=_QKV_BIAS,
+    v_bias=_QKV_BIAS,
+)
+FUSED_NAMES = NAMES.but(
+    q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
+)
+# What stands before the MLP is called as if it came after attention.
+POST_ATTENTION_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
+
+# ── architectures ───────────────────────────────────────────────────────────────────────────────
+
+
+def _llama(settings: Settings) -> ModelSpec:
+    """With experts it is Mixtral."""
+    spec = _plain(settings)
+    if not settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
+        return spec
+    return with_layers(spec, mlp=parts.experts(settings, "feed_forward_length", normalised=True))
+
+
+def _mistral3(settings: Settings) -> ModelSpec:
+    """Ministral 3 and, of later conversions, Mistral Small 3.1 and 3.2, whose queries have no
+    scales. Readers of the format know that one scale is for as many positions as the original
+    context has."""
+    beta = parts.multiplier(settings, parts.QUERY_BETA)
+    return with_query_scales(_plain(settings), beta, parts.original_context(settings))
+
+
+def _qwen2_moe(settings: Settings) -> ModelSpec:
+    """The width of the shared expert is that of the dense MLP, where files do not say it."""
+    experts = parts.experts(settings, normalised=False)
+    inner = settings.integer("feed_forward_length", *WIDTH, default=5632)
+    width = settings.integer("expert_shared_feed_forward_length", *WIDTH, default=inner)
+    shared = replace(experts.expert, intermediate_size=width)
+    experts = replace(experts, shared=shared, shared_gate=True)
+    return with_layers(_plain(settings), mlp=experts)
+
+
+def _qwen3_moe(settings: Settings) -> ModelSpec:
+    """Readers of the format know that weights are normalised."""
+    experts = parts.experts(settings, normalised=True)
+    return with_layers(_plain(settings, qk_norm="head"), mlp=experts)
+
+
+def _olmoe(settings: Settings) -> ModelSpec:
+    experts = parts.experts(settings, "feed_forward_length", normalised=False)
+    return with_layers(_plain(settings, qk_norm="full"), mlp=experts)
+
+
+def _gpt_oss(settings: Settings) -> ModelSpec:
+    """Files do not say that every other layer slides, that yarn is not truncated (llama.cpp does
+    that), nor the activation."""
+    experts = parts.experts(settings, normalised=True)
+    expert = replace(experts.expert, activation=ClampedSwiglu(), bias=True)
+    rope, max_context = parts.rope(settings, parts.heads(settings)[2])
+    attention = parts.attention(settings, replace(rope, truncate=False))
+    attention = replace(attention, sinks=True)
+    layers = [
+        LayerSpec(replace(attention, window=window), replace(experts, expert=expert))
+        for window in parts.windows(settings, period=2)
+    ]
+    return replace(parts.model(settings, layers, max_context), norm_fp32=True)
+
+
+def _qwen3(settings: Settings) -> ModelSpec:
+    return _plain(settings, qk_norm="head")
+
+
+def _smollm3(settings: Settings) -> ModelSpec:
+    """Readers of the format know that every fourth layer has no rope."""
+    spec = _plain(settings)
+    return without_rope(spec, range(3, spec.num_layers, 4))
+
+
+def _granite(settings: Settings) -> ModelSpec:
+    spec = _plain(settings)
+    if not settings.boolean("rope.scaling.finetuned", True):  # how its files say that it has none
+        spec = without_rope(spec, range(spec.num_layers))
+    # 0 stands for what there is without it.
+    scale = parts.multiplier(settings, parts.ATTENTION_SCALE) or spec.layers[0].attention.scale
+    layers = (
+        replace(layer, attention=replace(layer.attention, scale=scale)) for layer in spec.layers
+    )
+    return replace(
+        spec,
+        layers=tuple(layers),
+        embed_scale=parts.multiplier(settings, "embedding_scale") or 1.0,
+        residual_scale=parts.multiplier(settings, "residual_scale") or 1.0,
+        logit_scale=1 / (parts.multiplier(settings, "logit_scale") or 1.0),
+    )
+
+
+def _granite_moe(settings: Settings) -> ModelSpec:
+    """Granite 3's, and those of 4.0 without mamba layers, which have a shared MLP besides."""
+    experts = parts.experts(settings, "feed_forward_length", normalised=True)
+    width = settings.integer("expert_shared_feed_forward_length", 0, WIDTH[1], default=0)
+    shared = replace(experts.expert, intermediate_size=width) if width else None
+    return with_layers(_granite(settings), mlp=replace(experts, shared=shared))
+
+
+def _glm4(settings: Settings) -> ModelSpec:
+    if "rope.dimension_sections" in settings:
+        settings.refuse("rope.dimension_sections", "absent in a GLM-4 model without images")
+    return with_layers(_plain(settings), post_norm=True)
+
+
+def _exaone4(settings: Settings) -> ModelSpec:
+    """In a model with windows only layers that slide have rope."""
+    spec = _plain(settings, qk_norm="head", period=4)
+    windows = [layer.attention.window for layer in spec.layers]
+    full = [n for n, window in enumerate(windows) if window is None and any(windows)]
+    return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
+
+
+def _command_r(settings: Settings) -> ModelSpec:
+    spec = _with_layer_norms(settings, _plain(settings, period=4, eps=parts.LAYER_NORM_EPS))
+    scale = parts.multiplier(settings, "logit_scale") or 1.0
+    return replace(with_layers(spec, parallel=True), logit_scale=scale, norm_fp32=True)
+
+
+def _cohere2(settings: Settings) -> ModelSpec:
+    """Only layers that slide have rope."""
+    spec = _command_r(settings)
+    windows = [layer.attention.window for layer in spec.layers]
+    return without_rope(spec, [n for n, window in enumerate(windows) if window is None])
+
+
+def _stablelm(settings: Settings) -> ModelSpec:
+    """The absence of a second norm says that attention and MLP stand side by side: the setting
+    for it is true in all files."""
+    spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
+    return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
+
+
+def _starcoder2(settings: Settings) -> ModelSpec:
+    return _without_gate(settings, "gelu_tanh")
+
+
+def _gptneox(settings: Settings) -> ModelSpec:
+    """Pythia. Files do not say which gelu it is: the one that its models have."""
+    spec = _without_gate(settings, "gelu")
+    parallel = settings.boolean("use_parallel_residual", True)
+    return with_layers(spec, parallel=parallel, two_norms=parallel)
+
+
+def _gpt2(settings: Settings) -> ModelSpec:
+    spec = _without_gate(settings, "gelu_tanh")
+    return replace(without_rope(spec, range(spec.num_layers)), learned_positions=True)
+
+
+def _phi2(settings: Settings) -> ModelSpec:
+    spec = replace(_without_gate(settings, "gelu_tanh"), head_bias=True)
+    return with_layers(spec, parallel=True)
+
+
+def _falcon(settings: Settings) -> ModelSpec:
+    spec = with_layers(_without_gate(settings, "gelu"), parallel=True)
+    return with_layers(spec, two_norms=settings.in_any_layer("mlp_norm"))
+
+
+def _without_gate(settings: Settings, activation: Activation) -> ModelSpec:
+    """LayerNorms, and an MLP without a gate."""
+    mlp = replace(parts.mlp(settings, activation), gated=False)
+    spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
+    return with_layers(spec, mlp=mlp)
+
+
+def _with_layer_norms(settings: Settings, spec: ModelSpec) -> ModelSpec:
+    return replace(spec, norm="layer", norm_bias=settings.has_tensor("final_norm_bias"))
+
+
+def _plain(
+    settings: Settings, qk_norm: QKNorm = "none", period: int = 0, eps: str = parts.RMS_NORM_EPS
+) -> ModelSpec:
+    """`period`: see `parts.windows`."""
+    rope, max_context = parts.rope(settings, parts.heads(settings)[2])
+    attention = parts.attention(settings, rope, qk_norm)
+    mlp = parts.mlp(settings)
+    windows = parts.windows(settings, period)
+    layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
+    return parts.model(settings, layers, max_context, eps)
+
+
+def _gemma2(settings: Settings) -> ModelSpec:
+    rope, max_context = parts.rope(settings, parts.heads(settings)[2])
+    theta = parts.theta(settings, "rope.freq_base_swa", rope.theta)
+    return _gemma(
+        settings,
+        windows=parts.windows(settings, period=2, default=4096),
+        ropes=(replace(rope, theta=theta), rope),
+        max_context=max_context,
+        layers_of_27b=46,
+        logit_softcap=parts.softcap(settings, parts.LOGIT_SOFTCAP, 30.0),
+        softcap=parts.softcap(settings, parts.ATTENTION_SOFTCAP, 50.0),
+    )
+
+
+def _gemma3(settings: Settings) -> ModelSpec:
+    parts.theta(settings, default=REQUIRED)  # the usual one would be wrong without a word
+    rope, _ = parts.rope(settings, parts.heads(settings)[2])
+    sliding = RopeSpec(parts.theta(settings, "rope.freq_base_swa"), rope.dim)
+    return _gemma(
+        settings,
+        windows=parts.windows(settings, period=6),
+        ropes=(sliding, rope),
+        max_context=parts.context(settings),  # of the model as it is, its rope scaling included
+        layers_of_27b=62,
+        logit_softcap=parts.softcap(settings, parts.LOGIT_SOFTCAP, 0.0),
+        qk_norm="head",
+    )
+
+
+def _gemma(
+    settings: Settings,
+    windows: tuple[int | None, ...],
+    ropes: tuple[RopeSpec, RopeSpec],
+    max_context: int,
+    layers_of_27b: int,
+    logit_softcap: float,
+    **different: Any,
+) -> ModelSpec:
+    """What all Gemmas share. `ropes`: of layers with a window, and of those without; `different`:
+    what is of the attention."""
+    sliding, full = ropes
+    attention = replace(parts.attention(settings, full), **different)
+    if len(windows) == layers_of_27b:
+        # Files do not say the scale. It follows from the size of a head in all models but the
+        # largest, which readers of the format know by its number of layers.
+        hidden: int = settings.integer("embedding_length", *WIDTH)
+        attention = replace(attention, scale=(hidden // attention.num_heads) ** -0.5)
+    mlp = parts.mlp(settings, "gelu_tanh")
+    layers = []
+    for window in windows:
+        rope = full if window is None else sliding
+        layers.append(LayerSpec(replace(attention, rope=rope, window=window), mlp, post_norm=True))
+    spec = parts.model(settings, layers, max_context)
+    return replace(
+        spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap, norm_fp32=True
+    )
+
+
+def _phi3(settings: Settings) -> ModelSpec:
+    head_dim = parts.heads(settings)[2]
+    if parts.ROPE_FACTORS_LONG in settings.file.tensors:
+        rope, max_context = parts.longrope(settings, head_dim), parts.context(settings)
+    else:
+        rope, max_context = parts.rope(settings, head_dim)
+    attention, mlp = parts.attention(settings, rope), parts.mlp(settings)
+    # A window as long as the context hides nothing.
+    windows = [None if (w or 0) >= max_context else w for w in parts.windows(settings)]
+    layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows]
+    return parts.model(settings, layers, max_context)
+
+
+def _olmo2(settings: Settings) -> ModelSpec:
+    """OLMo 2 and, with windows, OLMo 3: the scaling of rope is that of layers without one."""
+    rope, max_context = parts.rope(settings, parts.heads(settings)[2])
+    full = parts.attention(settings, rope, qk_norm="full")
+    mlp, sliding = parts.mlp(settings), RopeSpec(rope.theta, rope.dim)
+    layers = []
+    for window in parts.windows(settings, period=4):
+        attention = full if window is None else replace(full, rope=sliding, window=window)
+        layers.append(LayerSpec(attention, mlp, pre_norm=False, post_norm=True))
+    spec = parts.model(settings, layers, max_context)
+    return replace(spec, norm_fp32=True)
+
+
+def _deepseek2(settings: Settings) -> ModelSpec:
+    """DeepSeek V2, V2-Lite, V3 and R1, and models of their kind."""
+    attention, max_context = parts.latent_attention(settings)
+    dense = parts.mlp(settings)
+    mlps: list[MLPSpec | ExpertsSpec] = [dense] * parts.num_layers(settings)
+    if settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
+        first = settings.integer("leading_dense_block_count", 0, LAYERS[1], default=0)
+        mlps[first:] = [parts.deepseek_experts(settings)] * (len(mlps) - first)
+    return parts.model(settings, [LayerSpec(attention, mlp) for mlp in mlps], max_context)
+
+
+def _minicpm3(settings: Settings) -> ModelSpec:
+    """Readers of the format know what embedding, residuals and logits are multiplied by."""
+    attention, max_context = parts.latent_attention(settings)
+    layers = [LayerSpec(attention, parts.mlp(settings))] * parts.num_layers(settings)
+    spec = parts.model(settings, layers, max_context)
+    residual, logits = 1.4 / spec.num_layers**0.5, 256 / spec.hidden_size
+    return replace(spec, embed_scale=12.0, residual_scale=residual, logit_scale=logits)
+
+
+class Architecture(NamedTuple):
+    spec: Callable[[Settings], ModelSpec]
+    names: TensorNames | Callable[[GGUFFile], TensorNames] = NAMES
+    settings: tuple[str, ...] = ()  # of NEUTRAL_SETTINGS, those that it reads
+    tensors: tuple[str, ...] = ()  # that it reads besides weights
+    copies: tuple[
+        str, ...
+    ] = ()  # endings of tensors that some files have besides, of other weights
+
+
+def _phi2_names(file: GGUFFile) -> TensorNames:
+    """Conversions of its first release have q, k and v in one tensor."""
+    return FUSED_NAMES if f"blk.0.{_QKV}" in file.tensors else NAMES
+
+
+def _falcon_names(file: GGUFFile) -> TensorNames:
+    """Where there are two norms (40B), attention has the second."""
+    if "blk.0.attn_norm_2.weight" not in file.tensors:
+        return FUSED_NAMES
+    norms = {"attn_norm": "attn_norm_2.weight", "attn_norm_bias": "attn_norm_2.bias"}
+    return FUSED_NAMES.but(norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias")
+
+
+_CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
+_SCALES = (parts.ATTENTION_SCALE, "embedding_scale", "residual_scale", "logit_scale")
+_EXPERTS = (parts.EXPERT_COUNT,)
+_ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
+_LATENTS = ("attention.kv_lora_rank", parts.YARN_LOG_MULTIPLIER)
+_SPLIT = (NAMES.layer["k_b"], NAMES.layer["v_b"])
+# SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x call themselves llama
+ARCHITECTURES = {
+    "llama": Architecture(_llama, LLAMA_NAMES, _EXPERTS, tensors=(parts.ROPE_FACTORS,)),
+    "qwen2moe": Architecture(_qwen2_moe, settings=_EXPERTS, tensors=(parts.ROPE_FACTORS,)),
+    "qwen3moe": Architecture(_qwen3_moe, settings=_EXPERTS, tensors=(parts.ROPE_FACTORS,)),
+    "olmoe": Architecture(_olmoe, settings=_EXPERTS),
+    "qwen2": Architecture(_llama, tensors=(parts.ROPE_FACTORS,)),
+    "qwen3": Architecture(_qwen3, tensors=(parts.ROPE_FACTORS,)),
+    "mistral3": Architecture(_mistral3, LLAMA_NAMES, (parts.QUERY_BETA, parts.YARN_LOG_MULTIPLIER)),
+    "internlm2": Architecture(_llama, LLAMA_NAMES),
+    "smollm3": Architecture(_smollm3, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
+    "granite": Architecture(_granite, LLAMA_NAMES, _SCALES, tensors=(parts.ROPE_FACTORS,)),
+    "granitemoe": Architecture(_granite_moe, LLAMA_NAMES, (*_SCALES, *_EXPERTS)),
+    "chatglm": Architecture(_llama, CHATGLM_NAMES),
+    "glm4": Architecture(_glm4, GLM4_NAMES),
+    "command-r": Architecture(_command_r, LLAMA_NAMES, ("logit_scale",)),
+    "cohere2": Architecture(_cohere2, LLAMA_NAMES, ("logit_scale",)),
+    "stablelm": Architecture(_stablelm, settings=("use_parallel_residual",)),
+    "starcoder2": Architecture(_starcoder2),
+    "gptneox": Architecture(_gptneox, FUSED_NAMES, ("use_parallel_residual",)),
+    "gpt2": Architecture(_gpt2, FUSED_NAMES),
+    "phi2": Architecture(_phi2, _phi2_names),
+    "falcon": Architecture(_falcon, _falcon_names),
+    "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
+    "seed_oss": Architecture(_llama, POST_ATTENTION_NAMES),
+    "gpt-oss": Architecture(_gpt_oss, POST_ATTENTION_NAMES, _EXPERTS),
+    "gemma2": Architecture(_gemma2, settings=_CAPS),
+    "gemma3": Architecture(_gemma3, settings=(parts.LOGIT_SOFTCAP,)),
+    "olmo2": Architecture(_olmo2),
+    "phi3": Architecture(_phi3, PHI3_NAMES, tensors=_ROPE_FACTORS),
+    "deepseek2": Architecture(_deepseek2, LLAMA_NAMES, (*_EXPERTS, *_LATENTS), copies=_SPLIT),
+    "minicpm3": Architecture(_minicpm3, NAMES, _LATENTS, _ROPE_FACTORS, _SPLIT),
+}
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def spec_from_gguf(file: GGUFFile) -> ModelSpec:
+    arch = _architecture(file)
+    known = ARCHITECTURES[arch]
+    settings = Settings(file, arch, names_in_gguf(file))
+    settings.refuse_unsupported(known.settings)
+    spec = known.spec(settings)
+    _refuse_unknown_tensors(file, spec, known)
+    return spec
+
+
+def names_in_gguf(file: GGUFFile) -> TensorNames:
+    """What the file calls its weights."""
+    names = ARCHITECTURES[_architecture(file)].names
+    names = names if isinstance(names, TensorNames) else names(file)
+    return names.as_stored(file.tensors)
+
+
+def _architecture(file: GGUFFile) -> str:
+    general = Fields(str(file.path), file.metadata)
+    kind = general.string("general.type", "model")
+    if kind != "model":
+        raise ModelError(
+            f"{file.path}: holds a GGUF {shown(kind)}, not a model (general.type). Give the model "
+            "itself."
+        )
+    arch = general.value("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path}: the architecture {shown(arch)} is not supported. "
+            f"Supported: {', '.join(ARCHITECTURES)} (general.architecture)."
+        )
+    return arch
+
+
+def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, arch: Architecture) -> None:
+    places = names_in_gguf(file).places(spec).values()
+    known = {place.tensor for place in places} | set(arch.tensors)
+    unknown = [
+        name for name in file.tensors if name not in known and not name.endswith(arch.copies)
+    ]
+    beyond = {f"blk.{n}" for n in range(spec.num_layers, LAYERS[1])}
+    layers = {name for name in unknown if ".".join(name.split(".")[:2]) in beyond}
+    if layers:
+        raise ModelError(
+            f"{file.path}: {spec.family}.block_count is {spec.num_layers}, but the file has "
+            f"{len(layers)} tensors of further layers, such as {shown(min(layers))}. It is damaged "
+            "or was put together from two models; download it again."
+        )
+    if unknown:
+        raise ModelError(
+            f"{file.path}: the tensor {shown(unknown[0])} is not part of a {spec.family} model "
+            "(general.architecture) as this version knows it, and to leave it out would change the "
+            "results. Use a conversion of the plain model."
+        )

@@ -1,0 +1,649 @@
+"""The families: a function from a Hugging Face config to a `ModelSpec` for each.
+
+An entry of FAMILIES is that function and the family's names for the weights
+(docs/ADDING_A_FAMILY.md). `hf_parts.py` has what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from twostroke.errors import ModelError
+from twostroke.model.describe import hf_experts
+from twostroke.model.describe import hf_gpt_families as gpt
+from twostroke.model.describe import hf_parts as parts
+from twostroke.model.describe.hf_names import (
+    COHERE_NAMES,
+    DEEPSEEK_NAMES,
+    GEMMA_NAMES,
+    GLM4_NAMES,
+    GLM_NAMES,
+    GPT2_NAMES,
+    GPT_NEOX_NAMES,
+    GPTJ_NAMES,
+    GRANITE_HYBRID_NAMES,
+    GRANITE_MOE_NAMES,
+    INTERNLM2_NAMES,
+    MIXTRAL_NAMES,
+    NAMES,
+    OLMO2_NAMES,
+    PHI3_NAMES,
+    PHI_NAMES,
+    QWEN2_MOE_NAMES,
+    STARCODER2_NAMES,
+)
+from twostroke.model.describe.spec import (
+    CONTEXT,
+    EXPERTS,
+    HEADS,
+    LAYERS,
+    MULTIPLIER_MAX,
+    WIDTH,
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    RopeSpec,
+    with_layers,
+    with_query_scales,
+    without_rope,
+)
+from twostroke.model.describe.tensor_names import TensorNames
+from twostroke.model.fields import Fields, shown
+
+
+def _llama(fields: Fields) -> ModelSpec:
+    return _plain(fields, "llama")
+
+
+def _mistral(fields: Fields) -> ModelSpec:
+    window = parts.window(fields, default=4096)
+    return _plain(fields, "mistral", windows=(window,) * parts.num_layers(fields))
+
+
+def _qwen2(fields: Fields) -> ModelSpec:
+    return _plain(fields, "qwen2", windows=_qwen_windows(fields), qkv_bias=True, output_bias=False)
+
+
+def _qwen3(fields: Fields) -> ModelSpec:
+    return _plain(fields, "qwen3", windows=_qwen_windows(fields), qk_norm="head")
+
+
+def _ministral(fields: Fields) -> ModelSpec:
+    """Mistral with windows in some layers."""
+    window = parts.window(fields, default=4096)
+    usual = parts.FULL if window is None else parts.SLIDING
+    kinds = parts.layer_kinds(fields, [usual] * parts.num_layers(fields))
+    windows = parts.windows(kinds, window)
+    return _plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
+
+
+# What the family's own code takes where a config does not describe the rope at all.
+MINISTRAL3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0}
+MINISTRAL3_ROPE |= {"original_max_position_embeddings": 16384, "mscale_all_dim": 1.0}
+MINISTRAL3_ROPE |= {"llama_4_scaling_beta": 0.1}
+
+
+def _ministral3(fields: Fields) -> ModelSpec:
+    """Beyond the original context queries are multiplied by a number of their position."""
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        fields = fields.over(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
+    window = parts.window(fields, default=None)
+    spec = _plain(
+        fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
+        "ministral3",
+        windows=(window,) * parts.num_layers(fields),
+        eps=1e-5,
+        mlp=parts.mlp(fields, parts.activation(fields)),
+        qkv_bias=False,
+        output_bias=False,
+    )
+    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    if "llama_4_scaling_beta" not in given:
+        raise ModelError(
+            f"{fields.where}: there is no llama_4_scaling_beta in rope_parameters (or, in older "
+            "configs, rope_scaling), which a model of this model_type has."
+        )
+    beta = given.number("llama_4_scaling_beta", high=MULTIPLIER_MAX)
+    span = parts.original_context(given, fields, parts.context(fields))
+    return with_query_scales(spec, beta, span)
+
+
+MISTRAL3_TEXTS = {"mistral": _mistral, "ministral3": _ministral3}
+
+
+def _mistral3(fields: Fields) -> ModelSpec:
+    """Mistral Small 3.1 and 3.2, and all published Ministral 3."""
+    text = _text_part(fields, "one without images is 'mistral' or 'ministral3'")
+    kind = text.value("model_type") if "model_type" in text else "mistral"
+    if not isinstance(kind, str) or kind not in MISTRAL3_TEXTS:
+        raise ModelError(
+            f"{text.where}: the architecture {shown(kind)} (model_type) is not supported, only "
+            f"{' and '.join(map(repr, MISTRAL3_TEXTS))}."
+        )
+    return MISTRAL3_TEXTS[kind](text)
+
+
+def _smollm3(fields: Fields) -> ModelSpec:
+    """Every fourth layer has no rope."""
+    count = parts.num_layers(fields)
+    period = fields.integer("no_rope_layer_interval", 1, LAYERS[1], default=4)
+    has_rope = [(n + 1) % period != 0 for n in range(count)]
+    if "no_rope_layers" in fields:  # 1: the layer has rope
+        has_rope = [bool(n) for n in fields.items("no_rope_layers", int, "0 or 1 for each layer")]
+        if len(has_rope) < count:
+            expected = f"a list of 0 or 1 for each of the {count} layers (num_hidden_layers)"
+            fields.refuse("no_rope_layers", expected)
+    window = parts.window(fields, None) if fields.boolean("use_sliding_window", False) else None
+    usual = [parts.FULL if turns or window is None else parts.SLIDING for turns in has_rope[:count]]
+    kinds = parts.layer_kinds(fields, usual)
+    windows = parts.windows(kinds, window)
+    fields = fields.with_defaults({"num_key_value_heads": 4})
+    spec = _plain(fields, "smollm3", windows, theta=2e6, tied=True)
+    return without_rope(spec, [n for n in range(count) if not has_rope[n]])
+
+
+def _granite(
+    fields: Fields, family: str = "granite", mlp: MLPSpec | ExpertsSpec | None = None
+) -> ModelSpec:
+    """Embedding, scores, residuals and logits are multiplied."""
+    scale = parts.multiplier(fields, "attention_multiplier")
+    return replace(
+        _plain(fields, family, mlp=mlp, scale=scale),
+        embed_scale=parts.multiplier(fields, "embedding_multiplier"),
+        residual_scale=parts.multiplier(fields, "residual_multiplier"),
+        logit_scale=1 / parts.multiplier(fields, "logits_scaling"),
+    )
+
+
+def _granite_moe(fields: Fields) -> ModelSpec:
+    experts = hf_experts.experts(fields, 8, 2, "intermediate_size", 11008)
+    return _granite(fields, "granitemoe", experts)
+
+
+# The MLP of all tokens is called shared, whether there are experts beside it or not.
+GRANITE_HYBRID_ALIASES = {"intermediate_size": "shared_intermediate_size"}
+GRANITE_HYBRID_ALIASES |= {"moe_intermediate_size": "intermediate_size"}
+MAMBA = ("mamba", "linear_attention")  # the same: as published, and as transformers saves it
+
+
+def _granite_moe_hybrid(fields: Fields) -> ModelSpec:
+    """Granite 4.0, of which those run whose layers all have attention."""
+    count = parts.num_layers(fields)
+    kinds = parts.layer_kinds(fields, ["mamba"] * count, (*MAMBA, "attention", parts.FULL))
+    hybrid = sum(kind in MAMBA for kind in kinds)
+    if hybrid:
+        raise ModelError(
+            f"{fields.where}: mamba layers are not supported, and {hybrid} of the {count} layers "
+            "are such (layer_types; without it all are, with this model_type). Of Granite 4.0 "
+            "micro, 1b and 350m run, but not the hybrids, which have an h in their names."
+        )
+    mlp, experts = parts.mlp(fields, parts.activation(fields), inner=1024), None
+    if fields.integer("num_local_experts", 0, EXPERTS[1], default=8):
+        experts = hf_experts.experts(fields, 8, 2, "moe_intermediate_size", 11008)
+        experts = replace(experts, shared=mlp)
+    spec = _granite(fields, "granitemoehybrid", experts or mlp)
+    turned = fields.choice("position_embedding_type", ("nope", "rope"), "nope") == "rope"
+    return spec if turned else without_rope(spec, range(count))
+
+
+def _mixtral(fields: Fields) -> ModelSpec:
+    windows = (parts.window(fields, default=None),) * parts.num_layers(fields)
+    experts = hf_experts.experts(fields, 8, 2, "intermediate_size", 14336)
+    return _plain(fields, "mixtral", windows, theta=1e6, eps=1e-5, mlp=experts)
+
+
+def _qwen2_moe(fields: Fields) -> ModelSpec:
+    """With a shared expert, behind a gate of its own."""
+    count, window = parts.num_layers(fields), None
+    kinds: Sequence[str] = [parts.FULL] * count
+    if fields.boolean("use_sliding_window", False):  # else the size says nothing
+        window = parts.window(fields, default=4096)
+        first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
+        usual = [parts.SLIDING if n < first and n % 2 == 0 else parts.FULL for n in range(count)]
+        kinds = parts.layer_kinds(fields, usual)
+    normalised = fields.boolean("norm_topk_prob", False)
+    experts = hf_experts.experts(
+        fields, 60, 4, "moe_intermediate_size", 1408, normalised=normalised
+    )
+    width = fields.integer("shared_expert_intermediate_size", *WIDTH, default=5632)
+    shared = replace(experts.expert, intermediate_size=width)
+    experts = replace(experts, shared=shared, shared_gate=True)
+    biased = fields.boolean("qkv_bias", True)
+    bias: dict[str, Any] = {"qkv_bias": biased, "output_bias": False}
+    spec = _plain(fields, "qwen2_moe", parts.windows(kinds, window), mlp=experts, **bias)
+    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
+
+
+def _qwen3_moe(fields: Fields) -> ModelSpec:
+    slides = fields.boolean("use_sliding_window", False)
+    window = parts.window(fields, default=4096) if slides else None
+    normalised = fields.boolean("norm_topk_prob", False)
+    experts = hf_experts.experts(
+        fields, 128, 8, "moe_intermediate_size", 768, normalised=normalised
+    )
+    windows = (window,) * parts.num_layers(fields)
+    spec = _plain(fields, "qwen3_moe", windows, mlp=experts, qk_norm="head")
+    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
+
+
+def _olmoe(fields: Fields) -> ModelSpec:
+    """Norms on all of q and of k, and the usual ones before attention and experts."""
+    parts.refuse_if_given(fields, "clip_qkv")
+    normalised = fields.boolean("norm_topk_prob", False)
+    experts = hf_experts.experts(fields, 64, 8, "intermediate_size", 2048, normalised=normalised)
+    return _plain(fields, "olmoe", eps=1e-5, mlp=experts, qk_norm="full")
+
+
+def _internlm2(fields: Fields) -> ModelSpec:
+    bias, mlp = fields.boolean("bias", True), parts.mlp(fields, parts.activation(fields))
+    return _plain(fields, "internlm2", mlp=mlp, qkv_bias=bias, output_bias=bias)
+
+
+def _internlm3(fields: Fields) -> ModelSpec:
+    bias = fields.boolean("bias", False)
+    return _plain(
+        fields,
+        "internlm3",
+        mlp=parts.mlp(fields, parts.activation(fields), bias),
+        qkv_bias=fields.boolean("qkv_bias", False),
+        output_bias=bias,
+    )
+
+
+def _seed_oss(fields: Fields) -> ModelSpec:
+    return _plain(
+        fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
+        "seed_oss",
+        qkv_bias=fields.boolean("attention_bias", True),
+        output_bias=fields.boolean("attention_out_bias", False),
+    )
+
+
+GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5}
+
+
+def _glm(fields: Fields) -> ModelSpec:
+    """Rope turns half of the channels."""
+    return _plain(
+        fields.with_defaults(GLM_DEFAULTS),
+        "glm",
+        eps=1.5625e-7,
+        qkv_bias=fields.boolean("attention_bias", True),
+        output_bias=False,
+    )
+
+
+def _glm4(fields: Fields) -> ModelSpec:
+    """GLM-4-0414: as GLM-4, with norms after attention and MLP, too."""
+    return with_layers(replace(_glm(fields), family="glm4"), post_norm=True)
+
+
+def _plain(
+    fields: Fields,
+    family: str,
+    windows: Sequence[int | None] | None = None,
+    theta: float = 10000.0,
+    tied: bool = False,
+    eps: float = 1e-6,
+    eps_name: str = "rms_norm_eps",
+    mlp: MLPSpec | ExpertsSpec | None = None,
+    **different: Any,
+) -> ModelSpec:
+    """Llama and those whose attention is `different` in a detail. `windows`: of each layer, if any
+    has one. `theta`, `tied` and `eps`: where the config does not say it."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2], theta)
+    attention = replace(parts.attention(fields, rope), **different)
+    if mlp is None:
+        mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
+    count = parts.num_layers(fields)
+    layers = [LayerSpec(replace(attention, window=n), mlp) for n in windows or (None,) * count]
+    return parts.model(fields, family, layers, max_context, tied, eps, eps_name)
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """As the family's own code reads its config, absent keys included."""
+    count = parts.num_layers(fields)
+    window = parts.window(fields, default=4096)
+    slides = fields.boolean("use_sliding_window", False)
+    first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
+    if not slides or window is None:
+        return (None,) * count
+    usual = [parts.SLIDING if n >= first else parts.FULL for n in range(count)]
+    kinds = parts.layer_kinds(fields, usual)
+    return parts.windows(kinds, window)
+
+
+def _gemma2(fields: Fields) -> ModelSpec:
+    """Every other layer slides; scores and logits are softcapped."""
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    return _gemma(
+        fields,
+        "gemma2",
+        kinds=parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields))),
+        ropes={parts.SLIDING: rope, parts.FULL: rope},
+        max_context=max_context,
+        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 30.0),
+        softcap=parts.softcap(fields, "attn_logit_softcapping", 50.0),
+    )
+
+
+# What Gemma 3's own code takes for keys that are absent: configs of the models with images say
+# only what differs from it.
+GEMMA3_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
+
+
+def _gemma3_text(fields: Fields) -> ModelSpec:
+    """Five layers of six slide, with a rope of their own; norms on q and k take softcaps' place."""
+    fields = fields.with_defaults(GEMMA3_DEFAULTS)
+    parts.refuse_if_given(fields, "attn_logit_softcapping")
+    period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=6)
+    return _gemma(
+        fields,
+        "gemma3_text",
+        kinds=parts.layer_kinds(fields, parts.one_full_in(period, parts.num_layers(fields))),
+        ropes=_gemma3_ropes(fields),
+        max_context=parts.context(fields),  # of the model as it is, its rope scaling included
+        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
+        qk_norm="head",
+    )
+
+
+def _gemma3_ropes(fields: Fields) -> dict[str, RopeSpec]:
+    theta_sliding = parts.theta(fields, "rope_local_base_freq", 10000.0)
+    theta_full = parts.theta(fields, "rope_theta", 1000000.0)
+    return parts.two_ropes(fields, theta_sliding, theta_full)[0]
+
+
+def _gemma3(fields: Fields) -> ModelSpec:
+    return _gemma3_text(_text_part(fields, "one without images is 'gemma3_text'"))
+
+
+def _text_part(fields: Fields, otherwise: str) -> Fields:
+    """Of a model with images."""
+    if "text_config" not in fields:
+        raise ModelError(
+            f"{fields.where}: has no text_config, which a model of model_type "
+            f"{shown(fields.value('model_type'))} has ({otherwise})."
+        )
+    return fields.nested("text_config")
+
+
+def _gemma(
+    fields: Fields,
+    family: str,
+    kinds: Sequence[str],
+    ropes: Mapping[str, RopeSpec],
+    max_context: int,
+    logit_softcap: float,
+    **different: Any,
+) -> ModelSpec:
+    """What all Gemmas share; `different` is the attention's."""
+    parts.refuse_if_given(fields, "use_bidirectional_attention")
+    scalar = fields.number("query_pre_attn_scalar", above=0.0, high=1e9, default=256.0)
+    attention = replace(parts.attention(fields, ropes[parts.FULL]), scale=scalar**-0.5, **different)
+    window = parts.window(fields, default=4096)
+    by_kind = {
+        parts.FULL: attention,
+        parts.SLIDING: replace(attention, rope=ropes[parts.SLIDING], window=window),
+    }
+    gelu = parts.activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"})
+    mlp = parts.mlp(fields, gelu)
+    layers = [LayerSpec(by_kind[kind], mlp, post_norm=True) for kind in kinds]
+    spec = parts.model(fields, family, layers, max_context, tied=True)
+    return replace(
+        spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap, norm_fp32=True
+    )
+
+
+def _phi3(fields: Fields) -> ModelSpec:
+    """Phi-3, Phi-3.5 and Phi-4."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    fields = fields.with_defaults({"original_max_position_embeddings": 4096})
+    given = fields.nested("rope_scaling").over(fields.nested("rope_parameters"))
+    if parts.rope_kind(given) in ("su", "yarn"):  # what longrope was called at first
+        given = given.over(Fields(given.where, {"rope_type": "longrope"}))
+    head_dim = parts.heads(fields)[2]
+    rope, max_context = parts.rope_of(given, fields, head_dim, parts.context(fields))
+    window = parts.window(fields, default=None)
+    if window is not None and window >= max_context:
+        window = None  # it hides nothing
+    attention = replace(
+        parts.attention(fields, rope), window=window, qkv_bias=False, output_bias=False
+    )
+    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields)))
+    layers = [layer] * parts.num_layers(fields)
+    return parts.model(fields, "phi3", layers, max_context, eps=1e-5)
+
+
+def _olmo2(fields: Fields) -> ModelSpec:
+    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
+    attention = parts.attention(fields, rope)
+    return _olmo(fields, "olmo2", [attention] * parts.num_layers(fields), max_context)
+
+
+def _olmo3(fields: Fields) -> ModelSpec:
+    """Three layers of four slide; the scaling of rope is that of the others."""
+    theta = parts.theta(fields, "rope_theta", 500000.0)
+    ropes, max_context = parts.two_ropes(fields, theta, theta)
+    full = parts.attention(fields, ropes[parts.FULL])
+    window = parts.window(fields, default=4096)
+    sliding = replace(full, rope=ropes[parts.SLIDING], window=window)
+    by_kind = {parts.FULL: full, parts.SLIDING: sliding}
+    kinds = parts.layer_kinds(fields, parts.one_full_in(4, parts.num_layers(fields)))
+    return _olmo(fields, "olmo3", [by_kind[kind] for kind in kinds], max_context)
+
+
+def _olmo(
+    fields: Fields, family: str, attention: Sequence[AttentionSpec], max_context: int
+) -> ModelSpec:
+    """Norms come after attention and MLP, and on all of q and of k."""
+    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
+    mlp = parts.mlp(fields, parts.activation(fields))
+    layers = [
+        LayerSpec(replace(part, qk_norm="full"), mlp, pre_norm=False, post_norm=True)
+        for part in attention
+    ]
+    spec = parts.model(fields, family, layers, max_context, eps=1e-5)
+    return replace(spec, norm_fp32=True)
+
+
+def _exaone4(fields: Fields) -> ModelSpec:
+    """Norms come after attention and MLP. In a model with windows only layers that slide have
+    rope."""
+    count = parts.num_layers(fields)
+    window = parts.window(fields, default=4096)
+    pattern = fields.value("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:  # "LLLG"; the last layer sees everything
+        letters = [pattern[n % len(pattern)] for n in range(count - 1)] + ["G"]
+        usual = [parts.SLIDING if letter == "L" else parts.FULL for letter in letters]
+    else:
+        period = fields.integer("sliding_window_pattern", 0, LAYERS[1], default=4)
+        usual = parts.one_full_in(period or 1, count)
+    kinds = parts.layer_kinds(fields, [parts.FULL] * count if window is None else usual)
+    windows = parts.windows(kinds, window)
+    spec = _plain(fields, "exaone4", windows, eps=1e-5, qk_norm="head")
+    full = [n for n in range(count) if window is not None and windows[n] is None]
+    return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
+
+
+def _cohere(fields: Fields) -> ModelSpec:
+    """Command R."""
+    if "model_max_length" in fields:  # what its rope was made for
+        longest = fields.integer("model_max_length", *CONTEXT)
+        fields = fields.over(Fields(fields.where, {"max_position_embeddings": longest}))
+    return _command_r(fields, "cohere", theta=500000.0)
+
+
+def _cohere2(fields: Fields) -> ModelSpec:
+    """Command R7B and A: three layers of four slide, and only those have rope."""
+    count, window = parts.num_layers(fields), parts.window(fields, default=4096)
+    period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=4)
+    kinds = parts.layer_kinds(fields, parts.one_full_in(period, count))
+    windows = parts.windows(kinds, window)
+    spec = _command_r(fields, "cohere2", windows)
+    return without_rope(spec, [n for n in range(count) if windows[n] is None])
+
+
+def _command_r(
+    fields: Fields,
+    family: str,
+    windows: Sequence[int | None] | None = None,
+    theta: float = 10000.0,
+) -> ModelSpec:
+    """Attention and MLP side by side, behind one LayerNorm without bias."""
+    parts.refuse_if_given(fields, "use_qk_norm")
+    spec = _plain(fields, family, windows, theta, tied=True, eps=1e-5, eps_name="layer_norm_eps")
+    return replace(
+        with_layers(spec, parallel=True),
+        norm="layer",
+        norm_fp32=True,
+        logit_scale=parts.multiplier(fields, "logit_scale", 0.0625),
+    )
+
+
+STABLELM_DEFAULTS = {"num_key_value_heads": 32, "partial_rotary_factor": 0.25}
+
+
+def _stablelm(fields: Fields) -> ModelSpec:
+    """LayerNorms with bias; rope turns a quarter of the channels."""
+    parts.refuse_if_given(fields, "qk_layernorm")
+    spec = _plain(
+        fields.with_defaults(STABLELM_DEFAULTS),
+        "stablelm",
+        eps=1e-5,
+        eps_name="layer_norm_eps",
+        mlp=parts.mlp(fields, parts.activation(fields)),
+        qkv_bias=fields.boolean("use_qkv_bias", False),
+        output_bias=False,
+    )
+    parallel = fields.boolean("use_parallel_residual", False)
+    return replace(with_layers(spec, parallel=parallel), norm="layer", norm_bias=True)
+
+
+def _starcoder2(fields: Fields) -> ModelSpec:
+    """LayerNorms with bias, and an MLP without a gate."""
+    bias, window = fields.boolean("use_bias", True), parts.window(fields, default=None)
+    gelu = parts.activation(fields, known={"gelu_pytorch_tanh": "gelu_tanh"})
+    spec = _plain(
+        fields.with_defaults({"num_key_value_heads": 2}),
+        "starcoder2",
+        windows=(window,) * parts.num_layers(fields),
+        tied=True,
+        eps=1e-5,
+        eps_name="norm_epsilon",
+        mlp=replace(parts.mlp(fields, gelu, bias), gated=False),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    return replace(spec, norm="layer", norm_bias=True)
+
+
+# What the family's own code takes for keys that are absent; q_lora_rank may be null.
+DEEPSEEK_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
+DEEPSEEK_DEFAULTS |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def _deepseek_v2(fields: Fields) -> ModelSpec:
+    """DeepSeek-V2 and V2-Lite."""
+    return _deepseek(fields, "deepseek_v2", v3=False)
+
+
+def _deepseek_v3(fields: Fields) -> ModelSpec:
+    """DeepSeek-V3 and R1, Kimi K2, Moonlight."""
+    if not fields.boolean("rope_interleave", True):
+        fields.refuse("rope_interleave", "true: weights whose rope pairs are neighbours")
+    return _deepseek(fields, "deepseek_v3", v3=True)
+
+
+def _deepseek(fields: Fields, family: str, v3: bool) -> ModelSpec:
+    """Latent attention, and experts in all but the first layers."""
+    count = parts.num_layers(fields)
+    attention, max_context = parts.latent_attention(fields.with_defaults(DEEPSEEK_DEFAULTS))
+    biased = not v3 and fields.boolean("mlp_bias", False)
+    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields), biased))
+    spec = parts.model(fields, family, [layer] * count, max_context)
+    first = fields.integer("first_k_dense_replace", 0, LAYERS[1], default=3 if v3 else 0)
+    if not fields.value("n_routed_experts") or first >= count:
+        return spec
+    if biased:
+        fields.refuse("mlp_bias", "false in a model with experts")
+    return hf_experts.with_mlps(spec, hf_experts.deepseek(fields, v3))
+
+
+def _minicpm3(fields: Fields) -> ModelSpec:
+    """Latent attention; embedding, residuals and logits are multiplied."""
+    sizes = {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64}
+    sizes |= {"qk_rope_head_dim": 32}
+    hidden, count = fields.integer("hidden_size", *WIDTH), parts.num_layers(fields)
+    usual = hidden // fields.integer("num_attention_heads", *HEADS)
+    if "v_head_dim" not in fields:
+        fields = fields.over(Fields(fields.where, {"v_head_dim": usual}))
+    attention, max_context = parts.latent_attention(fields.with_defaults(sizes))
+    mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
+    spec = parts.model(fields, "minicpm3", [LayerSpec(attention, mlp)] * count, max_context, True)
+    return replace(
+        spec,
+        embed_scale=parts.multiplier(fields, "scale_emb", 12.0),
+        residual_scale=parts.multiplier(fields, "scale_depth", 1.4) / count**0.5,
+        logit_scale=parts.multiplier(fields, "dim_model_base", 256) / hidden,
+    )
+
+
+class Family(NamedTuple):
+    spec: Callable[[Fields], ModelSpec]
+    names: TensorNames | Callable[[Fields], TensorNames] = NAMES
+    aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
+    reads: tuple[str, ...] = ()  # fields for which other families are refused
+    quant_methods: tuple[str, ...] = ()  # of quantised files that are read
+    images: bool = False  # its models read them, and we do not
+
+
+LATENT = ("kv_lora_rank",)
+FAMILIES = {  # by model_type
+    "cohere": Family(_cohere, COHERE_NAMES),
+    "cohere2": Family(_cohere2, COHERE_NAMES),
+    "deepseek_v2": Family(_deepseek_v2, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
+    "deepseek_v3": Family(_deepseek_v3, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
+    "exaone4": Family(_exaone4, OLMO2_NAMES),
+    "falcon": Family(gpt.falcon, gpt.falcon_names, gpt.FALCON_ALIASES),
+    "gemma2": Family(_gemma2, GEMMA_NAMES),
+    "gemma3": Family(_gemma3, GEMMA_NAMES, images=True),
+    "gemma3_text": Family(_gemma3_text, GEMMA_NAMES),
+    "glm": Family(_glm, GLM_NAMES),
+    "glm4": Family(_glm4, GLM4_NAMES),
+    "gpt2": Family(gpt.gpt2, GPT2_NAMES, gpt.GPT2_ALIASES),
+    "gpt_neox": Family(gpt.gpt_neox, GPT_NEOX_NAMES, gpt.GPT_NEOX_ALIASES),
+    "gpt_oss": Family(gpt.gpt_oss, gpt.gpt_oss_names, quant_methods=("mxfp4",)),
+    "gptj": Family(gpt.gptj, GPTJ_NAMES, gpt.GPT2_ALIASES),
+    "granite": Family(_granite),
+    "granitemoe": Family(_granite_moe, GRANITE_MOE_NAMES),
+    "granitemoehybrid": Family(_granite_moe_hybrid, GRANITE_HYBRID_NAMES, GRANITE_HYBRID_ALIASES),
+    "internlm2": Family(_internlm2, INTERNLM2_NAMES),
+    "internlm3": Family(_internlm3),
+    "llama": Family(_llama),
+    "minicpm3": Family(_minicpm3, reads=LATENT),
+    "ministral": Family(_ministral),
+    "ministral3": Family(_ministral3),
+    "mistral": Family(_mistral),
+    "mistral3": Family(_mistral3, images=True),
+    "mixtral": Family(_mixtral, MIXTRAL_NAMES),
+    "olmo2": Family(_olmo2, OLMO2_NAMES),
+    "olmo3": Family(_olmo3, OLMO2_NAMES),
+    "olmoe": Family(_olmoe),
+    "phi": Family(gpt.phi, PHI_NAMES),
+    "phi3": Family(_phi3, PHI3_NAMES),
+    "qwen2": Family(_qwen2),
+    "qwen2_moe": Family(_qwen2_moe, QWEN2_MOE_NAMES, reads=("num_experts",)),
+    "qwen3": Family(_qwen3),
+    "qwen3_moe": Family(_qwen3_moe, reads=("num_experts",)),
+    "seed_oss": Family(_seed_oss),
+    "smollm3": Family(_smollm3),
+    "stablelm": Family(_stablelm),
+    "starcoder2": Family(_starcoder2, STARCODER2_NAMES),
+}

@@ -1,0 +1,91 @@
+"""What a config.json says of weights of 4 or 8 bits (`quantization_config`); the rest is refused by
+name.
+
+    quant_method        layout of the codes                    a group has a zero of its own
+    gptq                `qweight` [in / 8, out], v1 and v2      unless `sym`
+    awq                 `qweight` [in, out / 8], version gemm   if `zero_point`
+    compressed-tensors  `weight_packed` [out, in / 8]           unless `symmetric`
+
+Activations stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from twostroke.model.describe.hf_compressed import only_kind, refuse
+from twostroke.model.fields import Fields
+
+
+class PackedConfig(NamedTuple):
+    layout: str  # gptq, awq, compressed
+    bits: int
+    group: int  # numbers of a row that share a scale; 0: all of them
+    zeros: bool  # groups have their own
+    zero_shift: int = 0  # what a stored zero lacks
+
+    @property
+    def name(self) -> str:
+        """As a message calls it."""
+        return f"int{self.bits}"
+
+
+def packed_config(config: Mapping[str, Any], where: str) -> PackedConfig | None:
+    """None if the model is not quantised so."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    fields = Fields(where, config).nested("quantization_config")
+    method = fields.value("quant_method")
+    if method == "gptq":
+        return _gptq(fields)
+    if method == "awq":
+        return _awq(fields)
+    if method == "compressed-tensors" and fields.value("format") == "pack-quantized":
+        return only_kind(fields, _compressed)
+    return None
+
+
+def _gptq(fields: Fields) -> PackedConfig:
+    bits = _bits(fields, "bits")
+    layout = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    zeros = not fields.boolean("sym", True)
+    # Version 1 stores a zero as one less than it is, symmetric or not.
+    return PackedConfig("gptq", bits, _group(fields), zeros, int(layout == "gptq"))
+
+
+def _awq(fields: Fields) -> PackedConfig:
+    version = str(fields.value("version") or "gemm").lower()
+    if version != "gemm":
+        refuse(fields, "version", "gemm is")
+    bits = _bits(fields, "bits", (4,))
+    return PackedConfig("awq", bits, _group(fields), fields.boolean("zero_point", True))
+
+
+def _compressed(group: Fields, weights: Fields) -> PackedConfig:
+    if weights.value("type") != "int":
+        refuse(weights, "type", "packed weights are of type int")
+    if group.value("input_activations"):
+        told = "activations of packed weights stay as they are: leave it out"
+        refuse(group, "input_activations", told)
+    strategy = weights.value("strategy")
+    if strategy not in ("group", "channel"):
+        refuse(weights, "strategy", "group and channel are")
+    size = _group(weights) if strategy == "group" else 0
+    bits, zeros = _bits(weights, "num_bits"), not weights.boolean("symmetric", True)
+    return PackedConfig("compressed", bits, size, zeros)
+
+
+def _bits(fields: Fields, name: str, known: tuple[int, ...] = (4, 8)) -> int:
+    bits = fields.value(name)
+    if isinstance(bits, bool) or bits not in known:
+        refuse(fields, name, f"{' and '.join(map(str, known))} bits are")
+    return int(bits)
+
+
+def _group(fields: Fields) -> int:
+    value = fields.value("group_size")
+    if value == -1:
+        return 0
+    return int(fields.integer("group_size", 16, 1 << 20))

@@ -1,0 +1,1 @@
+"""Models on disk, on the Hugging Face Hub and in Python packages."""

@@ -1,0 +1,1 @@
+"""Weight formats of the torch backends: packing, linears, calibration, choice of a format."""

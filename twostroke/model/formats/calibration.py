@@ -1,0 +1,111 @@
+"""The text that `calibration` names: windows of tokens that show which inputs of a matrix matter.
+
+The unquantised model reads them once (`importance.py`); rounding then weighs the error of a weight
+by the mean square of what it is multiplied with. No torch here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from itertools import chain
+from pathlib import Path
+
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError
+from twostroke.model.formats.w8a8_weights import DENSE, products
+from twostroke.model.load import open_tokenizer
+from twostroke.model.opened import OpenedModel
+from twostroke.model.weights.safetensors import SafetensorsWeights
+
+WINDOWS = 8  # at the most
+WINDOW_TOKENS = 512
+READ_BYTES = 1 << 20  # of the file, from its beginning
+
+
+def calibration_windows(config: EngineConfig, model: OpenedModel, max_len: int) -> list[list[int]]:
+    """Windows of one length, spread over the text. Raises `ConfigError` if the model or the file
+    cannot be used."""
+    _check_model(model)
+    tokenizer = open_tokenizer(config, model.files)
+    if tokenizer is None:
+        raise ConfigError("calibration reads a text, and there is no tokenizer; leave it out")
+    path, size = Path(config.calibration or ""), min(WINDOW_TOKENS, max_len)
+    begin = tokenizer.encode("")[:1]  # as the model's texts begin
+    ids = tokenizer.encode(read_text(path), add_special_tokens=False)
+    step = size - len(begin)
+    cut = [begin + ids[at : at + step] for at in range(0, len(ids) - step + 1, step)]
+    if not cut:
+        raise ConfigError(
+            f"calibration: {path} has {len(ids)} tokens, too few to calibrate with; give a text of "
+            f"at least {step}, better {WINDOWS * step}, such as the model will read"
+        )
+    if max(ids) >= model.spec.vocab_size:
+        raise ConfigError(
+            f"calibration: the tokenizer gives the id {max(ids)}, and the model knows "
+            f"{model.spec.vocab_size}; use the model's own tokenizer"
+        )
+    count = min(WINDOWS, len(cut))
+    return [cut[n * len(cut) // count] for n in range(count)]
+
+
+def read_text(path: Path) -> str:
+    """The beginning of a file: plain text, or of a .jsonl the "text" of each line."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(READ_BYTES)
+            if path.suffix == ".jsonl":
+                data += file.readline()
+    except OSError as error:
+        raise ConfigError(f"calibration: {path} cannot be read: {error.strerror}") from None
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(data)  # the end may be cut
+        if "\0" in text:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"calibration: {path} is not text in UTF-8; give a text file, or a .jsonl whose lines "
+            'have a "text"'
+        ) from None
+    if path.suffix == ".jsonl":
+        text = "\n\n".join(_texts(path, text))
+    if not text.strip():
+        raise ConfigError(f"calibration: {path} is empty; give a text such as the model will read")
+    return text
+
+
+def _texts(path: Path, lines: str) -> list[str]:
+    found = []
+    for number, line in enumerate(lines.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ConfigError(
+                f'calibration: line {number} of {path} is not a JSON object with a "text"; a text '
+                "file that is no .jsonl is read as it is"
+            )
+        found.append(text)
+    return found
+
+
+def _check_model(model: OpenedModel) -> None:
+    if model.spec.has_experts:
+        raise ConfigError("calibration does not see into experts as yet; leave it out")
+    source = model.weights
+    known = source.quantized if isinstance(source, SafetensorsWeights) else None
+    if known is not None:
+        raise ConfigError(
+            f"calibration is for weights that are rounded at load, and {model.files.path} is "
+            f"quantised already ({known.name}); leave it out, or use the unquantised model"
+        )
+    for name in chain.from_iterable(products(model.spec)):
+        stored = source.stored_type(name)
+        if stored not in DENSE:
+            raise ConfigError(
+                f"calibration is for weights that are rounded at load, and {source.label(name)} is "
+                f"quantised already ({stored}); leave it out, or use the unquantised model"
+            )

@@ -1,0 +1,339 @@
+"""Weight formats of torch's backends: a matrix that knows its bytes and its products.
+
+A format packs once at load. Few rows (decode) stream the packed bytes once, many rows (prefill)
+feed the matrix units: which of the two runs follows from the number of rows, inside the format.
+Nobody else asks which format a matrix has. Where several ranks share a model, each reads its part
+of a matrix into a format; what the parts give is put together around it (`SummedLinear`,
+`GatheredLinear`, `SplitEmbedding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+import torch
+
+from twostroke.kernels.activations import Activation
+from twostroke.kernels.packed import PackedWeight
+from twostroke.kernels.reference import Kernels
+from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight
+from twostroke.model.describe.tensor_parallel import Ranks
+
+# Rows (tokens) up to which a weight in fp8 or int8 is multiplied with activations as they are. With
+# more of them the activations are so, too: that is faster from there on.
+WEIGHT_ONLY_ROWS = {E4M3: 1, INT8: 16}
+
+Activations = torch.Tensor | A8Rows
+
+
+def num_rows(x: Activations) -> int:
+    return len(x if isinstance(x, torch.Tensor) else x.values)
+
+
+class Linear(Protocol):
+    """x ↦ x Wᵀ + b with W of (out, in)."""
+
+    num_bytes: int
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` is quantised only if `a8_type` has said so."""
+        ...
+
+    def gated_product(
+        self,
+        x: Activations,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> Activations:
+        """W is a gate and, below it, an up projection: activation(gate x) · up x. `to`: what
+        who reads it would quantise it to."""
+        ...
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        """What a product with so many rows has its activations quantised to; None: as they are."""
+        ...
+
+    def to_meta(self) -> Linear:
+        """The same without memory, for compiling ahead."""
+        ...
+
+
+class ScalableLinear(Linear, Protocol):
+    """A product whose weights can be multiplied row by row, while a model is loaded."""
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        """Multiply each row of the weights, and so each output less its bias, by its factor,
+        [out] in fp32."""
+        ...
+
+
+class DenseLinear:
+    """Weights as they are, in the model's dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels) -> None:
+        self.weight, self.bias, self._kernels = weight, bias, kernels
+        self.num_bytes = weight.numel() * weight.element_size()
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        if self.bias is None:
+            return self._kernels.product(x, self.weight, pdl=pdl, out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def gated_product(
+        self,
+        x: Activations,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        if self.bias is None:
+            return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
+        return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        self.weight.mul_(factors.to(self.weight.dtype).unsqueeze(1))
+
+    def to_meta(self) -> DenseLinear:
+        bias = None if self.bias is None else self.bias.to("meta")
+        return DenseLinear(self.weight.to("meta"), bias, self._kernels)
+
+
+class W8Linear:
+    """Weights in fp8 or int8 with a scale for each row or block. Few rows are multiplied as they
+    are; more are quantised token by token to the weight's type, unless the weight's scales are
+    those of blocks or the checkpoint wants its activations as they are."""
+
+    def __init__(
+        self,
+        weight: W8Weight,
+        bias: torch.Tensor | None,
+        kernels: Kernels,
+        weight_only: bool = False,
+    ) -> None:
+        self.weight, self.bias, self._kernels = weight, bias, kernels
+        self._weight_only = weight_only or weight.is_grouped
+        self.num_bytes = weight.num_bytes
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = self._quantised(x, pdl)
+        if isinstance(x, torch.Tensor):
+            made = self._kernels.w8_product(x, self.weight, pdl=pdl, out=out)
+        else:
+            made = self._kernels.w8a8_product(x, self.weight, pdl=pdl, out=out)
+        return made if self.bias is None else made.add_(self.bias)
+
+    def gated_product(
+        self,
+        x: Activations,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> Activations:
+        kernels = self._kernels
+        if self.bias is not None:
+            return kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
+        rows = self._quantised(x, pdl)
+        if isinstance(rows, torch.Tensor):
+            return kernels.w8_gated_product(rows, self.weight, activation, pdl=pdl)
+        return kernels.w8a8_gated_product(rows, self.weight, activation, pdl=pdl, to=to)
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        dtype = self.weight.dtype
+        return None if self._weight_only or rows <= WEIGHT_ONLY_ROWS[dtype] else dtype
+
+    def _quantised(self, x: Activations, pdl: bool) -> Activations:
+        if not isinstance(x, torch.Tensor):
+            return x
+        to = self.a8_type(len(x))
+        return x if to is None else self._kernels.a8_rows(x, to, pdl=pdl)
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        self.weight.scale.mul_(factors.unsqueeze(1))
+
+    def to_meta(self) -> W8Linear:
+        bias = None if self.bias is None else self.bias.to("meta")
+        return W8Linear(self.weight.to_meta(), bias, self._kernels, self._weight_only)
+
+
+class PackedLinear:
+    """Weights of 4 or 8 bits in groups that share a scale; activations stay as they are."""
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, kernels: Kernels) -> None:
+        self.weight, self.bias, self._kernels = weight, bias, kernels
+        self.num_bytes = weight.num_bytes
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        made = self._kernels.packed_product(x, self.weight, pdl=pdl, out=out)
+        return made if self.bias is None else made.add_(self.bias)
+
+    def gated_product(
+        self,
+        x: Activations,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        if self.bias is None:
+            return self._kernels.packed_gated_product(x, self.weight, activation, pdl=pdl)
+        return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        self.weight = self.weight.with_scaled_rows(factors)
+
+    def to_meta(self) -> PackedLinear:
+        bias = None if self.bias is None else self.bias.to("meta")
+        return PackedLinear(self.weight.to("meta"), bias, self._kernels)
+
+
+class StackedLinear:
+    """Matrices one below another whose formats differ: a product each."""
+
+    def __init__(self, parts: Sequence[PackedLinear], kernels: Kernels) -> None:
+        self._parts, self._kernels = parts, kernels
+        self.num_bytes = sum(part.num_bytes for part in parts)
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.cat([part.product(x, pdl=pdl) for part in self._parts], dim=1, out=out)
+
+    def gated_product(
+        self,
+        x: Activations,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation)
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return None
+
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        rows = [part.weight.shape[0] for part in self._parts]
+        for part, own in zip(self._parts, torch.split(factors, rows), strict=True):
+            part.scale_rows(own)
+
+    def to_meta(self) -> StackedLinear:
+        return StackedLinear([part.to_meta() for part in self._parts], self._kernels)
+
+
+class SummedLinear:
+    """Some columns of a matrix: the ranks' products add up. The bias, if any, is the first rank's
+    part's."""
+
+    def __init__(self, part: Linear, ranks: Ranks) -> None:
+        self._part, self._ranks = part, ranks
+        self.num_bytes = part.num_bytes
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._ranks.all_reduce(self._part.product(x, pdl=pdl, out=out))
+
+    def gated_product(
+        self,
+        x: Activations,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> NoReturn:
+        raise TypeError("parts of a gated product do not add up")
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return self._part.a8_type(rows)
+
+    def to_meta(self) -> Linear:
+        return self._part.to_meta()
+
+
+class GatheredLinear:
+    """Some rows of a matrix of `size` rows: the first rank gets all outputs, another its own."""
+
+    def __init__(self, part: Linear, size: int, ranks: Ranks) -> None:
+        self._part, self._size, self._ranks = part, size, ranks
+        self.num_bytes = part.num_bytes
+
+    def product(
+        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        own = self._part.product(x, pdl=pdl)
+        parts = self._ranks.gather(own)
+        if self._ranks.rank:
+            return own
+        whole = own.new_empty(len(own), self._size) if out is None else out
+        width = own.shape[1]
+        for n, part in enumerate(parts):
+            place = whole[:, n * width : (n + 1) * width]
+            place.copy_(part[:, : place.shape[1]])
+        return whole
+
+    def gated_product(
+        self,
+        x: Activations,
+        activation: Activation,
+        *,
+        pdl: bool = False,
+        to: torch.dtype | None = None,
+    ) -> NoReturn:
+        raise TypeError("a gate and its up projection are on one rank")
+
+    def a8_type(self, rows: int) -> torch.dtype | None:
+        return self._part.a8_type(rows)
+
+    def to_meta(self) -> Linear:
+        ranks = Ranks(self._ranks.rank, self._ranks.size)
+        return GatheredLinear(self._part.to_meta(), self._size, ranks)
+
+
+class Embedding:
+    """A row of numbers for each token."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def rows(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.index_select(self.weight, 0, token_ids, out=out)
+
+    def to_meta(self) -> Embedding:
+        return Embedding(self.weight.to("meta"))
+
+
+class SplitEmbedding(Embedding):
+    """The rows of the tokens from `first` on; other ranks have those of the other tokens."""
+
+    def __init__(self, weight: torch.Tensor, first: int, ranks: Ranks) -> None:
+        super().__init__(weight)
+        self._first, self._ranks = first, ranks
+
+    def rows(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        own = token_ids - self._first
+        elsewhere = (own < 0) | (own >= len(self.weight))
+        found = super().rows(own.masked_fill_(elsewhere, 0), out)
+        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(1), 0))

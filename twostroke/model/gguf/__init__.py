@@ -1,0 +1,1 @@
+"""The GGUF file format: headers, block types and their values."""

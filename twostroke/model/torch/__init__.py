@@ -1,0 +1,1 @@
+"""The torch decoder: attention, MLP and the forward over any `ModelSpec`."""

@@ -1,0 +1,226 @@
+"""`POST /v1/chat/completions`: the response's JSON and events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from twostroke.outputs import CompletionOutput, RequestOutput
+from twostroke.request import EngineRequest
+from twostroke.serve.fields.protocol import ChatRequest
+from twostroke.serve.fields.response_fields import (
+    Json,
+    LogprobWriter,
+    count_tokens,
+    request_metrics,
+    timings,
+)
+from twostroke.serve.generation.conversation import AssistantMessage, Conversation
+from twostroke.serve.generation.generate import ChunkWriter
+from twostroke.serve.generation.service import Service
+from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+from twostroke.serve.sse import (
+    Encoded,
+    LazyList,
+    TextEventTemplate,
+    concat,
+    event,
+    long_event,
+)
+
+
+class ChatGeneration(Conversation[ChatRequest]):
+    request_type = ChatRequest
+    id_prefix = "chatcmpl"
+
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        super().__init__(service, request)
+        self.role = service.settings.response_role
+        self.echoed = ""  # the last message, with which the answer begins (`echo`)
+        as_ids = service.tokens_as_ids(request)
+        top = -1 if request.logprob_token_ids else request.top_logprobs or 0
+        self._logprobs = LogprobWriter(service.token_names, top, as_ids)
+
+    def as_chat(self) -> ChatRequest:
+        return self.request
+
+    def prepare(self) -> list[EngineRequest]:
+        if self.request.add_generation_prompt is False and self.request.messages:
+            self.role = str(self.request.messages[-1].get("role"))
+        if self.request.echo and self.request.messages:
+            self.echoed = _text_of(self.request.messages[-1], self.role)
+        return super().prepare()
+
+    def stream_writer(self) -> ChatStreamWriter:
+        return ChatStreamWriter(self)
+
+    def full_response(self, outputs: Sequence[RequestOutput]) -> Json:
+        (output,) = outputs
+        response = self.head.as_json("chat.completion")
+        response["choices"] = (self.choice(completion) for completion in output.outputs)
+        counts = count_tokens(outputs)
+        for completion in output.outputs:
+            counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
+        response["usage"] = counts.usage()
+        response["timings"] = timings(outputs, bool(self.request.return_token_gaps))
+        if self.service.settings.enable_per_request_metrics:
+            response["metrics"] = request_metrics(outputs)
+        # vLLM's, which are there even if they were not asked for
+        asked, ids_asked = self.request.prompt_logprobs is not None, self.request.return_token_ids
+        response["prompt_logprobs"] = self._logprobs.prompt(output) if asked else None
+        response["prompt_token_ids"] = output.prompt_token_ids if ids_asked else None
+        return response
+
+    def choice(self, completion: CompletionOutput) -> Json:
+        said = self.new_message()
+        said.push(completion.text)
+        said.flush()
+        content = self.echoed + (said.content or "") if self.echoed else said.content
+        message: Json = {"role": self.role, "content": content, "refusal": None, "reasoning": None}
+        if said.reasoning is not None:
+            message |= _reasoning_json(said.reasoning)
+        if said.calls:
+            message["tool_calls"] = [call.to_dict() for call in said.calls]
+        choice = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs_json(completion),
+            "finish_reason": said.finish_reason(completion.finish_reason),
+            "stop_reason": completion.stop_reason,
+        }
+        choice["token_ids"] = completion.token_ids if self.request.return_token_ids else None
+        return choice
+
+    def delta(
+        self, completion: CompletionOutput, delta: Json, finish_reason: str | None = None
+    ) -> Json:
+        choice = {
+            "index": completion.index,
+            "delta": delta,
+            "logprobs": self._logprobs_json(completion),
+            "finish_reason": finish_reason,
+        }
+        if finish_reason is not None:
+            choice["stop_reason"] = completion.stop_reason
+        if self.request.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def prompt_logprobs(self, output: RequestOutput) -> LazyList | None:
+        return self._logprobs.prompt(output)
+
+    def _logprobs_json(self, completion: CompletionOutput) -> Json | None:
+        if completion.logprobs is None:
+            return None
+        return {"content": LazyList(self._logprobs.chat(completion.logprobs)), "refusal": None}
+
+
+class ChatStreamWriter(ChunkWriter[ChatGeneration]):
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, generation: ChatGeneration) -> None:
+        request = generation.request
+        super().__init__(generation, request.stream_options)
+        self._messages: dict[int, AssistantMessage] = {}  # choices that have begun
+        self._templates: dict[int, TextEventTemplate] = {}
+        self._plain_text = not (
+            self.usage_always or generation.tools or request.return_token_ids or request.logprobs
+        )
+
+    def write(self, _: int, output: RequestOutput) -> Encoded:
+        if output.finished:
+            self.finished.append(output)
+        if not output.outputs:
+            return self.progress_event(output)
+        if len(output.outputs) == 1:
+            return self._write_one(output, output.outputs[0])
+        return concat([self._write_one(output, one) for one in output.outputs])
+
+    def _write_one(self, output: RequestOutput, completion: CompletionOutput) -> Encoded:
+        index, written = completion.index, len(completion.token_ids)
+        if completion.finish_reason is None and (text := self._templates.get(index)) is not None:
+            self.counts.completion += written
+            return text.encode(completion.text)
+        begin = b"" if index in self._messages else self._begin(output, completion)
+        self.counts.completion += written
+        chunks = self._chunks(output, completion)
+        if self.generation.request.return_token_gaps and output.finished:
+            return concat([begin, *map(long_event, chunks)])
+        events = b"".join(map(event, chunks))
+        if self._plain_text and self._messages[index].is_plain:
+            self._templates[index] = self._text_template(index)
+        return concat([begin, events])
+
+    def _begin(self, output: RequestOutput, completion: CompletionOutput) -> Encoded:
+        """The first event of a choice has the role."""
+        generation, index = self.generation, completion.index
+        self._messages[index] = generation.new_message()
+        self.counts.prompt = len(output.prompt_token_ids)
+        bare = CompletionOutput(index)
+        more: Json = {}
+        if generation.request.prompt_logprobs is not None and index == 0:
+            more["prompt_logprobs"] = generation.prompt_logprobs(output)
+        if generation.request.return_token_ids and index == 0:
+            more["prompt_token_ids"] = output.prompt_token_ids
+        choice = generation.delta(bare, {"role": generation.role, "content": ""})
+        first = self.chunk([choice], **more, **self.running_usage())
+        begin = long_event(first) if "prompt_logprobs" in more else event(first)
+        if not generation.echoed:
+            return begin
+        echo = generation.delta(bare, {"content": generation.echoed})
+        return concat([begin, event(self.chunk([echo], **self.running_usage()))])
+
+    def _text_template(self, index: int) -> TextEventTemplate:
+        bare, generation = CompletionOutput(index), self.generation
+        return TextEventTemplate(
+            lambda text: event(self.chunk([generation.delta(bare, {"content": text})]))
+        )
+
+    def _chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
+        """One chunk a token; with tools or reasoning several, or none yet. The last has the finish
+        reason."""
+        generation, message = self.generation, self._messages[completion.index]
+        deltas = [_as_json(delta) for delta in message.push(completion.text, completion.token_ids)]
+        reason = None
+        if completion.finish_reason is not None:
+            deltas += [_as_json(delta) for delta in message.flush()]
+            reason = message.finish_reason(completion.finish_reason)
+            self.counts.add_reasoning(message.reasoning_tokens)
+        elif not deltas and (completion.logprobs or generation.request.return_token_ids):
+            deltas = [{}]  # of a token whose text is held back
+        if reason is not None and not deltas:
+            deltas = [{}] if generation.tools or generation.reasoning else [{"content": ""}]
+        chunks = []
+        for n, delta in enumerate(deltas):
+            # The ids and logprobs of this token go with the first chunk it makes.
+            shown = completion if n == 0 else CompletionOutput(completion.index)
+            shown.stop_reason = completion.stop_reason
+            last = n == len(deltas) - 1
+            choice = generation.delta(shown, delta, reason if last else None)
+            more = self.running_usage()
+            if last and output.finished and completion is output.outputs[-1]:
+                gaps_asked = bool(generation.request.return_token_gaps)
+                more["timings"] = timings([output], gaps_asked)
+            chunks.append(self.chunk([choice], **more))
+        return chunks
+
+
+def _text_of(message: Json, role: str) -> str:
+    """A message's text, if it is of this role."""
+    content = message.get("content") if message.get("role") == role else None
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _as_json(delta: Delta) -> Json:
+    """As a chunk's `delta` has it."""
+    if isinstance(delta, ContentDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return _reasoning_json(delta.text)
+    return {"tool_calls": [delta.to_dict()]}
+
+
+def _reasoning_json(text: str) -> Json:
+    """Under vLLM's name, and under that of DeepSeek and llama.cpp, which vLLM had before."""
+    return {"reasoning": text, "reasoning_content": text}

@@ -1,0 +1,396 @@
+"""`POST /v1/responses`: the request with what it refers to, and the response's JSON. Items and
+events are in `responses_output.py`, the routes in `responses_routes.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from twostroke.errors import RequestError, shown
+from twostroke.outputs import RequestOutput
+from twostroke.request import EngineRequest
+from twostroke.serve.api.responses.response_store import StoredResponse, StoredResponses
+from twostroke.serve.api.responses.responses_input import (
+    chat_request,
+    messages_of,
+    namespaces_of,
+    places_to_cut,
+    read_items,
+)
+from twostroke.serve.api.responses.responses_output import (
+    OutputItems,
+    ResponseWriter,
+    item_id,
+    response_of_item,
+    usage_json,
+)
+from twostroke.serve.error_responses import ApiError, retry_after
+from twostroke.serve.fields.protocol import ChatRequest, ResponsesRequest, ResponsesTool
+from twostroke.serve.fields.response_fields import (
+    Json,
+    LogprobWriter,
+    ResponseHead,
+    TokenCounts,
+    count_tokens,
+    timings,
+)
+from twostroke.serve.generation.conversation import Conversation
+from twostroke.serve.generation.service import Service
+from twostroke.serve.sse import encode_json
+
+TOO_LONG = "context_length_exceeded"
+
+
+class NoRoom(ApiError):  # noqa: N818
+    """Of a response in the background, which is nothing if it is not stored."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(500, f"{what} too long to be stored (--max-stored-response-bytes)")
+
+
+class ResponsesGeneration(Conversation[ResponsesRequest]):
+    request_type = ResponsesRequest
+    id_prefix = "resp"
+    stored: StoredResponse  # once it has begun
+
+    def __init__(
+        self,
+        service: Service,
+        request: ResponsesRequest,
+        store: StoredResponses,
+        owner: int | None = None,
+    ) -> None:
+        """`owner`: the number of the API key it came with."""
+        super().__init__(service, request)
+        self._store = store
+        self._owner = owner
+        self.background = bool(request.background)
+        self.streamed = bool(request.stream)
+        if self.background:
+            self.chat.stream = True  # so that one sees it begin, and can stop in the middle
+        as_ids = bool(request.return_tokens_as_token_ids)
+        self._namespaces = namespaces_of(request)
+        self._logprobs = LogprobWriter(service.token_names, request.top_logprobs or 0, as_ids)
+        self._truncated = False  # `truncation` has left something out
+        self._earlier = self._find_earlier()
+        self._previous = self._earlier[-1] if self._earlier else None
+        self._referred = self._find_referred()
+        self._check_stored_size()
+        self._input_items = b""
+        self._num_echo_bytes = 0
+        self._fixed: Json = {}  # fields that are the same from the first event to the last
+
+    def as_chat(self) -> ChatRequest:
+        tools = self.request.tools or []
+        self.drop_server_tools([tool.type for tool in tools if not tool.is_clients])
+        self.request.tools = [tool for tool in tools if tool.is_clients]
+        return chat_request(self.request)
+
+    # ── what is stored ──────────────────────────────────────────────────────────────────────
+
+    def _find_earlier(self) -> list[StoredResponse]:
+        """The conversation that the request goes on with, oldest first."""
+        name = self.request.previous_response_id
+        if name is None:
+            return []
+        last = self._store.get(self._owner, name)
+        if last is None:
+            raise ApiError(
+                400,
+                f"previous_response_id: {shown(name)} is not stored (any more); send the whole "
+                "conversation as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        if last.status not in ("completed", "incomplete"):
+            raise ApiError(
+                400,
+                f"previous_response_id: {shown(name)} is {last.status}; only an answer that was "
+                "finished can be gone on with",
+                param="previous_response_id",
+            )
+        return list(last.chain())[::-1]
+
+    def _find_referred(self) -> dict[str, StoredResponse]:
+        """The responses that item_references name, by their ids."""
+        given = self.request.input
+        found: dict[str, StoredResponse] = {}
+        for item in given if isinstance(given, list) else ():
+            if item.get("type") == "item_reference" and isinstance(item.get("id"), str):
+                response_id, _ = response_of_item(item["id"])
+                stored = self._store.get(self._owner, response_id)
+                if stored is not None and stored.ended:
+                    found[response_id] = stored
+        return found
+
+    def _check_stored_size(self) -> None:
+        """What is stored costs as much as if it were sent again, so it has a body's limits; with
+        `truncation` the oldest are left out."""
+        bodies = self.service.bodies
+
+        def sizes() -> tuple[int, int]:
+            used = {*self._earlier, *self._referred.values()}
+            return sum(one.num_bytes for one in used), sum(one.weight for one in used)
+
+        num_bytes, weight = sizes()
+        while num_bytes > bodies.max_bytes or weight > bodies.max_weight:
+            if self.request.truncation != "auto" or not self._earlier:
+                raise ApiError(
+                    400,
+                    f"what the request refers to has {num_bytes} bytes and weighs {weight}; at "
+                    f"most {bodies.max_bytes} and {bodies.max_weight} are read; begin anew, or set "
+                    'truncation to "auto"',
+                    param="previous_response_id",
+                    code=TOO_LONG,
+                )
+            self._truncated = True
+            del self._earlier[: max(1, len(self._earlier) // 8)]
+            num_bytes, weight = sizes()
+        self.num_stored_bytes = num_bytes
+
+    def holding_stored(self) -> AbstractContextManager[None]:
+        return self._store.holding(*self._earlier, *self._referred.values())
+
+    # ── the prompt, off the event loop ──────────────────────────────────────────────────────
+
+    def prepare(self) -> list[EngineRequest]:
+        request = self.request
+        items = read_items(request.input, self._finder())
+        history = [
+            item for one in self._earlier for item in (*input_items(one), *output_items(one))
+        ]
+        self.chat.messages = messages_of(request.instructions, [*history, *items])
+        try:
+            if request.store is not False and self._store.max_responses:
+                self._input_items = encode_json(items)
+            self._fixed = self._echo()
+            self._num_echo_bytes = len(encode_json(self._fixed))
+        except UnicodeEncodeError:
+            raise ApiError(400, "a text of the request has half a surrogate pair") from None
+        self._earlier, self._referred = [], {}
+        return super().prepare()
+
+    def _finder(self) -> Callable[[str], Json | None]:
+        referred = self._referred
+
+        @lru_cache(None)
+        def items_by_id(response_id: str) -> dict[str, Json]:
+            stored = referred.get(response_id)
+            if stored is None:
+                return {}
+            return {item["id"]: item for item in input_items(stored) + output_items(stored)}
+
+        return lambda name: items_by_id(response_of_item(name)[0]).get(name)
+
+    def render(self) -> list[int]:
+        """With `truncation`, the oldest messages are left out until it fits: there is room for
+        `max_output_tokens` then, or for a quarter of the context if that is not given, and for
+        half of the context at most."""
+        if self.request.truncation != "auto":
+            return super().render()
+        service, chat = self.service, self.chat
+        longest = service.client.info.max_model_len
+        room = min(self.request.max_output_tokens or longest // 4, longest // 2)
+        limit = min(service.prompts.max_tokens, longest - room)
+        everything = chat.messages
+        head, cuts = places_to_cut(everything)
+
+        def attempt(start: int) -> list[int] | None:
+            chat.messages = everything[:head] + everything[start:]
+            try:
+                ids = super(ResponsesGeneration, self).render()
+            except RequestError as error:
+                if error.code == TOO_LONG:
+                    return None
+                raise
+            return ids if len(ids) <= limit else None
+
+        ids = attempt(head)
+        if ids is not None or not cuts:
+            chat.messages = everything
+            return super().render() if ids is None else ids
+        low, high = 0, len(cuts) - 1  # the first cut that fits is among these, if any does
+        found: list[int] | None = None
+        while low <= high:
+            middle = (low + high) // 2
+            ids = attempt(cuts[middle])
+            if ids is None:
+                low = middle + 1
+            else:
+                found, high = ids, middle - 1
+        self._truncated = True
+        if found is None:  # not even with the last alone: what it has is for others to refuse
+            chat.messages = everything[:head] + everything[cuts[-1] :]
+            return super().render()
+        return found
+
+    def _echo(self) -> Json:
+        """What the response repeats of the request, encoded where it may be long."""
+        request = self.request
+        form = request.text.format if request.text else None
+        shown_form: Json = {"type": "text"}
+        if form is not None and form.type == "json_schema":
+            named = {"name": form.name or "answer", "description": form.description}
+            shown_form = {"type": form.type, **named, "schema": form.schema, "strict": form.strict}
+        elif form is not None:
+            shown_form = {"type": form.type}
+        text: Json = {"format": shown_form}
+        if request.text and request.text.verbosity is not None:
+            text["verbosity"] = request.text.verbosity
+        reasoning = request.reasoning
+        return {
+            "instructions": _raw(request.instructions),
+            "metadata": request.metadata or {},
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "tool_choice": _raw("auto" if request.tool_choice is None else request.tool_choice),
+            "tools": _raw([_tool_json(tool) for tool in request.tools or ()]),
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+            "text": _raw(text),
+            "top_logprobs": request.top_logprobs or 0,
+            "truncation": request.truncation or "disabled",
+            "background": self.background,
+            "service_tier": None,
+            "prompt_cache_key": request.prompt_cache_key,
+            "safety_identifier": request.safety_identifier,
+            "user": request.user,
+        }
+
+    # ── the response ────────────────────────────────────────────────────────────────────────
+
+    def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
+        """From here on `release` has to be called."""
+        name = head.id.replace("resp-", "resp_", 1)
+        if self._store.get(self._owner, name) is not None:  # a request_id that is used again
+            name = f"resp_{uuid4().hex}"
+        head = replace(head, id=name)
+        super().begin(head, requests)
+        self.stored = self._open(head.id)
+        self._input_items = b""
+        self._previous = None
+        params = requests[0].params
+        first = {"id": head.id, "object": "response", "created_at": head.created}
+        sampled = {"temperature": params.temperature, "top_p": params.top_p}
+        self._fixed = first | {"model": head.model} | self._fixed | sampled
+        self._fixed["store"] = self.stored.keep
+        self._fixed["input_truncated"] = self._truncated
+
+    def _open(self, response_id: str) -> StoredResponse:
+        """Its place in the store; where there is none, it will not be stored."""
+        num_bytes = self._num_echo_bytes
+        if self._input_items:
+            given = self._owner, response_id, self._previous, self._input_items
+            stored = StoredResponse(*given, keep=True, background=self.background)
+            if self._store.open(stored, num_bytes + len(self._input_items)):
+                return stored
+        if self.background and not self._store.max_responses:
+            message = "background: this server stores no responses (--max-stored-responses)"
+            raise ApiError(400, message, param="background")
+        stored = StoredResponse(self._owner, response_id, None, b"", keep=False)
+        if self.background or not self._store.open(stored, num_bytes):
+            raise ApiError(
+                429,
+                "the requests that are being answered take all the room for stored responses "
+                "(--max-stored-responses, --max-stored-response-bytes); try again in a moment",
+                code="too_many_bytes",
+                headers=retry_after(1),
+            )
+        return stored
+
+    def release(self) -> None:
+        """The request has ended: only what is stored stays."""
+        self._store.release(self.stored)
+
+    def response(
+        self, status: str, output: list[Json], usage: Json | None = None, **more: Any
+    ) -> Json:
+        named = {"status": status, "output": output, "usage": usage}
+        return {**self._fixed, **named, "error": None, "incomplete_details": None, **more}
+
+    def new_items(self) -> OutputItems:
+        return OutputItems(self.head.id, self._logprobs, self._namespaces)
+
+    def stream_writer(self) -> ResponseWriter:
+        return ResponseWriter(self)
+
+    def full_response(self, outputs: Sequence[RequestOutput]) -> Json:
+        (output,) = outputs
+        completion, message = output.outputs[0], self.new_message()
+        deltas = message.push(completion.text) + message.flush()
+        items = self.new_items()
+        status = "incomplete" if completion.finish_reason == "length" else "completed"
+        for _ in (*items.push(deltas, completion.logprobs), *items.end(status)):
+            pass  # only the items are wanted
+        counts = count_tokens(outputs)
+        counts.add_reasoning(self.reasoning_tokens(completion.token_ids))
+        return self.ended(status, items, counts, output)
+
+    def ended(
+        self, status: str, items: OutputItems, counts: TokenCounts, output: RequestOutput
+    ) -> Json:
+        """The finished response, which is stored as well."""
+        more: Json = {"timings": timings([output]), "completed_at": int(time.time())}
+        if status == "incomplete":
+            more["incomplete_details"] = {"reason": "max_output_tokens"}
+        usage = usage_json(counts)
+        self._keep(self.response(status, items.as_json(False), usage, **more))
+        return self.response(status, items.as_json(True), usage, **more)
+
+    def failed(self, items: OutputItems, error: ApiError) -> Json:
+        codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+        reason = {"code": codes.get(error.status, "server_error"), "message": error.message}
+        return self._stopped(self.response("failed", items.as_json(False), error=reason))
+
+    def cancelled(self, items: OutputItems) -> Json:
+        return self._stopped(self.response("cancelled", items.as_json(False)))
+
+    def _stopped(self, response: Json) -> Json:
+        if self.background:
+            self._keep(response)
+        return response
+
+    def _keep(self, response: Json) -> None:
+        """Of an answer that is too long to be stored, a background one fails; others are not
+        stored, then."""
+        store, stored = self._store, self.stored
+        if not stored.keep:
+            return
+        if store.write(stored, response["status"], encode_json(response)):
+            if not self.background:
+                store.put(stored)
+            return
+        response["store"] = self._fixed["store"] = False
+        if self.background:
+            raise NoRoom("the answer is")
+
+
+def _tool_json(tool: ResponsesTool) -> Json:
+    shown_tool: Json = {"type": tool.type, "name": tool.name, "description": tool.description}
+    if tool.tools is not None:
+        return shown_tool | {"tools": [_tool_json(inner) for inner in tool.tools]}
+    return shown_tool | {"parameters": tool.parameters, "strict": tool.strict}
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(encode_json(value))
+
+
+def input_items(stored: StoredResponse) -> list[Json]:
+    """As they were sent, each with an id."""
+    items: list[Json] = msgspec.json.decode(stored.input_items)
+    for n, item in enumerate(items):
+        item.setdefault("id", item_id(stored.id, item["type"], f"in{n}"))
+    return items
+
+
+def output_items(stored: StoredResponse) -> list[Json]:
+    return read_items(msgspec.json.decode(stored.response)["output"])

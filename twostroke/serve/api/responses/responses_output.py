@@ -1,0 +1,327 @@
+"""What `/v1/responses` writes: output items as they grow, and the events that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from twostroke.outputs import CompletionOutput, Logprobs, RequestOutput
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.protocol import ChatRequest
+from twostroke.serve.fields.response_fields import Json, LogprobWriter, TokenCounts, count_tokens
+from twostroke.serve.generation.conversation import AssistantMessage
+from twostroke.serve.parsers.deltas import ContentDelta, Delta, ReasoningDelta
+from twostroke.serve.sse import Encoded, LazyList, concat, encode_json, event, long_event
+
+_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+Event = tuple[str, Json]  # its type and what it says
+
+
+def item_id(response_id: str, kind: str, number: int | str) -> str:
+    return f"{_PREFIX.get(kind, 'item')}_{response_id.removeprefix('resp_')}_{number}"
+
+
+def response_of_item(name: str) -> tuple[str, str]:
+    """The response that an item's id belongs to, and the item's number there."""
+    response_id, _, number = name.partition("_")[2].rpartition("_")
+    return f"resp_{response_id}", number
+
+
+@dataclass(slots=True)
+class OutputItem:
+    kind: str  # message, reasoning, function_call
+    id: str
+    index: int
+    call_id: str = ""
+    name: str = ""
+    namespace: str | None = None
+    status: str = "in_progress"
+    texts: list[str] = field(default_factory=list)  # of a call: its arguments
+    logprobs: Logprobs | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def part(self, writer: LogprobWriter | None) -> Json:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        logprobs = _listed(writer, self.logprobs)
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
+
+    def as_json(self, writer: LogprobWriter | None = None) -> Json:
+        """`writer`: None leaves log-probabilities out. What is in progress has no content yet."""
+        shown: Json = {"id": self.id, "type": self.kind, "status": self.status}
+        begun = self.status == "in_progress"
+        if self.kind == "function_call":
+            called = {"call_id": self.call_id, "name": self.name}
+            if self.namespace is not None:
+                called["namespace"] = self.namespace
+            return shown | called | {"arguments": "" if begun else self.text}
+        shown["content"] = [] if begun else [self.part(writer)]
+        if self.kind == "reasoning":
+            return shown | {"summary": [], "encrypted_content": None}
+        return shown | {"role": "assistant"}
+
+
+class OutputItems:
+    """The items of one answer. Each method gives the events of what has changed."""
+
+    def __init__(
+        self,
+        response_id: str,
+        logprobs: LogprobWriter,
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        """`namespaces`: name and namespace of the functions that the model calls by both."""
+        self.items: list[OutputItem] = []
+        self._response_id = response_id
+        self._writer = logprobs
+        self._namespaces = namespaces or {}
+        self._held: Logprobs | None = None  # of tokens whose text is held back
+
+    @property
+    def current(self) -> OutputItem | None:
+        last = self.items[-1] if self.items else None
+        return last if last is not None and last.status == "in_progress" else None
+
+    def as_json(self, with_logprobs: bool) -> list[Json]:
+        return [item.as_json(self._writer if with_logprobs else None) for item in self.items]
+
+    def push(self, deltas: Sequence[Delta], logprobs: Logprobs | None) -> Iterator[Event]:
+        if logprobs is not None:
+            self._held = self._held or Logprobs()
+            self._held.extend(logprobs)
+        for delta in deltas:
+            if isinstance(delta, ContentDelta):
+                if delta.text or self._held:
+                    yield from self._text("message", delta.text)
+            elif isinstance(delta, ReasoningDelta):
+                yield from self._text("reasoning", delta.text)
+            else:
+                if delta.id is not None:
+                    yield from self._begin("function_call", delta.id, delta.name or "")
+                if delta.arguments:
+                    yield from self._arguments(delta.arguments)
+                self._held = None
+
+    def end(self, status: str) -> Iterator[Event]:
+        """`status` is the last item's: "completed" or "incomplete". An answer of nothing is an
+        empty message."""
+        if not self.items:
+            yield from self._begin("message")
+        yield from self._close(status)
+
+    def _begin(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Event]:
+        yield from self._close("completed")
+        index = len(self.items)
+        name, namespace = self._namespaces.get(name, (name, None))
+        own_id = item_id(self._response_id, kind, index)
+        item = OutputItem(kind, own_id, index, call_id, name, namespace)
+        self.items.append(item)
+        yield "response.output_item.added", {"output_index": index, "item": item.as_json()}
+        if kind != "function_call":
+            yield "response.content_part.added", {**_place(item), "part": item.part(None)}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item = self.current
+        if item is None:
+            return
+        item.status = status
+        index, place, text = item.index, _place(item), item.text
+        if item.kind == "function_call":
+            done = {"item_id": item.id, "output_index": index, "name": item.name, "arguments": text}
+            yield "response.function_call_arguments.done", done
+        else:
+            done = {**place, "text": text}
+            if item.kind == "message":
+                done["logprobs"] = _listed(self._writer, item.logprobs)
+            yield _TEXT_EVENTS[item.kind] + ".done", done
+            yield "response.content_part.done", {**place, "part": item.part(self._writer)}
+        yield (
+            "response.output_item.done",
+            {"output_index": index, "item": item.as_json(self._writer)},
+        )
+
+    def _text(self, kind: str, text: str) -> Iterator[Event]:
+        item = self.current
+        if item is None or item.kind != kind:
+            yield from self._begin(kind)
+            item = self.items[-1]
+        item.texts.append(text)
+        delta: Json = {**_place(item), "delta": text}
+        if kind == "message":
+            held, self._held = self._held, None
+            if held is not None:
+                item.logprobs = item.logprobs or Logprobs()
+                item.logprobs.extend(held)
+            delta["logprobs"] = _listed(self._writer, held)
+        else:
+            self._held = None
+        yield _TEXT_EVENTS[kind] + ".delta", delta
+
+    def _arguments(self, text: str) -> Iterator[Event]:
+        item = self.items[-1]
+        item.texts.append(text)
+        place = {"item_id": item.id, "output_index": item.index}
+        yield "response.function_call_arguments.delta", {**place, "delta": text}
+
+
+def _place(item: OutputItem) -> Json:
+    return {"item_id": item.id, "output_index": item.index, "content_index": 0}
+
+
+def _listed(writer: LogprobWriter | None, entries: Logprobs | None) -> LazyList:
+    return LazyList(() if writer is None or entries is None else writer.chat(entries))
+
+
+class ResponseSource(Protocol):
+    """What a writer's events are of (`ResponsesGeneration`): the response's JSON as of now. One
+    that has come to its end is stored when it is asked for."""
+
+    chat: ChatRequest
+
+    def new_message(self) -> AssistantMessage: ...
+
+    def new_items(self) -> OutputItems: ...
+
+    def response(self, status: str, output: list[Json]) -> Json: ...
+
+    def ended(
+        self, status: str, items: OutputItems, counts: TokenCounts, output: RequestOutput
+    ) -> Json: ...
+
+    def failed(self, items: OutputItems, error: ApiError) -> Json: ...
+
+    def cancelled(self, items: OutputItems) -> Json: ...
+
+
+class ResponseWriter:
+    """The events of one response, numbered in their order. `write`, `end` and `fail` are what a
+    stream sends; `events`, `last_events` and `failed_events` are the same, event by event."""
+
+    def __init__(self, generation: ResponseSource) -> None:
+        self._generation = generation
+        self.output = generation.new_items()
+        self._message = generation.new_message()
+        self._number = 0
+        self._begun = False
+        self._num_tokens = 0
+        self._last: RequestOutput | None = None
+        # The message that all text goes to from now on, and what its events begin with.
+        self._plain_item: OutputItem | None = None
+        self._plain_head = b""
+
+    def write(self, _: int, output: RequestOutput) -> Encoded:
+        """One event a token mostly, and then only what changes is encoded."""
+        item, completions = self._plain_item, output.outputs
+        if item is None or len(completions) != 1 or output.finished:
+            return concat(self.events(output))
+        text = completions[0].text
+        item.texts.append(text)
+        self._num_tokens += len(completions[0].token_ids)
+        number, self._number = self._number, self._number + 1
+        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (
+            self._plain_head,
+            number,
+            encode_json(text),
+        )
+
+    def end(self) -> Encoded:
+        return concat(self.last_events())
+
+    def fail(self, error: ApiError) -> bytes:
+        return b"".join(self.failed_events(error))
+
+    # ── event by event ──────────────────────────────────────────────────────────────────────
+
+    def queued_events(self) -> list[bytes]:
+        """Of a response in the background, before it runs."""
+        waiting = self._generation.response("queued", [])
+        kinds = ("response.created", "response.queued")
+        return [self._short(kind, {"response": waiting}) for kind in kinds]
+
+    def events(self, output: RequestOutput) -> list[Encoded]:
+        if output.finished:
+            self._last = output
+        events: list[Encoded] = []
+        if not self._begun:
+            self._begun = True
+            running = {"response": self._generation.response("in_progress", [])}
+            kinds = ["response.in_progress"]
+            if not self._number:
+                kinds.insert(0, "response.created")
+            events += [self._short(kind, running) for kind in kinds]
+        for completion in output.outputs:
+            self._num_tokens += len(completion.token_ids)
+            events += self._completion(completion)
+        return events
+
+    def _completion(self, completion: CompletionOutput) -> list[Encoded]:
+        deltas = self._message.push(completion.text, completion.token_ids)
+        if completion.finish_reason is not None:
+            deltas = deltas + self._message.flush()
+        events = [self._encoded(*one) for one in self.output.push(deltas, completion.logprobs)]
+        item = self.output.current
+        plain = self._message.is_plain and not self._generation.chat.logprobs
+        if plain and item is not None and item.kind == "message" and item is not self._plain_item:
+            kind = "response.output_text.delta"
+            start = encode_json({"type": kind, **_place(item), "logprobs": []})[:-1]
+            self._plain_item, self._plain_head = item, f"event: {kind}\ndata: ".encode() + start
+        return events
+
+    def last_events(self) -> list[Encoded]:
+        last = self._last
+        assert last is not None
+        cut = last.outputs[0].finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        events = [self._encoded(*one) for one in self.output.end(status)]
+        counts = count_tokens([last])
+        counts.completion = self._num_tokens
+        counts.add_reasoning(self._message.reasoning_tokens)
+        response = self._generation.ended(status, self.output, counts, last)
+        return [*events, self._encoded(f"response.{status}", {"response": response})]
+
+    def failed_events(self, error: ApiError) -> list[bytes]:
+        self.output_ends()
+        response = self._generation.failed(self.output, error)
+        said = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+        return [
+            self._short("error", said),
+            self._short("response.failed", {"response": response}),
+        ]
+
+    def cancelled_events(self) -> list[bytes]:
+        self.output_ends()
+        response = self._generation.cancelled(self.output)
+        return [self._short("response.cancelled", {"response": response})]
+
+    def output_ends(self) -> None:
+        """What has been written stays, as incomplete; there are no more events of it."""
+        if (item := self.output.current) is not None:
+            item.status = "incomplete"
+
+    def _short(self, kind: str, content: Json) -> bytes:
+        return event(self._numbered(kind, content), kind)
+
+    def _encoded(self, kind: str, content: Json) -> Encoded:
+        """With log-probabilities an event may be long."""
+        if self._generation.chat.logprobs and not kind.endswith("delta"):
+            return long_event(self._numbered(kind, content), kind)
+        return self._short(kind, content)
+
+    def _numbered(self, kind: str, content: Json) -> dict[str, Any]:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **content}
+
+
+def usage_json(counts: TokenCounts) -> Json:
+    return {
+        "input_tokens": counts.prompt,
+        "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+        "output_tokens": counts.completion,
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
+        "total_tokens": counts.prompt + counts.completion,
+    }

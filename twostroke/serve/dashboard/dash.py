@@ -1,0 +1,376 @@
+"""`/dash`: one page that needs nothing but this server, and the data it reads (`/dash/feed`).
+
+The page holds no data and needs no key; the feed needs one, as `/metrics` does. A visible page asks
+twice a second, a hidden one not at all. At most `MOST_A_SECOND` answers are made; more are answered
+429.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from heapq import nlargest
+from importlib.resources import files
+from itertools import islice
+from time import monotonic
+from urllib.parse import parse_qs
+from uuid import uuid4
+
+from twostroke import __version__
+from twostroke.engine.api import EngineClient
+from twostroke.observe.recent import HOUR_S, MINUTE_S, Point, Spread, Window
+from twostroke.observe.record import Causes, RequestRecord, StepRecord
+from twostroke.serve.error_responses import ApiError, retry_after
+from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.generation.service import Service
+from twostroke.serve.http.http_request import JSON, Headers, HttpRequest
+from twostroke.serve.http.routing import Route
+from twostroke.serve.monitor.ceilings_probe import IDLE_S, Roof
+from twostroke.serve.monitor.gpu import gpu_figures
+from twostroke.serve.monitor.metrics import Metrics
+
+MOST_A_SECOND = 20.0
+NO_STORE = (b"cache-control", b"no-store")
+STEPS = 400  # on the timeline
+SLOWEST = 8
+ENGINES_S = 10.0  # that what each of several engines does is taken over
+QUANTILES = (0.5, 0.95, 0.99)
+WINDOWS: dict[str, float | None] = {
+    "10": 10.0,
+    "60": MINUTE_S,
+    "600": 600.0,
+    "3600": HOUR_S,
+    "all": None,
+}
+STEP_FIELDS = (
+    "ended_s",
+    "decode",
+    "prefill",
+    "communication",
+    "host",
+    "idle",
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_rows",
+    "written",
+    "waiting",
+    "running",
+    "preempted",
+    "kv_used",
+    "engine",
+)
+
+
+def _total_s(record: RequestRecord) -> float:
+    return record.finished_s - record.received_s
+
+
+def _ttft_s(record: RequestRecord) -> float:
+    return record.ttft_s if record.token_s else _total_s(record)
+
+
+def _worst_s(record: RequestRecord) -> float:
+    return record.worst_gap_s
+
+
+SLOW_BY = {"total": _total_s, "first": _ttft_s, "gap": _worst_s}
+
+
+class DashRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._data = DashData(service.client, service.metrics, service.roof)
+        self._page = files("twostroke.serve.dashboard").joinpath("dash.html").read_bytes()
+        self._headers = page_headers(self._page.decode())
+        self._tokens, self._tokens_s = MOST_A_SECOND, 0.0  # of a token bucket, and when counted
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("GET", "/dash", self.page, "A page that shows the engine live.", open=True),
+            Route("GET", "/dash/feed", self.feed, "What the page shows, as JSON."),
+        ]
+
+    async def page(self, http: HttpRequest) -> None:
+        await http.respond(200, self._page, self._headers)
+
+    async def feed(self, http: HttpRequest) -> None:
+        since, window, slow_by = _query(http)
+        self._limit_rate()
+        model = self._service.models[0]
+        data = self._data.snapshot(model, since, window, slow_by, http.may_see)
+        data["server"]["draining"] = self._service.admission.draining
+        await http.respond_json(data, (*JSON, NO_STORE))
+
+    def _limit_rate(self) -> None:
+        now = monotonic()
+        left = self._tokens + (now - self._tokens_s) * MOST_A_SECOND
+        self._tokens, self._tokens_s = min(left, MOST_A_SECOND), now
+        if self._tokens < 1.0:
+            message = "too many look at the dashboard; ask less often"
+            raise ApiError(429, message, code="too_many_watchers", headers=retry_after(2))
+        self._tokens -= 1.0
+
+
+def page_headers(page: str) -> Headers:
+    """Nothing but the page's own script and style runs, and it can speak to nobody but us."""
+    script, style = (_hash_of(tag, page) for tag in ("script", "style"))
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return (
+        (b"content-type", b"text/html; charset=utf-8"),
+        (b"content-security-policy", policy.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        NO_STORE,
+    )
+
+
+def _hash_of(tag: str, page: str) -> str:
+    (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _query(http: HttpRequest) -> tuple[int, str, str]:
+    given = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
+    since = given.get("since", ["0"])[-1]
+    window, slow_by = given.get("window", ["60"])[-1], given.get("slow", ["total"])[-1]
+    if not (since.isascii() and since.isdigit() and len(since) < 16):
+        raise ApiError(400, "since is the num_steps of the last answer", param="since")
+    for name, value, known in (("window", window, WINDOWS), ("slow", slow_by, SLOW_BY)):
+        if value not in known:
+            raise ApiError(400, f"{name} is one of {', '.join(known)}", param=name)
+    return int(since), window, slow_by
+
+
+# ── the data ────────────────────────────────────────────────────────────────────────────────────
+
+
+class DashData:
+    """What the page shows, as plain data, from the records that the engine's client mirrors and the
+    totals of `/metrics`. Times are in milliseconds here: people read them."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics, roof: Roof) -> None:
+        self._client = client
+        self._records = client.records
+        self._totals, self._recent = metrics.totals, metrics.recent
+        self._id = uuid4().hex[:8]  # another after the server was started again
+        self._roof = roof
+
+    def snapshot(
+        self,
+        model: str,
+        since: int,
+        window: str,
+        slow_by: str,
+        may_see: Callable[[RequestRecord], bool],
+    ) -> Json:
+        """`since`: the `num_steps` of the last answer, whose steps are left out. `may_see`: which
+        requests are shown one by one."""
+        client, recent, now = self._client, self._recent, monotonic()
+        load, info = client.load(), client.info
+        seconds = WINDOWS[window]
+        up_s = now - recent.started_s
+        span_s = max(min(seconds or HOUR_S, up_s), MINUTE_S)  # of the curves
+        newest = self._records.steps[-1] if self._records.steps else None
+        if not (load.running or load.waiting):
+            self._roof.look(now - (recent.started_s if newest is None else newest.committed_s))
+        return {
+            "server": {
+                "id": self._id,
+                "version": __version__,
+                "model": model,
+                "device": info.device,
+                "weights": info.weights or info.dtype,
+                "weight_bytes": info.weight_bytes,
+                "up": client.healthy,
+                "up_s": up_s,
+                "restarts": client.num_restarts,
+            },
+            "load": {
+                "waiting": load.waiting,
+                "running": load.running,
+                "reading": newest.prefill.rows if newest is not None and load.running else 0,
+                "max_running": info.max_num_seqs,
+            },
+            "kv": load.kv._asdict(),
+            "kv_token_bytes": info.kv_bytes / info.kv_tokens if info.kv_tokens else 0.0,
+            "window": _window_json(recent.window(now, seconds)),
+            "totals": {
+                "prompt_tokens": self._totals.prompt_tokens,
+                "generation_tokens": self._totals.generation_tokens,
+                "requests": self._totals.ended,
+            },
+            "engines": self._engines(now),
+            "transfers": self._transfers(),
+            "roof": self._roof_json(),
+            "gpu": _gpu_json(info.device),
+            "series_s": span_s,
+            "series": [_point_json(point) for point in recent.series(now, span_s)],
+            "num_steps": recent.num_steps,
+            "step_fields": STEP_FIELDS,
+            "steps": self._steps(since),
+            "slowest": self._slowest(now, seconds, slow_by, may_see),
+        }
+
+    def _engines(self, now: float) -> list[Json]:
+        """Of several engines: what each has, and what it did of late. Nothing of one alone."""
+        engines = self._client.each_engine()
+        if len(engines) < 2:
+            return []
+        seconds = max(1e-9, min(ENGINES_S, now - self._recent.started_s))
+        work = {name: [0, 0, 0.0] for name in engines}
+        for record in reversed(self._records.steps):
+            if record.committed_s < now - seconds:
+                break
+            if record.engine in work:
+                done = work[record.engine]
+                done[0] += record.prefill.tokens
+                done[1] += record.num_written
+                done[2] += record.device_s
+        found = []
+        for name, engine in engines.items():
+            load, (prefilled, written, device_s) = engine.load(), work[name]
+            found.append(
+                {
+                    "name": name,
+                    "phase": engine.phase,
+                    "up": engine.healthy,
+                    "restarts": engine.num_restarts,
+                    "waiting": load.waiting,
+                    "running": load.running,
+                    "kv_taken": load.kv.taken,
+                    "prefill_rate": prefilled / seconds,
+                    "written_rate": written / seconds,
+                    "busy": min(1.0, device_s / seconds),
+                }
+            )
+        return found
+
+    def _transfers(self) -> list[Json]:
+        """Since the start, by sender and receiver."""
+        return [
+            {
+                "sender": sender,
+                "receiver": receiver,
+                "fetched": totals.fetched,
+                "failed": totals.failed,
+                "bytes": totals.num_bytes,
+                "ms": _ms(totals.seconds),
+            }
+            for (sender, receiver), totals in self._client.transfers_between().items()
+        ]
+
+    def _roof_json(self) -> Json:
+        found = self._roof.ceilings
+        return {
+            "flops": found.ops_per_s or None,
+            "bytes": found.read_bytes_per_s or None,
+            "idle_s": IDLE_S if self._roof.is_coming else None,  # it is measured after so long
+        }
+
+    def _steps(self, since: int) -> list[list[float | str]]:
+        """Those that are new, oldest first, as `STEP_FIELDS` has them."""
+        new = self._recent.num_steps - since
+        new = STEPS if new < 0 else min(new, STEPS)  # below 0: another server's number
+        newest = list(islice(reversed(self._records.steps), new))
+        return [_step_row(record, self._recent.started_s) for record in reversed(newest)]
+
+    def _slowest(
+        self,
+        now: float,
+        seconds: float | None,
+        slow_by: str,
+        may_see: Callable[[RequestRecord], bool],
+    ) -> list[Json]:
+        from_s = 0.0 if seconds is None else now - seconds
+        records = list(self._records.requests)
+        ended = [one for one in records if one.finished_s >= from_s and may_see(one)]
+        return [_request_json(one, now) for one in nlargest(SLOWEST, ended, SLOW_BY[slow_by])]
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _point_json(point: Point) -> list[float | None]:
+    """Times ago, rates a second and the load, then quantiles in milliseconds."""
+    return [
+        *(None if value is None else round(value, 4) for value in point[:9]),
+        *(None if value is None else _ms(value) for value in point[9:]),
+    ]
+
+
+def _gpu_json(device: str) -> Json | None:
+    figures = gpu_figures(device) if device.startswith("cuda") else None
+    return None if figures is None else figures._asdict()
+
+
+def _window_json(window: Window) -> Json:
+    return {
+        "seconds": window.seconds,
+        **window.work._asdict(),
+        "gap": _spread_json(window.gaps),
+        "first": _spread_json(window.firsts),
+    }
+
+
+def _spread_json(spread: Spread) -> Json:
+    found = spread.quantiles(QUANTILES)
+    values = [None if one is None else _ms(one) for one in found]
+    return {"count": spread.count, "p50": values[0], "p95": values[1], "p99": values[2]}
+
+
+def _step_row(record: StepRecord, zero_s: float) -> list[float | str]:
+    since, host_s = record.since_s, record.since_s.host
+    if not (record.regular or record.late):
+        # No stream waited for it. Before the planning began there was nothing to do.
+        host_s = record.committed_s - record.planned_s - record.device_s
+        host_s = min(max(host_s, 0.0), since.host)
+    return [
+        round(record.committed_s - zero_s, 4),
+        _ms(since.decode),
+        _ms(since.prefill),
+        _ms(since.communication),
+        _ms(host_s),
+        _ms(since.host - host_s),
+        record.prefill.rows,
+        record.prefill.tokens,
+        record.decode.rows,
+        record.num_written,
+        record.waiting,
+        record.running,
+        record.preempted,
+        record.kv.used,
+        record.engine,
+    ]
+
+
+def _request_json(record: RequestRecord, now: float) -> Json:
+    """Of a request that ended early, as far as it came."""
+    scheduled_s = record.scheduled_s or record.finished_s
+    first_s = record.first_token_s or record.finished_s
+    worst = record.worst_gap
+    return {
+        "id": record.request_id,
+        "ago_s": round(now - record.finished_s, 1),
+        "reason": str(record.finish_reason),
+        "prompt": record.num_prompt,
+        "cached": record.num_cached,
+        "written": len(record.token_s),
+        "preempted": len(record.preempted),
+        "total": _ms(record.finished_s - record.received_s),
+        "queue": _ms(scheduled_s - record.received_s),
+        "prefill": _ms(first_s - scheduled_s),
+        "decode": _ms(record.decode_s),
+        "worst_gap": _ms(record.worst_gap_s),
+        "route": record.route,
+        "causes": None if worst is None else _causes_json(worst),
+    }
+
+
+def _causes_json(causes: Causes) -> Json:
+    return {name: _ms(seconds) for name, seconds in causes._asdict().items()}

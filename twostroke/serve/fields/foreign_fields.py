@@ -1,0 +1,411 @@
+"""Request fields that other servers read and the types of `protocol.py` do not have: vLLM's older
+and optional fields, llama-server's, SGLang's, OpenRouter's.
+
+A table gives each field one of three meanings:
+
+    becomes    the field is translated into fields that this server has
+    ignored    the field has no effect on the answer here
+    unbuilt    the field would change the answer: only its neutral values are accepted
+
+`Body.FOREIGN` is the table of a type, `body_fields.py` applies it. A field that is in no table is
+unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import uuid4
+
+import msgspec
+
+from twostroke.serve.error_responses import ApiError
+
+Fields = dict[str, Any]  # a JSON object; values that were not read are `msgspec.Raw`
+Apply = Callable[[Fields, Any], None]
+
+MAX_TOKENS: Final = 2**31 - 1  # "until the context is full", where a field has no word for it
+OFF_BY_DEFAULT: Final[tuple[Any, ...]] = ("", [], {})  # of any feature
+# llama.cpp's samplers that are not built: the values that switch each of them off.
+LLAMA_OFF: Final[dict[str, tuple[Any, ...]]] = {
+    "mirostat": (0,),
+    "typical_p": (1.0,),
+    "dry_multiplier": (0.0,),
+    "xtc_probability": (0.0,),
+    "dynatemp_range": (0.0,),
+    "top_n_sigma": (-1.0, 0.0),
+    "adaptive_target": (-1.0,),
+    "min_keep": (0,),
+    "n_cache_reuse": (0,),
+    "post_sampling_probs": (False,),
+    "lora": ([],),
+}
+# The effect of each sampler that is missing in `samplers`.
+WITHOUT: Final[dict[str, dict[str, float | int]]] = {
+    "temperature": {"temperature": 1.0},
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "penalties": {
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """The meaning of one field. `apply` is None where the field has no effect."""
+
+    type: Any = Any  # the type of its JSON value
+    apply: Apply | None = None
+    neutral: tuple[Any, ...] | None = None  # the values that an unbuilt field may have
+    advice: str = ""
+    code: str | None = None  # of the error, where clients look for one
+
+    def read(self, fields: Fields, name: str, value: Any) -> None:
+        """Add the meaning of a value to the request's fields; raises `ApiError`."""
+        if self.neutral is not None and not _is_in(value, (*OFF_BY_DEFAULT, *self.neutral)):
+            advice = self.advice or "leave it out"
+            if self.neutral and not self.advice:
+                advice += f", or give {self.neutral[0]!r}, which switches it off"
+            raise ApiError(400, f"{name} is not supported; {advice}", param=name, code=self.code)
+        if self.apply is not None:
+            self.apply(fields, value)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The field in /openapi.json."""
+        if self.neutral is not None:
+            return {"enum": [None, *OFF_BY_DEFAULT, *self.neutral]}
+        return msgspec.json.schema(self.type | None) if self.type is not Any else {}
+
+
+Table = Mapping[str, Foreign]
+
+
+def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
+    """Also of the same kind: 0 is not false, but 0 is 0.0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def ignored(type: Any = Any) -> Foreign:
+    return Foreign(type)
+
+
+def unbuilt(*neutral: Any, advice: str = "", code: str | None = None) -> Foreign:
+    return Foreign(neutral=neutral, advice=advice, code=code)
+
+
+def renamed(type: Any, name: str) -> Foreign:
+    """The same field under this server's name, which counts if both are given."""
+    return Foreign(type, lambda fields, value: _default(fields, name, value))
+
+
+def inside(type: Any, name: str, key: str) -> Foreign:
+    """An entry of a field that is an object; an empty text is no entry."""
+
+    def apply(fields: Fields, value: Any) -> None:
+        if value != "":
+            _merge(fields, name, {key: value})
+
+    return Foreign(type, apply)
+
+
+def _default(fields: Fields, name: str, value: Any) -> None:
+    if fields.get(name) is None:
+        fields[name] = value
+
+
+def _merge(fields: Fields, name: str, entries: dict[str, Any]) -> None:
+    """Add entries to a field that is an object; those that the request has itself count."""
+    given = _value(fields, name)
+    if given is None or isinstance(given, dict):
+        fields[name] = entries | (given or {})
+
+
+def _value(fields: Fields, name: str) -> Any:
+    value = fields.get(name)
+    return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+
+
+# ── translations ────────────────────────────────────────────────────────────────────────────────
+
+
+def _without_cache(fields: Fields, cache_prompt: bool) -> None:
+    if not cache_prompt:
+        fields["cache_salt"] = uuid4().hex  # no other request has the same
+
+
+def _max_tokens(name: str, unlimited: int | None) -> Foreign:
+    """llama.cpp's n_predict; -1 is "until the context is full"."""
+
+    def apply(fields: Fields, value: int) -> None:
+        _default(fields, name, value if value >= 0 else unlimited)
+
+    return Foreign(int, apply)
+
+
+def _thinking(fields: Fields, value: Any) -> None:
+    """A boolean, or an object as Anthropic's: {"type": "enabled", "budget_tokens": …}."""
+    budget = None
+    if isinstance(value, dict):
+        budget, value = value.get("budget_tokens"), value.get("type") != "disabled"
+    _merge(fields, "chat_template_kwargs", {"enable_thinking": value, "thinking": value})
+    if budget is not None:
+        _default(fields, "thinking_token_budget", budget)
+
+
+def _reasoning(fields: Fields, value: Any) -> None:
+    """A boolean, or OpenRouter's object: effort, max_tokens, enabled, exclude."""
+    given = value if isinstance(value, dict) else {"enabled": value}
+    if given.get("enabled") is not None:
+        _thinking(fields, given["enabled"])
+    for key, name in (("effort", "reasoning_effort"), ("max_tokens", "thinking_token_budget")):
+        if given.get(key) is not None:
+            _default(fields, name, given[key])
+    if given.get("exclude"):
+        _default(fields, "include_reasoning", False)
+
+
+def _separate_reasoning(fields: Fields, value: bool) -> None:
+    if not value:
+        _default(fields, "reasoning_format", "none")
+
+
+def _chat_probabilities(fields: Fields, value: int) -> None:
+    if value > 0:
+        _default(fields, "logprobs", True)
+        _default(fields, "top_logprobs", value)
+
+
+def _text_probabilities(fields: Fields, value: int) -> None:
+    if value > 0:
+        _default(fields, "logprobs", value)
+
+
+def _samplers(fields: Fields, names: list[str]) -> None:
+    for sampler, values in WITHOUT.items():
+        if names and sampler not in names:
+            fields.update(values)
+
+
+def _repeat_last_n(fields: Fields, value: int) -> None:
+    """How far back penalties look: here at the whole text. In the table after `repeat_penalty`."""
+    if value == 0:
+        fields.update(WITHOUT["penalties"])
+    elif value > 0 and any(
+        _value(fields, name) not in (None, off) for name, off in WITHOUT["penalties"].items()
+    ):
+        message = "repeat_last_n: penalties look at the whole text; leave it out, or give -1"
+        raise ApiError(400, message, param="repeat_last_n")
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────
+
+# Settings of samplers that are off, slots (there are none), ends by indentation or time, and
+# timings, which come with the last part of every answer.
+LLAMA_IGNORED: Final[Table] = {
+    name: ignored()
+    for name in (
+        "mirostat_tau",
+        "mirostat_eta",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "xtc_threshold",
+        "dynatemp_exponent",
+        "adaptive_decay",
+        "id_slot",
+        "n_indent",
+        "t_max_prompt_ms",
+        "t_max_predict_ms",
+        "n_keep",
+        "n_discard",
+        "timings_per_token",
+        "sse_ping_interval",
+    )
+}
+LLAMA: Final[Table] = {
+    **{name: unbuilt(*values) for name, values in LLAMA_OFF.items()},
+    **LLAMA_IGNORED,
+}
+OLLAMA_OPTIONS: Final[Table] = {  # the last ones say how a model is loaded
+    **LLAMA,
+    "tfs_z": unbuilt(1.0),
+    **{
+        name: ignored()
+        for name in (
+            "num_ctx",
+            "num_keep",
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+            "num_thread",
+            "numa",
+            "low_vram",
+            "f16_kv",
+            "logits_all",
+            "vocab_only",
+            "embedding_only",
+            "use_mmap",
+            "use_mlock",
+            "penalize_newline",
+        )
+    },
+}
+STRUCTURED: Final[Table] = {
+    "structural_tag": unbuilt(advice="give a grammar"),
+    "whitespace_pattern": unbuilt(),
+    "disable_fallback": ignored(bool),
+    "disable_any_whitespace": unbuilt(False),
+}
+# Of all routes whose request is one of OpenAI's.
+_SHARED: Final[Table] = {
+    # vLLM
+    "guided_json": inside(str | dict[str, Any], "structured_outputs", "json"),
+    "guided_regex": inside(str, "structured_outputs", "regex"),
+    "guided_choice": inside(list[str], "structured_outputs", "choice"),
+    "guided_grammar": inside(str, "structured_outputs", "grammar"),
+    "guided_json_object": inside(bool, "structured_outputs", "json_object"),
+    "guided_decoding_backend": ignored(str),
+    "guided_whitespace_pattern": unbuilt(),
+    "use_beam_search": unbuilt(False),
+    "length_penalty": ignored(float),  # of beam search
+    "early_stopping": ignored(bool),
+    "logits_processors": unbuilt(),
+    "kv_transfer_params": unbuilt(),
+    "repetition_detection": unbuilt(),
+    "vllm_xargs": unbuilt(),
+    "mm_processor_kwargs": ignored(),  # of media, which no request may have
+    "media_io_kwargs": ignored(),
+    # llama-server
+    "repeat_penalty": renamed(float, "repetition_penalty"),
+    "repeat_last_n": Foreign(int, _repeat_last_n),
+    "samplers": Foreign(list[str], _samplers),
+    "grammar": inside(str, "structured_outputs", "grammar"),
+    "json_schema": inside(dict[str, Any], "structured_outputs", "json"),
+    "cache_prompt": Foreign(bool, _without_cache),
+    "return_tokens": ignored(bool),
+    "response_fields": ignored(list[str]),
+    **LLAMA,
+    # SGLang
+    "regex": inside(str, "structured_outputs", "regex"),
+    "ebnf": inside(str, "structured_outputs", "grammar"),
+    "rid": renamed(str, "request_id"),
+    "no_stop_trim": renamed(bool, "include_stop_str_in_output"),
+    "stop_regex": unbuilt(),
+    "return_hidden_states": unbuilt(False),
+    "lora_path": unbuilt(),
+    "session_params": unbuilt(),
+    "custom_logit_processor": unbuilt(),
+    "custom_params": ignored(),
+    # OpenRouter, Mistral
+    "transforms": unbuilt(),
+    "top_a": unbuilt(0.0),
+    "usage": ignored(dict[str, Any]),  # of a stream: `stream_options` asks for it
+    "provider": ignored(),
+    "random_seed": renamed(int, "seed"),
+    "safe_prompt": unbuilt(False),
+}
+_THINKING: Final[Table] = {
+    "enable_thinking": Foreign(bool, _thinking),
+    "thinking": Foreign(bool | dict[str, Any], _thinking),
+}
+CHAT: Final[Table] = {
+    **_SHARED,
+    **_THINKING,
+    "reasoning": Foreign(bool | dict[str, Any], _reasoning),
+    "thinking_budget": renamed(int, "thinking_token_budget"),
+    "thinking_budget_tokens": renamed(int, "thinking_token_budget"),
+    "reasoning_budget": renamed(int, "thinking_token_budget"),
+    "separate_reasoning": Foreign(bool, _separate_reasoning),
+    "stream_reasoning": unbuilt(True),
+    "thinking_forced_open": unbuilt(False),
+    "chat_format": ignored(),
+    "parse_tool_calls": unbuilt(True, advice='give tool_choice "none" to get no calls'),
+    "n_predict": _max_tokens("max_tokens", None),
+    "max_output_tokens": renamed(int, "max_completion_tokens"),
+    "n_cmpl": renamed(int, "n"),
+    "n_probs": Foreign(int, _chat_probabilities),
+    "best_of": unbuilt(1),
+    # OpenAI's
+    "functions": unbuilt(advice="use tools"),
+    "function_call": unbuilt("none", "auto", advice="use tool_choice"),
+    "audio": unbuilt(advice="this server writes text only"),
+    "modalities": unbuilt(["text"], advice='only ["text"] is'),
+    "web_search_options": unbuilt(),
+    "prediction": ignored(),  # it makes OpenAI's models faster, and changes no answer
+}
+COMPLETION: Final[Table] = {
+    **_SHARED,
+    "n_predict": _max_tokens("max_tokens", MAX_TOKENS),
+    "max_completion_tokens": renamed(int, "max_tokens"),
+    "n_cmpl": renamed(int, "n"),
+    "n_probs": Foreign(int, _text_probabilities),
+    "prompt_embeds": unbuilt(advice="send the prompt as a text or token ids"),
+    "suffix": unbuilt(advice="use /infill"),
+}
+RESPONSES: Final[Table] = {
+    **_SHARED,
+    **_THINKING,
+    "reasoning_effort": inside(str, "reasoning", "effort"),
+    "n_predict": _max_tokens("max_output_tokens", None),
+    "max_tokens": renamed(int, "max_output_tokens"),
+    "max_completion_tokens": renamed(int, "max_output_tokens"),
+    "n_probs": unbuilt(0, advice="include message.output_text.logprobs, and give top_logprobs"),
+    "n": unbuilt(1),
+    "n_cmpl": unbuilt(1),
+    "conversation": unbuilt(advice="go on from an answer with previous_response_id"),
+    "prompt": unbuilt(advice="send instructions and input"),
+    "context_management": unbuilt(advice='set truncation to "auto", or shorten the input'),
+    "enable_response_messages": unbuilt(False),
+}
+LLAMA_COMPLETION: Final[Table] = {
+    **LLAMA,
+    "grammar": _SHARED["grammar"],  # GBNF
+    "json_schema": _SHARED["json_schema"],
+    "max_tokens": renamed(int, "n_predict"),
+    "max_completion_tokens": renamed(int, "n_predict"),
+    "n": renamed(int, "n_cmpl"),
+    "logprobs": renamed(int, "n_probs"),
+    "repetition_penalty": renamed(float, "repeat_penalty"),
+    **{
+        name: _SHARED[name]
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    },
+}
+MESSAGES: Final[Table] = {
+    **{name: _SHARED[name] for name in _SHARED if name.startswith("guided_")},
+    "repeat_penalty": _SHARED["repeat_penalty"],
+    "cache_prompt": _SHARED["cache_prompt"],
+    "enable_thinking": Foreign(
+        bool,
+        lambda fields, value: _merge(
+            fields, "chat_template_kwargs", {"enable_thinking": value, "thinking": value}
+        ),
+    ),
+    "mcp_servers": unbuilt(advice="call them on the client's side, as tools"),
+    "container": unbuilt(advice="nothing is run on the server's side"),
+    "compaction": unbuilt(advice="shorten the conversation on the client's side"),
+    # By this code Anthropic's clients know to go on without threads.
+    "thread": unbuilt(
+        advice="nothing is kept; send the whole conversation", code="thread_unsupported_request"
+    ),
+}
+OLLAMA_GENERATE: Final[Table] = {
+    "template": unbuilt(
+        advice="the model's own is used; send raw: true and a prompt that is rendered"
+    ),
+    "context": unbuilt(advice="send the conversation to /api/chat"),
+}
+TOKENIZE: Final[Table] = {  # llama-server's names
+    "content": renamed(str, "prompt"),
+    "add_special": renamed(bool, "add_special_tokens"),
+    "parse_special": unbuilt(True),
+    "with_pieces": unbuilt(False, advice="give return_token_strs"),
+    "mm_processor_kwargs": ignored(),
+}

@@ -1,0 +1,1 @@
+"""HTTP: connections, requests, bodies, routing, and their limits."""

@@ -1,0 +1,151 @@
+"""`/learn` as one HTML file with recorded data, which needs no server: `exported`.
+
+The page's modules become `data:` addresses of an import map, its styles and scripts are put inline,
+and what the routes would answer is JSON in the page (`static/learn/source.js` reads it).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from twostroke.observe.forecast import Workload
+from twostroke.serve.fields.protocol import LearnRunRequest
+from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.learn.learn_routes import LearnData
+
+# The settings of "predict, then run" that a recording has.
+SETTINGS = ((64, 32, 1), (256, 32, 1), (256, 64, 1), (512, 16, 1), (1024, 32, 1), (256, 32, 4))
+# What the lessons' questions ask for besides.
+ASKED = (
+    *((512, 32, 1), (128, 24, 1), (128, 48, 1), (256, 2, 1), (512, 2, 1), (64, 16, 1)),
+    *((64, 24, 1), (1024, 16, 1), (32, 96, 1), (512, 24, 1), (64, 48, 1)),
+)
+ROUNDS = 3  # of a prediction's run, as the page asks for
+TEXT = (
+    "A language model answers in two phases. First it reads the whole prompt at once, which keeps "
+    "the processor busy. Then it writes one token after the other, and for each of them it reads "
+    "all of its weights again. That is why"
+)
+ATTENDED = 64  # tokens whose attention the page shows
+STEP_FIELDS = ("step", "committed_s", "device_s", "prefill", "decode", "kv")
+NO_SERVER = (
+    'const none = async () => { throw new Error("A recording has no server."); };\n'
+    "export const getJson = none, postJson = none;\n"
+)
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+)
+IMPORT = re.compile(r'(from |import\()"\.{1,2}/(?:([a-z]+)/)?([a-z_]+\.js)"')
+
+
+async def recorded(data: LearnData) -> Json:
+    """Run everything that the page shows, once."""
+    runs: dict[str, list[Json]] = {}
+    await data.run(LearnRunRequest(experiment="calibration"))
+    for name in ("batch", "context", "prefix", "stall", "full_cache"):
+        runs[name] = [_slim(await data.run(LearnRunRequest(experiment=name)))]
+    text = LearnRunRequest(experiment="text", text=TEXT)
+    runs["text"] = [_slim(await data.run(text)), _slim(await data.run(text))]
+    runs["predict"] = [await _predicted(data, one) for one in _settings(data)]
+    ids = [one["id"] for one in runs["text"][0]["tokens"]][:ATTENDED]
+    return {"facts": data.facts(), "runs": runs, "attention": await _attention(data, ids)}
+
+
+def _settings(data: LearnData) -> list[tuple[int, int, int]]:
+    """All settings that the page may ask for, within the model's limits."""
+    facts = data.facts()
+    longest = facts["limits"]["prompt_tokens"]
+    chunked = (round(2.5 * facts["max_num_batched_tokens"]), 2, 1)
+    asked = [
+        (min(prompt, longest), answer, streams)
+        for prompt, answer, streams in (*SETTINGS, *ASKED, chunked)
+    ]
+    return list(dict.fromkeys(asked))
+
+
+async def _predicted(data: LearnData, settings: tuple[int, int, int]) -> Json:
+    given = asdict(Workload(*settings))
+    offered = settings[1:] in [one[1:] for one in SETTINGS]
+    prediction = await data.predict(Workload(*settings))
+    rounds = ROUNDS if offered else 1
+    run = await data.run(LearnRunRequest(experiment="predict", **given, rounds=rounds))
+    return {
+        "settings": given,
+        "offered": offered,
+        "prediction": prediction,
+        "run": _slim(run),
+    }
+
+
+async def _attention(data: LearnData, ids: list[int]) -> Json:
+    """All maps, a byte a share: rows up to the token itself, one after the other."""
+    heads = (await data.attention(ids, 0, 0))["heads"]
+    maps = []
+    for layer, count in enumerate(heads):
+        rows = [(await data.attention(ids, layer, head))["rows"] for head in range(count)]
+        packed = [bytes(round(255 * one) for row in each for one in row) for each in rows]
+        maps.append([base64.b64encode(one).decode() for one in packed])
+    return {"heads": heads, "maps": maps}
+
+
+def _slim(run: Json) -> Json:
+    """Without what no picture reads."""
+    for arm in run["arms"]:
+        arm["steps"] = [{name: one[name] for name in STEP_FIELDS} for one in arm["steps"]]
+        for request in arm["requests"]:
+            for name in ("prefix_marks", "stays", "worst_gap", "gaps"):
+                del request[name]
+    return run
+
+
+def exported(recording: Json) -> bytes:
+    """The page with a recording in it."""
+    folder = files("twostroke.serve").joinpath("static")
+
+    def text(path: str) -> str:
+        return folder.joinpath(path).read_text(encoding="utf-8")
+
+    modules = {
+        f"learn/{one.name}": one.read_text(encoding="utf-8")
+        for one in folder.joinpath("learn").iterdir()
+        if one.name.endswith(".js")
+    }
+    modules |= {"shared/dom.js": text("shared/dom.js"), "shared/api.js": NO_SERVER}
+    imports = {name: _address(name, source) for name, source in sorted(modules.items())}
+    page = text("learn/index.html").replace("static/shared/icon.svg", "data:,")
+    button = '<button type="button" data-theme-switch hidden></button>'
+    page = page.replace("<!-- nav -->", f'<nav class="pages" aria-label="Page">{button}</nav>')
+    page = re.sub(
+        r'<link rel="stylesheet" href="static/(.*?)">',
+        lambda found: f"<style>{text(found[1])}</style>",
+        page,
+    )
+    page = page.replace(
+        '<script src="static/shared/theme.js"></script>',
+        f"<script>{text('shared/theme.js')}</script>",
+    )
+    start = (
+        f'<script type="application/json" id="recording">{_json(recording)}</script>\n'
+        f'<script type="importmap">{_json({"imports": imports})}</script>\n'
+        '<script type="module">import "learn/main.js";</script>'
+    )
+    page = page.replace('<script type="module" src="static/learn/main.js"></script>', start)
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    return page.replace("<title>", f"{policy}\n<title>", 1).encode()
+
+
+def _address(name: str, source: str) -> str:
+    """A module as an address; what it imports goes by the names of the import map."""
+    here = name.partition("/")[0]
+    source = IMPORT.sub(lambda one: f'{one[1]}"{one[2] or here}/{one[3]}"', source)
+    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
+
+
+def _json(content: Any) -> str:
+    """JSON that no HTML parser takes for a tag."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")

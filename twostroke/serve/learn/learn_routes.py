@@ -1,0 +1,182 @@
+"""The data of the page `/learn`: facts of model and machine, forecasts, experiments, and the
+attention of a short prompt. The routes need the key, where there is one. Nothing runs until a
+reader asks."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+from twostroke import __version__
+from twostroke.measure.roofline.hardware import HARDWARE
+from twostroke.observe.forecast import Forecast, Prediction, Workload
+from twostroke.serve.error_responses import ApiError
+from twostroke.serve.fields.protocol import (
+    LearnAttentionRequest,
+    LearnPredictRequest,
+    LearnRunRequest,
+)
+from twostroke.serve.fields.response_fields import Json
+from twostroke.serve.generation.prompts import ThreadPool
+from twostroke.serve.generation.service import Service
+from twostroke.serve.http.http_request import HttpRequest
+from twostroke.serve.http.routing import Route
+from twostroke.serve.learn.attention_source import AttentionSource
+from twostroke.serve.learn.lab import MAX_OUTPUT, MAX_PROMPT, MAX_STREAMS, Experiment, Lab
+
+MAX_TEXT_TOKENS = 512
+NOTHING_RAN_S = 60.0  # how long an engine counts as idle that has run no step yet
+
+
+def learn_routes(service: Service) -> list[Route]:
+    routes = LearnRoutes(service)
+    facts, predict = "Model, machine and limits.", "TTFT and TPOT of requests before they run."
+    run, attention = "An experiment, with its records.", "A head's attention over a short prompt."
+    kinds = LearnPredictRequest, LearnRunRequest, LearnAttentionRequest
+    return [
+        Route("GET", "/learn/facts", routes.facts, facts),
+        Route("POST", "/learn/predict", routes.predict, predict, kinds[0]),
+        Route("POST", "/learn/run", routes.run, run, kinds[1], acts=True),
+        Route("POST", "/learn/attention", routes.attention, attention, kinds[2], acts=True),
+    ]
+
+
+class LearnRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service, self._data = service, LearnData(service)
+
+    async def facts(self, http: HttpRequest) -> None:
+        await http.respond_json(self._data.facts())
+
+    async def predict(self, http: HttpRequest) -> None:
+        async with self._service.read(http, LearnPredictRequest) as (request, _):
+            load = Workload(request.prompt_tokens, request.output_tokens, request.streams)
+        await http.respond_json({"prediction": await self._data.predict(load)})
+
+    async def run(self, http: HttpRequest) -> None:
+        async with self._service.read(http, LearnRunRequest) as (request, _):
+            found = await self._data.run(request)
+        await http.respond_json(found)
+
+    async def attention(self, http: HttpRequest) -> None:
+        async with self._service.read(http, LearnAttentionRequest) as (request, _):
+            found = await self._data.attention(request.tokens, request.layer, request.head)
+        await http.respond_json(found)
+
+
+class LearnData:
+    """The same as plain data, for the routes and for a recording (`commands/learn.py`)."""
+
+    def __init__(self, service: Service) -> None:
+        client = service.client
+        self._service, self._lab = service, Lab(service)
+        self._forecast = Forecast(client.records, client.info.max_num_batched_tokens)
+        self._attention = AttentionSource(service.settings.engine)
+        self._thread = ThreadPool("forecasts", 1, 4)
+
+    def facts(self) -> Json:
+        service, client = self._service, self._service.client
+        info, load, steps = client.info, client.load(), client.records.steps
+        if not (load.running or load.waiting):
+            idle_s = monotonic() - steps[-1].committed_s if steps else NOTHING_RAN_S
+            service.roof.look(idle_s)
+        ceilings = service.roof.ceilings
+        return {
+            "version": __version__,
+            "model": service.models[0],
+            "device": info.device,
+            "weights": info.weights or info.dtype,
+            "weight_bytes": info.weight_bytes,
+            "figures": info.figures._asdict(),
+            "kv_bytes": info.kv_bytes,
+            "kv_tokens": info.kv_tokens,
+            "kv": load.kv._asdict(),
+            "total_bytes": info.total_bytes,
+            "block_size": info.block_size,
+            "max_model_len": info.max_model_len,
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "threads": info.threads,
+            "read_bytes_per_s": ceilings.read_bytes_per_s or None,
+            "ops_per_s": ceilings.ops_per_s or None,
+            "engines": [one.phase for one in client.each_engine().values()],
+            "own_engines": self._lab.has_engines,
+            "limits": {
+                "prompt_tokens": max(1, min(MAX_PROMPT, info.max_model_len - MAX_OUTPUT)),
+                "output_tokens": MAX_OUTPUT,
+                "streams": min(MAX_STREAMS, info.max_num_seqs),
+            },
+            "hardware": [
+                {
+                    "name": one.name,
+                    "flops_per_s": one.rate("fp16"),
+                    "bytes_per_s": one.bandwidth,
+                    "memory_bytes": one.memory,
+                }
+                for one in HARDWARE.values()
+            ],
+        }
+
+    async def predict(self, load: Workload) -> Json | None:
+        """None: too few steps have run."""
+        found = await self._thread.run(lambda: self._forecast.predict(load))
+        return None if found is None else self._told(found)
+
+    def _told(self, found: Prediction) -> Json:
+        steps = [one._asdict() for one in found.steps]
+        bytes_per_token = self._service.client.info.figures.kv_bytes_per_token
+        return {**found._asdict(), "steps": steps, "kv_bytes": found.kv_tokens * bytes_per_token}
+
+    async def run(self, request: LearnRunRequest) -> Json:
+        tokens: list[int] = []
+        if request.experiment == "text":
+            tokens = await self._tokens(request)
+        found = await self._lab.run(self._experiment(request, tokens))
+        if tokens:
+            found["tokens"] = [{"id": one, "text": self._word(one)} for one in tokens]
+            found["vocabulary"] = self._words(found["arms"][0]["requests"][0])
+        return {"experiment": request.experiment, **found}
+
+    async def _tokens(self, request: LearnRunRequest) -> list[int]:
+        prompts, text = self._service.prompts, request.text or ""
+        tokens = await prompts.off_loop(request, len(text), lambda: prompts.encode(text, True))
+        if not 1 <= len(tokens) <= MAX_TEXT_TOKENS:
+            raise ApiError(
+                400,
+                f"text: give 1 to {MAX_TEXT_TOKENS} tokens of text; this has {len(tokens)}",
+                param="text",
+            )
+        return tokens
+
+    def _experiment(self, request: LearnRunRequest, tokens: list[int]) -> Experiment:
+        lab = self._lab
+        if request.experiment == "text":
+            params: dict[str, Any] = {"ignore_eos": False, "temperature": request.temperature}
+            return lab.text(tokens, request.max_tokens, params | {"top_p": request.top_p})
+        if request.experiment == "predict":
+            return lab.predict(
+                request.prompt_tokens, request.output_tokens, request.streams, request.rounds
+            )
+        made: Experiment = getattr(lab, request.experiment)()
+        return made
+
+    def _words(self, run: Json) -> dict[str, str]:
+        """The texts of all tokens that an answer names."""
+        ids = {*run["output_tokens"]}
+        ids.update(one for entry in run["candidates"] for one in (entry["chosen"], *entry["ids"]))
+        return {str(one): self._word(one) for one in sorted(ids)}
+
+    def _word(self, token: int) -> str:
+        tokenizer = self._service.tokenizer
+        return "" if tokenizer is None else tokenizer.token_text(token)
+
+    async def attention(self, tokens: list[int], layer: int, head: int) -> Json:
+        size = self._service.client.info.vocab_size
+        if not all(0 <= one < size for one in tokens):
+            raise ApiError(400, f"tokens: the model's ids go from 0 to {size - 1}", param="tokens")
+        maps = await self._attention.maps(tokens)
+        for name, value, count in (("layer", layer, len(maps.heads)), ("head", head, None)):
+            count = maps.heads[layer] if count is None else count
+            if value >= count:
+                raise ApiError(400, f"{name}: there are 0 to {count - 1}", param=name)
+        return {"layer": layer, "head": head, "heads": maps.heads, "rows": maps.of(layer, head)}

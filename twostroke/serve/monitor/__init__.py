@@ -1,0 +1,1 @@
+"""What operators read: Prometheus metrics, traces, the log line, GPU figures."""
