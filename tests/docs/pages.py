@@ -6,7 +6,7 @@ above a block is its marker:
 
     <!-- needs: gpu -->         the commands need what a machine of the tests lacks
     <!-- parsed: takes hours --> the commands only go through the parser, for the reason given
-    <!-- exact -->              the output is compared with what the page shows
+    <!-- exact -->              the output is compared with what the page shows, up to a line `…`
     <!-- example: requests.jsonl -->  the block is a file of that name for the blocks after it
 """
 
