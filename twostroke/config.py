@@ -1,8 +1,8 @@
 """`EngineConfig`: every setting a user can give, under vLLM's names, validated once.
 
 Settings say what the user wants; what follows from them and the model (how many blocks, how long
-a context) is worked out in `exec/memory.py`. Environment variables are read only in this file
-and, for the cache folder, in `model/find/hub.py`.
+a context) is worked out in `exec/memory.py`. docs/CLI.md lists the environment variables that the
+package reads.
 """
 
 from __future__ import annotations
