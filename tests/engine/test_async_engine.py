@@ -20,7 +20,7 @@ from twostroke.outputs import RequestOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PATIENCE_S = 60  # a stream that hangs fails its test
+PATIENCE_S = 240  # a stream that hangs fails its test
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from twostroke import child_process
 from twostroke.owned_folder import LOCK, OwnedFolder
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has PR_SET_PDEATHSIG")
 # A program with a child that ignores the end of its stdin.
 PARENT = """

@@ -27,7 +27,7 @@ from twostroke.engine.remote import RemoteEngine
 from twostroke.errors import EngineError, ModelError
 from twostroke.exec import collectives
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["the quick brown fox", "a small model writes", "größer"]
 RANKS: dict[str, Any] = {"kernels": "reference", "tensor_parallel_size": 2}

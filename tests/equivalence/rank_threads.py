@@ -27,7 +27,7 @@ from twostroke.model.weights import WeightSource
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 MAX_LEN, BLOCK_SIZE, NUM_BLOCKS = 256, 16, 64
 
 Work = Callable[[Ranks], object]

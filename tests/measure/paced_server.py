@@ -1,6 +1,7 @@
 """An OpenAI-compatible server whose every delay is given, so that a measuring tool can be measured.
 
-It can stall: for `stall_s` from `stall_at_s` on nothing is sent, as when an engine hangs.
+It can stall, as an engine that hangs: nothing is sent from the arrival of one request to that of a
+later one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class PacedServer:
     key: str = ""
     content: bool = True  # False: a stream without any
     cached: int = 0  # tokens of every prompt that a cache is said to have had
-    stall_s: float = 0.0
-    stall_at_s: float = float("inf")  # after the first request
+    stall: range = range(0)  # numbers of the requests during which nothing is sent
+    stall_ended_s: float = 0.0
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    _begun: float = 0.0
+    _stall_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -61,7 +62,9 @@ class PacedServer:
 
     async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.bodies.append(body)
-        self._begun = self._begun or perf_counter()
+        if len(self.bodies) == self.stall.stop:
+            self.stall_ended_s = perf_counter()
+            self._stall_over.set()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
         writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
         await self._wait(self.ttft_s)
@@ -78,9 +81,8 @@ class PacedServer:
 
     async def _wait(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        stalled = perf_counter() - self._begun - self.stall_at_s
-        if 0 <= stalled < self.stall_s:
-            await asyncio.sleep(self.stall_s - stalled)
+        if len(self.bodies) in self.stall:
+            await self._stall_over.wait()
 
 
 def _event(writer: asyncio.StreamWriter, content: Any) -> None:

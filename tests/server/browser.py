@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 KEYS = {

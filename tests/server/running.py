@@ -19,7 +19,7 @@ from twostroke.serve.app import App
 from twostroke.serve.server import ClientFactory, HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
-PATIENCE_S = 30
+PATIENCE_S = 240
 JSON = {"Content-Type": "application/json"}
 
 

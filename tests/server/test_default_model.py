@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of France? One word."}]
 WEATHER: Any = {
     "type": "function",

@@ -60,7 +60,11 @@ def test_a_warning_is_one_line_without_the_fields_name(
     server: Running, logged: pytest.LogCaptureFixture
 ) -> None:
     assert server.ask("POST", ROUTE, {"prompt": [1], "max_tokens": 1, "secret": 1})[0] == 200
-    (line,) = [record for record in logged.records if record.levelname == "WARNING"]
+    until = monotonic() + PATIENCE_S
+    while not (lines := [one for one in logged.records if one.levelname == "WARNING"]):
+        assert monotonic() < until  # the line is written after the response is sent
+        sleep(0.005)
+    (line,) = lines
     assert line.getMessage().startswith(f"200 POST {ROUTE}, request cmpl-")
     assert line.getMessage().endswith(": unknown fields were ignored")
 

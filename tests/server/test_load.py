@@ -32,7 +32,7 @@ from twostroke.engine.spawn import DEFAULT_BUILDER
 
 pytestmark = pytest.mark.core  # bounds of security
 
-PATIENCE_S = 90  # what hangs fails its test; nothing else depends on it
+PATIENCE_S = 240  # what hangs fails its test; nothing else depends on it
 REPOSITORY = Path(__file__).parents[2]
 MIB = 1024**2
 MAX_LEN = 32768

@@ -42,7 +42,7 @@ NOT_ZERO = {
     "twostroke:engine_up",
     "twostroke:kv_cache_reserved_tokens",
 }
-PATIENCE_S = 60
+PATIENCE_S = 240
 # vLLM's own, with the labels it gives them besides model_name and engine.
 VLLM = {
     "num_requests_running": "",

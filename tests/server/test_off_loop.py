@@ -20,7 +20,7 @@ from tests.tiny import tiny_folder, tiny_llm
 
 pytestmark = pytest.mark.core  # bounds of security
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FOREVER = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 MEMORY = "{{ range(99999)|map('string')|join('x'*99999)|length }}"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.tiny import tiny_folder
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 SCRIPT = """
 import sys
 from contextlib import asynccontextmanager

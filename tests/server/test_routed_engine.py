@@ -32,7 +32,7 @@ from twostroke.route.router import Role
 pytestmark = pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
 )
-PATIENCE_S = 90  # what hangs fails its test
+PATIENCE_S = 240  # what hangs fails its test
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 CLIENTS: tuple[type[EngineClient], ...] = (RoutedEngine,)  # for the type checker

@@ -25,7 +25,7 @@ from twostroke.commands.serve_flags import serve_settings
 from twostroke.kernels import cpu
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-PATIENCE_S = 30
+PATIENCE_S = 240
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"prompt": "the quick brown fox", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 TEXT = "/v1/completions"

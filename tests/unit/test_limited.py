@@ -16,7 +16,7 @@ from twostroke.limited import LimitedPool, Limits, OverLimit, Work
 
 pytestmark = pytest.mark.core  # bounds of security
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 MIB = 1024**2
 LIMITS = Limits(cpu_s=0.3, wall_s=3.0, memory_bytes=32 * MIB)
 
