@@ -272,7 +272,7 @@ def repository_files() -> tuple[set[str], set[str]]:
         folders[:] = [name for name in folders if name not in skipped]
         at = Path(folder).relative_to(ROOT)
         paths |= {str(at / name) for name in files} | {f"{at / name}/" for name in folders}
-    return paths, {Path(path).name for path in paths}
+    return paths, {Path(path).name for path in paths}  # of files and of folders
 
 
 def is_there(path: str, page: Path) -> bool:
@@ -280,8 +280,8 @@ def is_there(path: str, page: Path) -> bool:
     paths, names = repository_files()
     pattern = re.escape(path).replace(r"\*", "[^/]*")
     pattern = re.sub(r"\\\{([^}]*)\\\}", lambda one: f"({one[1].replace(',', '|')})", pattern)
-    if "/" not in path:
-        return any(re.fullmatch(pattern, name) for name in names)
+    if "/" not in path.rstrip("/"):
+        return any(re.fullmatch(pattern.rstrip("/"), name) for name in names)
     bases = [*BASES, str(page.parent.relative_to(ROOT))]
     places = {pattern, *(f"{re.escape(base)}/{pattern}" for base in bases if base not in ("", "."))}
     return any(re.fullmatch(place, one) for place in places for one in paths)
@@ -469,6 +469,15 @@ def write_examples(block: Block, folder: Path) -> None:
             (folder / other.markers["example"]).write_text(other.text + "\n")
 
 
+# Exit statuses that say something about this machine, not about the command: figures that do not
+# count (the client had no core of its own), a fault that was found, too little evidence.
+VERDICTS = {("bench",): (3,), ("phases",): (3,), ("doctor",): (4, 5)}
+
+
+def first_words(line: str) -> tuple[str, ...]:
+    return tuple(simple_commands(line)[0][:2])
+
+
 def execute(block: Block, shell: Shell) -> None:
     """Run the commands of a block. A command fails only where the page shows an error."""
     write_examples(block, shell.folder)
@@ -476,7 +485,7 @@ def execute(block: Block, shell: Shell) -> None:
     serves = [line for line, _ in lines if is_server(line)]
     if not serves and any("8000" in line or "bench serve" in line for line, _ in lines):
         shell.start_server()
-        shell.run('curl -s localhost:8000/v1/completions -d \'{"prompt": "a"}\'').check_returncode()
+        shell.ask()
     for line, output in lines:
         missing = [words[0] for words in simple_commands(line) if not program(words[0])]
         if missing:
@@ -488,7 +497,8 @@ def execute(block: Block, shell: Shell) -> None:
         else:
             done = shell.run(line)
             fails = "twostroke: error:" in output
-            assert (done.returncode != 0) == fails, f"{block}: {line}\n{done.stdout}"
+            works = done.returncode in (0, *VERDICTS.get(first_words(line)[1:2], ()))
+            assert works != fails, f"{block}: {line}\n{done.stdout}"
             if "exact" in block.markers:
                 assert is_shown(done.stdout, output), f"{block}: {line}\n{done.stdout}"
 
