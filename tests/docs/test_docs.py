@@ -31,6 +31,7 @@ from tests.docs.pages import (
     LANGUAGES,
     NEEDS,
     PROGRAMS,
+    QUOTED,
     ROOT,
     Block,
     all_blocks,
@@ -39,6 +40,7 @@ from tests.docs.pages import (
     links,
     named_paths,
     pages,
+    prose,
     simple_commands,
 )
 from tests.support import default_model_path
@@ -298,6 +300,44 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     text = text.partition("<!-- vllm_tests begin -->")[0]
     named = sorted(named_paths(text) - FOREIGN)
     assert [path for path in named if not is_there(path, page)] == []
+
+
+# Pages about the code: every identifier that they name is in the sources.
+OF_THE_CODE = ("ARCHITECTURE.md", "INTERNALS.md", "ADDING_A_FAMILY.md")
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(.*\))?")
+# Names in the sources of llama.cpp.
+OTHER_PROJECTS = {"llama_model_rope_type", "undo_permute"}
+
+
+@cache
+def words_of_the_sources() -> set[str]:
+    folders = ("twostroke", "native", "tests", "bench", ".ci")
+    found: set[str] = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".pyi", ".cpp", ".h", ".js", ".html", ".txt", ".toml"):
+            found.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+            found.add(path.stem)
+    found.update(re.findall(r"\w+", (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    return found
+
+
+def unknown_names(text: str) -> list[str]:
+    """Return the identifiers that a page names and no source has."""
+    named = {one for one in QUOTED.findall(prose(text)) if IDENTIFIER.fullmatch(one)}
+    parts = {part for one in named for part in re.findall(r"\w+", one.partition("(")[0])}
+    return sorted(parts - words_of_the_sources() - OTHER_PROJECTS)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", OF_THE_CODE)
+def test_every_identifier_of_a_page_about_the_code_is_in_the_sources(name: str) -> None:
+    assert unknown_names((ROOT / "docs" / name).read_text(encoding="utf-8")) == []
+
+
+def test_an_identifier_that_no_source_has_is_found() -> None:
+    # Put together, since this file is one of the sources.
+    absent = "".join(("Schedul", "erette"))
+    assert unknown_names(f"`Scheduler.commit`, `{absent}.commit(x)`") == [absent]
 
 
 def broken_links(page: Path, text: str) -> list[str]:
