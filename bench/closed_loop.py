@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from twostroke.measure.doctor.exam_cases import CASES
+from bench.doctor_exam.cases import CASES
 
 CASE_S = 240.0
 # Three streams, and three prompts of 1,500 tokens while they write: more than one gap in 100.
@@ -38,7 +38,7 @@ def run_case(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
     model = [args.model] if args.model else []
     case = CASES[name]
     examined = subprocess.run(
-        [sys.executable, "-m", "twostroke.measure.doctor.exam", name, *model],
+        [sys.executable, "-m", "bench.doctor_exam.exam", name, *model],
         capture_output=True,
         timeout=CASE_S,
         check=False,
@@ -51,7 +51,7 @@ def run_case(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
         dict(zip(names, one, strict=True)) | {"hash_ids": []} for one in STARVED
     ]
     trace.write_text("".join(json.dumps(one) + "\n" for one in due))
-    row: dict[str, Any] = {"case": name, "what": case.what, "verdict": verdict}
+    row: dict[str, Any] = {"case": name, "what": case.description, "verdict": verdict}
     if verdict["experiment"] is None:
         return row | {"error": "the doctor proposed no experiment"}
     faulty = shlex.join([*model, *case.serve])

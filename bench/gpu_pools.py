@@ -42,8 +42,8 @@ from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
 from twostroke.outputs import RequestOutput
 from twostroke.request import RequestOutputKind, SamplingParams
-from twostroke.route.client import RoutedEngine
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 
 STREAMS, STREAM_PROMPT, LONG = 32, 512, 32_000
 ALONE = (1024, 8192, LONG)

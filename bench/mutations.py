@@ -108,6 +108,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 64},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **WINDOW},
     "qwen3": {"model_type": "qwen3", "head_dim": 8, "attention_bias": False},
+    "gemma": {"model_type": "gemma", "head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 64, **GEMMA2},
     "gemma3": {"model_type": "gemma3", "text_config": GEMMA3},
     "olmo2": {"model_type": "olmo2", "rms_norm_eps": 1e-5},
@@ -227,7 +228,7 @@ def array(kind: int, values: list[Any]) -> bytes:
 
 
 def write_bases(root: Path) -> None:
-    from tests.model import vocabularies as made
+    from tests.model.text import vocabularies as made
     from tests.tiny import tiny_folder
     from twostroke.model.text.pre_tokenizers import QWEN2, pre_tokenizer_of
 
@@ -468,7 +469,7 @@ def _config(name: str, files: Files) -> Iterator[Mutation]:
             for inner in config[field]:
                 for label, value in NASTY.items():
                     yield _field(files, "config.json", (field, inner), label, value, name)
-    for family in (*FAMILIES, "gemma"):
+    for family in (*FAMILIES, "gemma3n"):
         yield _field(files, "config.json", ("model_type",), family, family, name)
 
 

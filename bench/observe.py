@@ -3,7 +3,7 @@
     python bench/observe.py [--json FILE]
 
 Turns an engine's loop over an executor that computes nothing and times, for each step, what is
-there only to explain it: the step's record with its gaps by cause (`EngineCore._record`), packing
+there only to explain it: the step's record with its gaps by cause (`StepRecorder.add`), packing
 the record for the HTTP process, reading it there, and adding it to the totals; then once a request
 its end, and once a scrape the page. In `commit` each token costs one comparison more, timed apart.
 Prints a table, ends with one JSON line.
@@ -49,14 +49,14 @@ def microseconds(times: list[float]) -> float:
 def measure(running: int) -> dict[str, float]:
     cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
     core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
-    record, record_s = core._record, []
+    record, record_s = core.recorder.add, []
 
     def timed(*args: Any) -> None:
         start = perf_counter()
         record(*args)
         record_s.append(perf_counter() - start)
 
-    core._record = timed  # type: ignore[method-assign, assignment]
+    core.recorder.add = timed  # type: ignore[method-assign, assignment]
     totals = Totals(8192)
     times: dict[str, list[float]] = {"pack": [], "unpack": [], "totals": []}
     for _ in range(STEPS):

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from bench.witness import get_json
 from tests.server.browser import Page, browser
-from tests.server.chat_page import ANSWERS, ChatPage, chat_page
-from tests.server.learn_page import LearnPage, learn_page
+from tests.server.learn.learn_page import LearnPage, learn_page
+from tests.server.pages.chat_page import ANSWERS, ChatPage, chat_page
 from twostroke.measure.compare.arms import serving
 
 LESSONS = 6

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from twostroke import LLM, SamplingParams
-from twostroke.engine.client import SyncClient
+from twostroke.engine.in_process import SyncClient
 
 PREFILL = 512
 PROMPT, OUTPUT = 128, 32

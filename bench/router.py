@@ -50,8 +50,8 @@ from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest, read_tra
 from twostroke.observe.record import RequestRecord
 from twostroke.planner.simulate import marks_of
 from twostroke.request import SamplingParams
-from twostroke.route.client import RoutedEngine
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 from twostroke.route.router import EngineState, Placement, Prompt, Queued, Role, Router
 
 RATE = 3.4  # requests a second of the trace that is drawn, as of Mooncake's

@@ -107,14 +107,14 @@ def time_records(running: int) -> float:
     """Seconds a step spends on its `StepRecord`, measured inside a turning loop."""
     cost = CostModel(1e9, 1e8, 1e5, 1e9, 1e8, 1e5)
     core = EngineCore(scheduler_with(running, 0, 5000), Instant(), cost)
-    record, times = core._record, []
+    record, times = core.recorder.add, []
 
     def timed(*args: Any) -> None:
         start = perf_counter()
         record(*args)
         times.append(perf_counter() - start)
 
-    core._record = timed  # type: ignore[method-assign, assignment]
+    core.recorder.add = timed  # type: ignore[method-assign, assignment]
     for _ in range(STEPS):
         core.step()
     return statistics.median(times)

@@ -39,8 +39,8 @@ from typing import Any
 from urllib.request import urlopen
 
 from twostroke.config import EngineConfig
-from twostroke.route.client import RoutedEngine
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 from twostroke.serve.server import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from twostroke.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from twostroke.engine.client import AsyncEngine
+    from twostroke.engine.in_process import AsyncEngine
     from twostroke.inputs import PromptType, TextPrompt, TokensPrompt
     from twostroke.llm import LLM
     from twostroke.llm_engine import LLMEngine
@@ -38,7 +38,7 @@ __all__ = [
 _HOMES = {
     "LLM": "twostroke.llm",
     "LLMEngine": "twostroke.llm_engine",
-    "AsyncEngine": "twostroke.engine.client",
+    "AsyncEngine": "twostroke.engine.in_process",
     "AsyncLLMEngine": "twostroke.v1.engine.async_llm",
     "EngineArgs": "twostroke.engine.arg_utils",
     "AsyncEngineArgs": "twostroke.engine.arg_utils",

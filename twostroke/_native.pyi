@@ -1,6 +1,7 @@
-"""native/src/module.cpp, for type checkers. Arrays are C-contiguous."""
+"""Type stubs of the native module (`native/src/module.cpp`). All arrays are C-contiguous."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,76 +61,14 @@ class Matrix:
         with_residual: bool = False,
     ) -> None: ...
 
-class Latent:
-    def __init__(
-        self,
-        *,
-        q_b: Matrix | None = None,
-        keys: Matrix,
-        values: Matrix,
-        keys_transposed: Matrix,
-        q_a_norm: _Floats | None = None,
-        kv_a_norm: _Floats,
-        eps: float,
-        value_dim: int,
-    ) -> None: ...
-
-class Layer:
-    def __init__(
-        self,
-        *,
-        qkv: Matrix,
-        o: Matrix,
-        latent: Latent | None = None,
-        gate_up: Matrix,
-        down: Matrix,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        scale: float,
-        softcap: float = 0.0,
-        window: int = 0,
-        activation: str = "silu",
-        alpha: float = 1.0,
-        limit: float = 0.0,
-        gated: bool = True,
-        parallel: bool = False,
-        attn_norm: _Floats | None = None,
-        mlp_norm: _Floats | None = None,
-        attn_post_norm: _Floats | None = None,
-        mlp_post_norm: _Floats | None = None,
-        attn_norm_bias: _Floats | None = None,
-        mlp_norm_bias: _Floats | None = None,
-        attn_post_norm_bias: _Floats | None = None,
-        mlp_post_norm_bias: _Floats | None = None,
-        q_norm: _Floats | None = None,
-        k_norm: _Floats | None = None,
-        key_scales: _Floats | None = None,
-        sinks: _Floats | None = None,
-        rope: int = 0,
-        rope_dim: int = 0,
-        group: int = 0,
-        in_group: int,
-    ) -> None: ...
-
 class Model:
     def __init__(
         self,
         *,
-        isa: str,
-        layers: Sequence[Layer],
-        embed: Matrix,
-        head: Matrix,
-        final_norm: _Floats,
+        spec: dict[str, Any],
+        weights: dict[str, Matrix | _Floats],
         ropes: Sequence[tuple[_Floats, _Floats, _Floats | None]],
-        eps: float,
-        embed_scale: float = 1.0,
-        residual_scale: float = 1.0,
-        logit_scale: float = 1.0,
-        logit_softcap: float = 0.0,
-        layer_norms: bool = False,
-        final_norm_bias: _Floats | None = None,
-        positions: _Floats | None = None,
+        isa: str,
         threads: int,
         threads_prefill: int,
         exact: bool,

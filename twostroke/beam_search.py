@@ -10,14 +10,14 @@ from typing import Any
 from twostroke.errors import RequestError
 from twostroke.outputs import Logprob, RequestOutput
 from twostroke.request import SamplingParams
-from twostroke.strict import Strict
+from twostroke.strict import StrictSettings
 
 # One request for one token each → an output each.
 Run = Callable[[list[Any], SamplingParams], list[RequestOutput]]
 
 
 @dataclass(kw_only=True)
-class BeamSearchParams(Strict):
+class BeamSearchParams(StrictSettings):
     """How to search. The names are vLLM's.
 
     Beams are ranked by their log-probability / length ** length_penalty, where the prompt's tokens

@@ -1,8 +1,8 @@
-"""`twostroke`: one command, and what all its parts promise.
+"""The `twostroke` command line.
 
-Arguments are read and checked before anything heavy is imported, so that help and mistakes are
-answered at once. Exit status: 0 done, 1 refused or failed (with a reason, without a traceback),
-2 wrong usage, 130 interrupted.
+Arguments are read and checked before a heavy module is imported, so that help and usage errors
+appear at once. Exit status: 0 success, 1 failure (with a message, without a traceback), 2 usage
+error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from twostroke.commands.parser import Parser
 from twostroke.commands.terminal import columns, wrapped
 from twostroke.errors import TwostrokeError, nearest, shown
 
-# What each is for; its module is read when it is the one that was asked for.
+# The summary of each command. The module of a command is imported when the command is used.
 COMMANDS = {
-    "run": "answer one prompt and show what each phase took",
+    "run": "answer one prompt and show the time of each phase",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP, as `vllm serve` does",
-    "learn": "a page that explains prefill and decode with a running engine",
+    "learn": "explain prefill and decode on a page with a running engine",
     "run-batch": "answer a file of requests, as `vllm run-batch` does",
     "bench": "measure a server: TTFT, TPOT, ITL, throughput, goodput",
-    "phases": "one request taken apart: slow to start, or slow to stream?",
-    "roofline": "how fast a model could be on a machine, by phase",
-    "plan": "what a trace of requests will see from engines: simulated, with intervals",
-    "quality": "what a format costs in quality: perplexity and KL against a base",
-    "trace": "the last seconds of a server as a timeline",
-    "profile": "what a server's steps are made of: stages or kernels, by phase",
-    "why": "where the time of a slow request went, and who took it",
-    "doctor": "is a server slow, where, why, and what to try next",
-    "ab": "does a change help? two servers or settings, in pairs",
-    "import": "results of vllm bench, guidellm, aiperf, sglang in one table",
+    "phases": "measure the phases of one request: slow to start, or slow to stream?",
+    "roofline": "compute how fast a model can be on a machine, by phase",
+    "plan": "simulate the latencies of a trace of requests on engines, with intervals",
+    "quality": "measure the quality loss of a format: perplexity and KL against a base",
+    "trace": "write the last seconds of a server as a timeline",
+    "profile": "measure the stages or kernels of a server's steps, by phase",
+    "why": "explain where the time of a slow request went",
+    "doctor": "find out if a server is slow, where, why, and what to try next",
+    "ab": "compare two servers or settings in pairs of runs",
+    "import": "show results of vllm bench, guidellm, aiperf, sglang in one table",
 }
-MODULES = {"run-batch": "run_batch", "import": "import_"}  # where Python has other rules for names
+MODULES = {"run-batch": "run_batch", "import": "import_"}  # a command's name is no module's name
 INTERRUPTED = 128 + signal.SIGINT
-PIPE_CLOSED = 128 + 13  # as a shell reports a program that SIGPIPE ended
+PIPE_CLOSED = 128 + 13  # a shell's exit status for a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args is None:
         return 0
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what a terminal cannot show must not end the program
+        if hasattr(stream, "reconfigure"):  # characters that a terminal cannot show become ?
             stream.reconfigure(errors="replace")
     try:
         status: int = args.execute(args)
@@ -65,50 +65,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _send_to_nowhere(sys.stdout)  # or Python complains again when it flushes at exit
+        _redirect_to_null(sys.stdout)  # else Python reports the closed pipe again at exit
         return PIPE_CLOSED
 
 
 def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
-    """What was asked for; None: for nothing, and help was printed. A command that `TELLS_ALL` has
-    yet to call `args.parser.finish`, once it has read its settings."""
+    """Return the arguments of a command; None if the line asked for help, which is printed. A
+    command with `COLLECT_ERRORS` must call `args.parser.finish` after it has read its settings."""
     commands = _commands(parser)
     command = commands.get(words[0]) if words else None
     if words and command is None and not words[0].startswith("-"):
-        hint = nearest(words[0], commands) or f"; there are {', '.join(commands)}"
-        parser.error(f"there is no command {shown(words[0])}{hint}")
+        hint = nearest(words[0], commands) or f"; the commands are {', '.join(commands)}"
+        parser.error(f"unknown command {shown(words[0])}{hint}")
     if command is not None:
         for word in words[1:]:
             if word.startswith("--help=") and command.usual:
                 print(command.help_about(word.partition("=")[2]), end="")
                 return None
-        of_others = words[0] in ("serve", "run-batch")
         rest = words[1:]
-        if of_others:
-            from twostroke.commands.serve_flags import spelt
+        if words[0] in ("serve", "run-batch"):
+            from twostroke.commands.serve_flags import normalize_options
 
-            rest = spelt(rest)
-        if command.lines:
-            rest = joined_values(rest, command.lines)
-        words = [words[0], *(command.without_unknown(rest) if command.tells_all else rest)]
+            rest = normalize_options(rest)
+        if command.line_options:
+            rest = joined_values(rest, command.line_options)
+        words = [words[0], *(command.without_unknown(rest) if command.collects_errors else rest)]
     args, unexpected = parser.parse_known_args(words)
     if args.command is None:
         parser.print_help()
         return None
-    # argparse leaves words that stand after an option; `run` takes them as part of the prompt.
-    if args.parser.tells_all and hasattr(args, "prompt"):
+    # argparse does not add words after an option to the prompt of `run`.
+    if args.parser.collects_errors and hasattr(args, "prompt"):
         args.prompt += unexpected
         return args
     for word in args.parser.without_unknown(unexpected):
         args.parser.problem(f"unexpected argument {shown(word)}")
-    if not args.parser.tells_all:
+    if not args.parser.collects_errors:
         args.parser.finish()
     return args
 
 
 def joined_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the words with the values of these flags joined to them: `--b --no-x` as `--b=--no-x`,
-    because argparse takes no word that begins with a dash for a value."""
+    """Join the values of some flags to the flags: `--b --no-x` becomes `--b=--no-x`. argparse does
+    not accept a separate value that begins with a dash."""
     joined: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -118,7 +117,8 @@ def joined_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def make_parser(wanted: str | None = None) -> Parser:
-    """`wanted`: the one command whose options are needed; None: of all, which takes longer."""
+    """Make the parser with the options of one command, or with the options of all commands if
+    `wanted` is None, which takes longer."""
     parser = Parser(
         prog="twostroke",
         description="An LLM inference engine built along the line between prefill and decode.",
@@ -136,7 +136,7 @@ def make_parser(wanted: str | None = None) -> Parser:
             description=module.DESCRIPTION,
             usage=f"twostroke {name} [options]{module.OPERANDS}",
         )
-        command.tells_all = getattr(module, "TELLS_ALL", False)
+        command.collects_errors = getattr(module, "COLLECT_ERRORS", False)
         module.add_arguments(command)
         command.set_defaults(execute=module.execute, parser=command)
     return parser
@@ -147,7 +147,7 @@ def _commands(parser: Parser) -> dict[str, Parser]:
     return dict(action.choices or {})
 
 
-def _send_to_nowhere(stream: TextIO) -> None:
+def _redirect_to_null(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

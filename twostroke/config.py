@@ -1,13 +1,11 @@
-"""`EngineConfig`: every setting a user can give, under vLLM's names, validated once.
+"""`EngineConfig`: the settings of an engine, under vLLM's names, validated once.
 
-Settings say what the user wants; what follows from them and the model (how many blocks, how long
-a context) is worked out in `exec/memory.py`. docs/CLI.md lists the environment variables that the
-package reads.
+`exec/memory.py` derives the number of KV blocks and the length of the context from the settings and
+the model. `environment.py` reads settings from environment variables.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
@@ -16,105 +14,109 @@ from typing import Any, NamedTuple, cast
 from twostroke.errors import ConfigError, RequestError, shown
 from twostroke.kv.eviction import LEAST_BLOCKS, LEAST_STRETCHES, STRETCH_TOKENS
 from twostroke.request import SamplingParams
-from twostroke.strict import Strict
+from twostroke.strict import StrictSettings
 
 GIB = 1024**3
 KV_TRANSPORTS = ("auto", "memory", "device", "nixl", "sockets")
-RDMA = ("rdma", "ucx", "mooncake")  # what blocks travel by elsewhere
+RDMA = ("rdma", "ucx", "mooncake")  # transports of other engines
 KV_TIMEOUT_EXPECTED = "seconds from 0.01 to 600"
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 QUANTIZATIONS = ("int8", "int4", "fp8")
 KV_8_BIT = ("fp8_e4m3", "fp8_e5m2", "int8")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", *KV_8_BIT)  # fp8: fp8_e4m3
-# What a model's makers, or `override_generation_config`, may recommend.
+# Sampling that a model's makers may recommend, and that `override_generation_config` may set.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDDEN = (*RECOMMENDED, "presence_penalty", "frequency_penalty")
 
 
-class Mode(NamedTuple):
-    """What a performance mode sets where nothing is given."""
+class PerformanceMode(NamedTuple):
+    """The defaults of other settings."""
 
     max_num_seqs: int
-    budget_gpu: int
+    budget_gpu: int  # tokens in a step
     budget_cpu: int
-    # Goals in milliseconds, on a GPU and on a CPU; None: none.
+    # Goals in milliseconds, on a GPU and on a CPU; None: no goal.
     ttft_ms: tuple[float, float] | None = None
     itl_ms: tuple[float, float] | None = None
     decode_stall: float = 0.0  # see EngineConfig.max_decode_stall
 
 
 MODES = {
-    "interactivity": Mode(128, 8192, 512, ttft_ms=(1000.0, 4000.0), itl_ms=(50.0, 100.0)),
-    "balanced": Mode(256, 8192, 512, decode_stall=8.0),
-    "throughput": Mode(512, 16384, 1024),
+    "interactivity": PerformanceMode(
+        128, 8192, 512, ttft_ms=(1000.0, 4000.0), itl_ms=(50.0, 100.0)
+    ),
+    "balanced": PerformanceMode(256, 8192, 512, decode_stall=8.0),
+    "throughput": PerformanceMode(512, 16384, 1024),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(Strict):
+class EngineConfig(StrictSettings):
     model: str | None = None  # a path, a Hugging Face id, or None for the default model
-    tokenizer: str | None = None  # where the tokenizer is, if not with the model
+    tokenizer: str | None = None  # a folder or a Hugging Face id; None: the model's
     revision: str | None = None
     skip_tokenizer_init: bool = False  # token ids in, token ids out
-    chat_template: str | None = None  # a template, or the path of one, instead of the model's own
+    chat_template: str | None = None  # a template or its path; None: the model's
     load_format: str = "auto"  # auto, safetensors, gguf, dummy
-    dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU, which computes in that
-    kv_cache_dtype: str = "auto"  # auto: as dtype; see KV_DTYPES
-    device: str = "auto"  # auto: cuda if there is one
+    dtype: str = "auto"  # auto: the model's dtype on a GPU, float32 on a CPU
+    kv_cache_dtype: str = "auto"  # auto: dtype; see KV_DTYPES
+    device: str = "auto"  # auto: cuda if the machine has a GPU
     seed: int = 0
-    max_model_len: int | None = None  # None: as long as model and cache allow
-    max_num_seqs: int = cast(int, None)  # None: 256, or by performance_mode; then never None
+    max_model_len: int | None = None  # None: as long as model and KV cache allow
+    max_num_seqs: int = cast(int, None)  # None becomes 256, or a number by performance_mode
     max_num_batched_tokens: int | None = None  # tokens in a step
     ttft_slo_ms: float | None = None  # goal for the time to the first token
     itl_slo_ms: float | None = None  # goal for the time between two tokens of a stream
-    # How many times its steady gap a stream may wait for a token while prompts are prefilled, where
-    # there is no itl_slo_ms; 0: any number, None: by performance_mode.
+    # Without itl_slo_ms: the longest wait of a stream for a token while prompts are prefilled, as a
+    # multiple of its steady gap; 0: no limit, None: by performance_mode.
     max_decode_stall: float | None = None
     performance_mode: str = "balanced"  # interactivity, balanced, throughput
     block_size: int = 16  # tokens in a KV block
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
-    # Blocks of the KV group that keeps all positions (the first, if all have windows).
+    # Blocks of the KV group that keeps all positions (the first group, if all have windows).
     num_gpu_blocks_override: int | None = None
-    # While a request writes, the KV blocks it gives up beyond a budget: None, sinks (all but the
-    # first block and the newest), or heavy-hitters (those between that got the least attention).
+    # Which KV blocks a decoding request evicts beyond its budget: None, sinks (all but the first
+    # and the newest blocks) or heavy-hitters (blocks between with the least attention).
     kv_eviction: str | None = None
-    kv_eviction_budget: int = 4096  # tokens that a request keeps, once its prompt is computed
+    kv_eviction_budget: int = 4096  # tokens that a request keeps after its prefill
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
-    max_logprobs: int = 20  # that a request may ask for; -1: all of the vocabulary
-    override_generation_config: dict[str, Any] | None = None  # over the makers' recommendation
-    # Settings that replace those of config.json (`model/describe/overrides.py`).
+    max_logprobs: int = 20  # that a request may ask for; -1: the vocabulary
+    override_generation_config: dict[str, Any] | None = None  # default sampling of requests
+    # Settings that replace settings of config.json (`model/describe/overrides.py`).
     hf_overrides: dict[str, Any] | None = None
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
-    max_cudagraph_capture_size: int | None = None  # largest decode batch run as a graph
-    cudagraph_capture_sizes: tuple[int, ...] | None = None  # all of them, instead of our choice
-    nvtx: bool = False  # name steps and the parts of layers for a profiler of a GPU
+    max_cudagraph_capture_size: int | None = None  # largest decode batch that runs as a graph
+    cudagraph_capture_sizes: tuple[int, ...] | None = None  # None: chosen by the engine
+    nvtx: bool = False  # name steps and the parts of layers for a GPU profiler
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes of a CPU
-    # Of weights that are not: int8, int4, and on torch fp8.
+    # The format to which unquantised weights are rounded: int8, int4, and with torch fp8.
     quantization: str | None = None
-    # The same of one phase alone, or "none". Then never one without the other, and never equal:
-    # what one of them does not say is `quantization`, which is None where they differ.
+    # The formats of the two phases, or "none". Validation leaves either `quantization` or two
+    # different formats for the phases: the default of a phase is `quantization`.
     prefill_quantization: str | None = None
     decode_quantization: str | None = None
-    # A text that the unquantised model reads first: which inputs of a matrix its rounding favours.
+    # A text that the unquantised model reads, to find out which inputs of a matrix matter most.
     calibration: str | None = None
-    kernels: str = "auto"  # auto: the native ones on a CPU that has them; reference, native
+    kernels: str = "auto"  # reference, native; auto: native on a CPU that supports it
     isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx512bw, avx2, neon, portable
-    exact: bool = False  # native kernels: products and attention in floats; slower
-    threads: int | None = None  # of a decode step on a CPU; None: one a core
-    threads_batch: int | None = None  # of a step with prefill; None: as threads
-    measure_ceilings: bool = False  # the device's, at the start, for the metrics
-    # What a server with several engines sets for each of them (`route/`):
-    engines_on_host: int = 1  # that share its memory and cores
-    engine_index: int = 0  # which of them it is: they take GPUs in turn
-    kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: by checksums
-    kv_receives: bool = False  # blocks of other engines will come: memory is made ready for them
-    kv_transport: str = "auto"  # memory, device, nixl or sockets: this way alone
-    kv_host: str | None = None  # this machine's address for engines on others; None: there are none
-    kv_transfer_timeout_s: float = 3.0  # nothing has come for so long: computed again
-    # What their sockets ask of each other (`network_auth.py`); None: they take any peer.
+    exact: bool = False  # native kernels compute linear layers and attention in floats; slower
+    threads: int | None = None  # of a decode step on a CPU; None: one for each core
+    threads_batch: int | None = None  # of a step with prefill; None: threads
+    measure_ceilings: bool = False  # measure the device's rates at the start, for the metrics
+    # Settings of each engine that a server with several engines sets (`route/`):
+    engines_on_host: int = 1  # engines that share the machine's memory and cores
+    engine_index: int = 0  # of this engine on its machine; the engines use the GPUs in turn
+    kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: with checksums
+    kv_receives: bool = (
+        False  # the engine fetches KV blocks of others, and reserves memory for that
+    )
+    kv_transport: str = "auto"  # memory, device, nixl or sockets
+    kv_host: str | None = None  # this machine's address for other machines; None: there are none
+    kv_transfer_timeout_s: float = 3.0  # blocks are recomputed if none has arrived for so long
+    # The secret of the engines' sockets (`network_auth.py`); None: sockets accept any peer.
     engine_secret: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +138,7 @@ class EngineConfig(Strict):
         self._check_choice("performance_mode", tuple(MODES))
         if self.quantization is not None:
             self._check_choice("quantization", QUANTIZATIONS)
-        self._settle_phases()
+        self._resolve_phases()
         self._check_choice("kernels", ("auto", "reference", "native"))
         self._check_choice("isa", ("auto", "amx", "avx512", "avx512bw", "avx2", "neon", "portable"))
         self._check_int("threads", 1, 1024, optional=True)
@@ -147,9 +149,9 @@ class EngineConfig(Strict):
         self._check_int("max_model_len", 2, optional=True)
         self._check_int("max_num_batched_tokens", 1, optional=True)
         if self.max_num_seqs is None:
-            most = MODES[self.performance_mode].max_num_seqs
-            most = min(most, self.max_num_batched_tokens or most)
-            object.__setattr__(self, "max_num_seqs", most)
+            rows = MODES[self.performance_mode].max_num_seqs
+            rows = min(rows, self.max_num_batched_tokens or rows)
+            object.__setattr__(self, "max_num_seqs", rows)
         self._check_int("max_num_seqs", 1, 65536)
         for name in ("ttft_slo_ms", "itl_slo_ms"):
             if getattr(self, name) is not None:
@@ -190,15 +192,15 @@ class EngineConfig(Strict):
         self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
         self._check_contradictions()
 
-    def _settle_phases(self) -> None:
-        """What the phases' own quantization says, beside that of both."""
+    def _resolve_phases(self) -> None:
+        """Resolve the quantization of both phases and of each phase."""
         names = ("prefill_quantization", "decode_quantization")
         given = [name for name in names if getattr(self, name) is not None]
         for name in given:
             self._check_choice(name, ("none", *QUANTIZATIONS))
         if len(given) == 2 and self.quantization is not None:
             raise ConfigError(
-                f"quantization is {self.quantization!r}, but {' and '.join(names)} say it for each "
+                f"quantization is {self.quantization!r}, but {' and '.join(names)} set it for each "
                 "phase; leave quantization out"
             )
         prefill, decode = (getattr(self, name) or self.quantization or "none" for name in names)
@@ -209,11 +211,12 @@ class EngineConfig(Strict):
 
     @property
     def phases_differ(self) -> bool:
-        """Prefill and decode keep weights in formats of their own."""
+        """Whether prefill and decode have weights in different formats."""
         return self.prefill_quantization is not None
 
-    def of_phase(self, phase: str) -> EngineConfig:
-        """For an engine that does one phase: it keeps the weights once, as that phase has them."""
+    def for_phase(self, phase: str) -> EngineConfig:
+        """Return the settings of an engine for one phase, with the weights in that phase's
+        format."""
         asked = getattr(self, f"{phase}_quantization")
         if asked is None:
             return self
@@ -236,8 +239,8 @@ class EngineConfig(Strict):
         object.__setattr__(self, "cudagraph_capture_sizes", tuple(sorted(set(sizes))))
         if self.max_cudagraph_capture_size is not None:
             raise ConfigError(
-                "cudagraph_capture_sizes and max_cudagraph_capture_size both say which batches run "
-                "as graphs; give one of them"
+                "cudagraph_capture_sizes and max_cudagraph_capture_size both select the batches "
+                "that run as graphs; give one of them"
             )
 
     def _check_override(self) -> None:
@@ -263,18 +266,18 @@ class EngineConfig(Strict):
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {budget} is below max_num_seqs {self.max_num_seqs}: a "
-                "step must have a token for every running request; raise the first or lower "
-                "the second"
+                "step must have a token for every running request; raise max_num_batched_tokens or "
+                "lower max_num_seqs"
             )
         for name in ("itl_slo_ms", "max_decode_stall"):
             if getattr(self, name) and not self.enable_chunked_prefill:
                 raise ConfigError(
-                    f"{name} is kept by cutting prompts in chunks, but enable_chunked_prefill is "
-                    "False; leave out one of them"
+                    f"{name} needs prompts that are prefilled in chunks, but "
+                    "enable_chunked_prefill is False; leave out one of them"
                 )
         if self.calibration is not None and not (self.quantization or self.phases_differ):
             raise ConfigError(
-                "calibration says how weights are rounded, and no quantization asks for that; give "
+                "calibration changes how weights are rounded, but there is no quantization; give "
                 "quantization, or leave calibration out"
             )
         if self.skip_tokenizer_init and self.tokenizer is not None:
@@ -282,32 +285,32 @@ class EngineConfig(Strict):
 
     @property
     def kv_scaled(self) -> bool:
-        """The KV cache holds a scale for each head of a token."""
+        """Whether the KV cache has a scale for each head of a token."""
         return self.kv_cache_dtype == "int8"
 
     def _check_eviction(self) -> None:
-        least, of = LEAST_BLOCKS * self.block_size, f"{LEAST_BLOCKS} KV blocks"
+        min_tokens = LEAST_BLOCKS * self.block_size
         if self.kv_eviction == "heavy-hitters":
-            least, of = LEAST_STRETCHES * STRETCH_TOKENS, "what is scored together"
+            min_tokens = LEAST_STRETCHES * STRETCH_TOKENS
             if STRETCH_TOKENS % self.block_size:
                 raise ConfigError(
-                    f"kv_eviction heavy-hitters has a score for each {STRETCH_TOKENS} tokens, "
-                    f"which block_size {self.block_size} does not divide; use 16, 32 or 64"
+                    f"kv_eviction heavy-hitters scores {STRETCH_TOKENS} tokens together, and "
+                    f"block_size {self.block_size} does not divide them; use 16, 32 or 64"
                 )
-        if self.kv_eviction_budget < least:
+        if self.kv_eviction_budget < min_tokens:
             raise ConfigError(
                 f"kv_eviction_budget {self.kv_eviction_budget} is too small for kv_eviction "
-                f"{self.kv_eviction}: the first, the newest and what can go are at least {of}; "
-                f"raise it to at least {least}"
+                f"{self.kv_eviction} with block_size {self.block_size}; raise the budget to at "
+                f"least {min_tokens}"
             )
         if not self.enable_chunked_prefill:
             raise ConfigError(
-                "kv_eviction needs enable_chunked_prefill: what a preempted request had written is "
-                "computed anew a block at a time; leave out one of them"
+                "kv_eviction needs enable_chunked_prefill, because a preempted request is "
+                "recomputed block by block; leave out one of them"
             )
 
     def goals(self, on_gpu: bool) -> tuple[float | None, float | None]:
-        """Seconds to the first token and between two; None: no goal."""
+        """Return the goals for TTFT and ITL in seconds; None: no goal."""
         mode, device = MODES[self.performance_mode], 0 if on_gpu else 1
         ttft, itl = self.ttft_slo_ms, self.itl_slo_ms
         if ttft is None and mode.ttft_ms is not None:
@@ -317,14 +320,15 @@ class EngineConfig(Strict):
         return None if ttft is None else ttft / 1e3, None if itl is None else itl / 1e3
 
     def decode_stall(self) -> float | None:
-        """The longest wait for a token beside prefill, in steady gaps; None: no bound."""
+        """Return the longest wait for a token during prefill, in steady gaps; None: no limit."""
         stall = self.max_decode_stall
         if stall is None and self.enable_chunked_prefill:
             stall = MODES[self.performance_mode].decode_stall
         return stall or None
 
     def token_budget(self, on_gpu: bool, max_model_len: int) -> int:
-        """Tokens in a step: enough to fill the device, few enough that streams keep flowing."""
+        """Return the most tokens in a step: enough to use the device fully, and few enough that
+        streams do not wait long."""
         budget = self.max_num_batched_tokens
         if budget is None:
             mode = MODES[self.performance_mode]
@@ -334,32 +338,20 @@ class EngineConfig(Strict):
         if not self.enable_chunked_prefill and budget < max_model_len:
             raise ConfigError(
                 f"without chunked prefill a prompt runs in one step, but max_num_batched_tokens "
-                f"{budget} is below max_model_len {max_model_len}; raise the first, lower the "
-                "second, or set enable_chunked_prefill=True"
+                f"{budget} is below max_model_len {max_model_len}; raise max_num_batched_tokens, "
+                "lower max_model_len, or set enable_chunked_prefill=True"
             )
         return budget
 
 
-def check_kv_transport(way: object) -> None:
-    """Raise `ConfigError` unless KV blocks can be told to travel this way alone."""
-    if way in RDMA:
+def check_kv_transport(transport: object) -> None:
+    """Raise `ConfigError` unless the name of a KV transport is known."""
+    if transport in RDMA:
         raise ConfigError(
-            f"kv_transport: KV blocks do not travel by {way}; by RDMA they do with "
-            "kv_transport='nixl' (pip install 'twostroke[nixl]')"
+            f"kv_transport {transport!r} is not supported; for RDMA use kv_transport='nixl' "
+            "(pip install 'twostroke[nixl]')"
         )
-    if way not in KV_TRANSPORTS:
+    if transport not in KV_TRANSPORTS:
         raise ConfigError(
-            f"kv_transport must be one of {', '.join(KV_TRANSPORTS)}, not {shown(way)}"
+            f"kv_transport must be one of {', '.join(KV_TRANSPORTS)}, not {shown(transport)}"
         )
-
-
-def hides_gpus() -> bool:
-    """The environment lets this process see no GPU, even if there is one."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-
-
-def visible_gpu(index: int) -> int | str:
-    """The driver's number, or its UUID, of the GPU that CUDA calls `index` in this process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    name = visible[index].strip() if index < len(visible) else ""
-    return int(name or index) if not name or name.isdecimal() else name

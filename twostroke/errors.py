@@ -1,7 +1,6 @@
-"""What can go wrong because of an input, said to the person who gave it.
+"""The errors that an input of the user causes.
 
-Every message says what was wrong, what was expected and what to do. Anything else that is raised
-is a bug of ours.
+Every message says what was wrong, what was expected and what to do. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Sized
 
 
 class TwostrokeError(Exception):
-    """Base of every error whose message is meant for the user."""
+    """The base class of errors whose messages are for the user."""
 
 
 class ConfigError(TwostrokeError, ValueError):
@@ -23,9 +22,9 @@ class ModelError(TwostrokeError, ValueError):
 
 
 class RequestError(TwostrokeError, ValueError):
-    """A request is refused; no other request is affected.
+    """A request is refused. No other request is affected.
 
-    `param` and `code` are what OpenAI's API says of it besides the message.
+    `param` and `code` are further fields of an error in OpenAI's API.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class EngineError(TwostrokeError, RuntimeError):
     """The engine failed while it was running a step."""
 
 
-MAX_SHOWN_CHARS = 100  # of what a user gave, in a message
+MAX_SHOWN_CHARS = 100  # of a user's value, in a message
 MAX_SHOWN_ENTRIES = 16
 
 
 def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
-    """The text, without its middle if it is long."""
+    """Return the text; the middle of a long text is left out."""
     if len(text) <= max_chars:
         return text
     head = max_chars * 2 // 3
@@ -53,20 +52,20 @@ def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
 
 
 def shown(value: object) -> str:
-    """What a user gave, as a message may repeat it: short, and found quickly."""
+    """Return a short form of a user's value for a message."""
     if isinstance(value, str):
         return repr(shortened(value))
     if isinstance(value, Sized) and len(value) > MAX_SHOWN_ENTRIES:
         return f"a {type(value).__name__} of {len(value)}"
     try:
         return shortened(repr(value))
-    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+    except (ValueError, RecursionError):  # a number with thousands of digits, or deep nesting
         return f"this {type(value).__name__}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for a misspelt name, or nothing if nothing is near."""
+    """Return `; did you mean 'x'?` for a misspelt name; an empty text if no known name is close."""
     if len(name) > MAX_SHOWN_CHARS:
         return ""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from twostroke.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from twostroke.engine.build import build_engine
-from twostroke.engine.client import SyncClient
+from twostroke.engine.in_process import SyncClient
 from twostroke.engine.input_processor import Message, Prompt
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.llm_tokenizer import LLMTokenizer
-from twostroke.observe.progress import PhaseProgress
+from twostroke.observe.progress_bar import PhaseProgress
 from twostroke.observe.totals import Totals
 from twostroke.outputs import Deltas, RequestOutput
 from twostroke.request import SamplingParams
-from twostroke.v1.metrics.reader import Metric, as_objects
+from twostroke.v1.metrics.reader import Metric, metric_objects
 from twostroke.vllm_settings import TEXT_ONLY, VLLMSettings
 
 OneOrMore = SamplingParams | Sequence[SamplingParams] | None
@@ -177,7 +177,7 @@ class LLM:
         from twostroke.serve.monitor.prometheus import Families  # needs prometheus-client
 
         families = Families(self._client.info.model_name)
-        return as_objects(families.all(self._client, self._totals))
+        return metric_objects(families.all(self._client, self._totals))
 
     def start_profile(self) -> None:
         """Gather what steps are made of from now on, at most a minute of them."""
@@ -242,7 +242,7 @@ def _as_list(prompts: Any) -> list[Any]:
 def _check_no_lora(lora_request: None) -> None:
     if lora_request is not None:
         raise RequestError(
-            "lora_request: LoRA adapters are not there yet; merge the adapter into the model"
+            "lora_request: LoRA adapters are not supported yet; merge the adapter into the model"
         )
 
 

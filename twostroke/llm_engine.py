@@ -7,7 +7,7 @@ from typing import Any
 
 from twostroke.config import EngineConfig
 from twostroke.engine.build import build_engine
-from twostroke.engine.client import SyncClient
+from twostroke.engine.in_process import SyncClient
 from twostroke.engine.input_processor import Prompt
 from twostroke.llm_tokenizer import LLMTokenizer
 from twostroke.outputs import RequestOutput

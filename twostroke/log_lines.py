@@ -1,7 +1,7 @@
 """Log lines on stderr, with level and time: `INFO 11-16 13:20:01 what happened`.
 
-Only programs (`twostroke serve`, the engine's process) call `configure`; who uses twostroke as a
-library decides about its own logs.
+Only programs (`twostroke serve`, the engine's process) call `configure`. A program that uses
+twostroke as a library configures its own logs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from time import monotonic
 from typing import Any
 
 FORMAT, DATE = "%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"
-# What a server says of its work, whatever the level of the rest is.
+# The logger of a server's work, which logs at INFO whatever the level of other loggers.
 WORK = "twostroke.work"
-MAX_LINES_PER_S = 20  # of a `LimitedLog`
+MAX_LINES_PER_S = 20  # of a `RateLimitedLog`, and of uvicorn
 
 
 def configure(level: str = "warning") -> None:
-    """`level`: the least that is logged of what is not about the work; uvicorn's names."""
+    """Set up the log. `level` is a name of uvicorn's; `WORK` is always logged."""
     ours = logging.getLogger("twostroke")
     if not ours.handlers:
         handler = logging.StreamHandler()
@@ -29,13 +29,13 @@ def configure(level: str = "warning") -> None:
 
 
 def uvicorn_config() -> dict[str, Any]:
-    """`log_config` of uvicorn's, which sets the levels itself."""
+    """Return uvicorn's `log_config`. uvicorn sets the levels."""
     handler = {"class": "logging.StreamHandler", "formatter": "line"}
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"format": FORMAT, "datefmt": DATE}},
-        "filters": {"limit": {"()": LineLimit}},
+        "filters": {"limit": {"()": LineRateLimit}},
         "handlers": {"stderr": handler, "limited": {**handler, "filters": ["limit"]}},
         "loggers": {
             "uvicorn": {"handlers": ["limited"], "propagate": False},
@@ -44,13 +44,13 @@ def uvicorn_config() -> dict[str, Any]:
     }
 
 
-class LineLimit(logging.Filter):
-    """At most `MAX_LINES_PER_S` lines a second: clients must not fill the disk. The next line says
-    how many were left out."""
+class LineRateLimit(logging.Filter):
+    """A filter that passes `MAX_LINES_PER_S` lines each second, so that clients cannot fill the
+    disk. The next line that it passes says how many lines were dropped."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._second, self._lines, self._left_out = 0.0, 0, 0
+        self._second, self._lines, self._dropped = 0.0, 0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = monotonic()
@@ -58,21 +58,21 @@ class LineLimit(logging.Filter):
             self._second, self._lines = now, 0
         self._lines += 1
         if self._lines > MAX_LINES_PER_S:
-            self._left_out += 1
+            self._dropped += 1
             return False
-        left_out, self._left_out = self._left_out, 0
-        if left_out:
-            text = f"{record.getMessage()} ({left_out} lines before it were left out)"
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            text = f"{record.getMessage()} ({dropped} lines before it were dropped)"
             record.msg, record.args = text, ()
         return True
 
 
-class LimitedLog:
-    """A logger of at most `MAX_LINES_PER_S` lines a second."""
+class RateLimitedLog:
+    """A logger that logs at most `MAX_LINES_PER_S` lines each second."""
 
     def __init__(self, name: str) -> None:
         self._log = logging.getLogger(name)
-        self._limit = LineLimit()
+        self._limit = LineRateLimit()
 
     def log(self, level: int, message: str, *args: object) -> None:
         if self._log.isEnabledFor(level):

@@ -1,8 +1,9 @@
-"""`OwnedFolder`: a folder under the temporary directory that belongs to a process.
+"""`OwnedFolder`: a temporary folder that belongs to a process.
 
-Its owner holds a lock on a file in it. The lock goes with the owner, however that ends, so a folder
-whose lock can be taken is left over, and the next folder's owner removes it. A lock, unlike a
-process id, holds between containers that share the directory, and is never another process's.
+The process holds a lock on a file in the folder. The system releases the lock when the process ends
+in any way. So a folder whose lock is free is left over, and the next process that makes a folder
+removes it. Unlike a process id, a lock works between containers that share the directory, and
+cannot be confused with another process's.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ LOCK: Final = "owner"
 
 class OwnedFolder:
     def __init__(self, prefix: str = PREFIX, parent: str | None = None) -> None:
-        """Make the folder, which this user alone may enter. `prefix` begins with `PREFIX`."""
+        """Make a folder that only this user may enter. `prefix` begins with `PREFIX`."""
         parent = parent or tempfile.gettempdir()
         remove_left_over(parent)
         lock: int | None = None
-        while lock is None:  # another process may take a new folder for one that is left over
+        while lock is None:  # another process may remove the folder before it is locked
             self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             lock = _lock(os.path.join(self.path, LOCK), os.O_CREAT)
         self._lock: int | None = lock
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it; may be called again."""
+        """Remove the folder and its files. May be called again."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -67,8 +68,7 @@ def _remove_if_left(path: str) -> None:
 
 
 def _lock(path: str, flags: int = 0) -> int | None:
-    """Return a descriptor that locks the file; None if another process holds the lock, or has
-    removed the file."""
+    """Lock a file and return its descriptor; None if another process has locked or removed it."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""What one step does, decided before it runs: the only thing the scheduler says to an executor.
+"""`StepPlan`: the work of one step, the only message from the scheduler to an executor.
 
-A `StepPlan` is frozen, self-contained and made of plain data, so that the same plan can go to
-every tensor-parallel rank or to another machine. The phase is a type: prefill work is a list of
-`Chunk`, decode work a list of `Slot`. Rows index state that the executor keeps from step to step
-(`exec/rows.py`); a plan says only what changes.
+A plan is frozen, self-contained and made of plain data, so the same plan can go to every
+tensor-parallel rank or to another machine. The phase is a type: prefill work is a list of `Chunk`,
+decode work a list of `Slot`. Rows index state that the executor keeps from step to step
+(`exec/rows.py`); a plan contains only the changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 
 
 class NewRow(NamedTuple):
-    """A request takes a row: everything the executor must know of it, tokens so far included."""
+    """A request takes a row: all that the executor needs, including the tokens so far."""
 
     row: int
     request_id: str
@@ -45,7 +45,7 @@ class NewRow(NamedTuple):
 
 
 class BlockAppend(NamedTuple):
-    """Blocks put at the end of a row's table in one KV group. Tables only grow."""
+    """Blocks appended to a row's table in one KV group. Tables only grow."""
 
     row: int
     group: int
@@ -53,7 +53,7 @@ class BlockAppend(NamedTuple):
 
 
 class BlockDrop(NamedTuple):
-    """The first `upto` entries of a row's table are null now: a window has passed them."""
+    """The first `upto` entries of a row's table become null: a window has passed them."""
 
     row: int
     group: int
@@ -61,8 +61,8 @@ class BlockDrop(NamedTuple):
 
 
 class BlockEvict(NamedTuple):
-    """Entries [start, stop) leave a row's table, after all that the step appends, and the table
-    closes up. Rows of models with one KV group only."""
+    """Entries [start, stop) leave a row's table after the step's appends, and the table closes up.
+    Only for models with one KV group."""
 
     row: int
     start: int
@@ -70,20 +70,23 @@ class BlockEvict(NamedTuple):
 
 
 class PhaseWork(NamedTuple):
-    """How much a phase does in a step, in the units the cost model counts in."""
+    """The work of a phase in a step, in the units of the cost model."""
 
     rows: int = 0
     tokens: int = 0
-    # Means over the layers, since a window makes them differ (`sched/work.py`):
+    # Means over the layers, because windows make layers differ (`sched/work.py`):
     kv_tokens: int = 0  # cached positions attended to, summed over the tokens
     kv_reads: int = 0  # cached positions that must be read at least once
 
     def with_chunk(self, tokens: int, positions: tuple[int, int]) -> PhaseWork:
-        """With one row more, of so many tokens, which attends to and reads these positions."""
+        """Add a row with so many tokens; `positions`: attended to, and read."""
         attended, read = positions
         return PhaseWork(
             self.rows + 1, self.tokens + tokens, self.kv_tokens + attended, self.kv_reads + read
         )
+
+
+NO_WORK = PhaseWork()
 
 
 class StepPlan(NamedTuple):
@@ -104,8 +107,8 @@ class StepPlan(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """The chosen token first, then the most likely ones: ids, log-probabilities, rank of the
-    chosen one (1 is the most likely)."""
+    """Token ids and their log-probabilities: the sampled token, then the most likely tokens. `rank`
+    is the rank of the sampled token; 1 is the most likely."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -119,25 +122,25 @@ BROKEN_LOGITS = (
 
 
 class StepResult(NamedTuple):
-    """What came out, in the plan's order: the decode slots, then the last chunks.
+    """The output of a step, in the plan's order: the decode slots, then the last chunks.
 
-    Each of them brings one token, or as many as `counts` says: a slot with drafts brings those that
-    were accepted and the token after them, at most `1 + drafts`.
+    Each of them has one token, or as many as `counts` says: a slot with drafts has the accepted
+    drafts and the token after them, at most `1 + drafts`.
     """
 
     tokens: list[int]  # -1: the logits were NaN or infinite
-    logprobs: dict[int, TokenLogprobs]  # by index into `tokens`; only where asked for
+    logprobs: dict[int, TokenLogprobs]  # by index into `tokens`, if requested
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row: one per position, in order
     device_s: float
-    idle_s: float | None = None  # what the device had waited before, where it can tell
-    counts: list[int] | None = None  # tokens of each slot and last chunk; None: one of each
-    comm_s: float = 0.0  # of `device_s`, what went to collectives with other ranks
-    comm_bytes: float = 0.0  # that a rank sent for these, the mean over the ranks
-    # Of each slot's attention, to each stretch of its cache, where they decide what is evicted
+    idle_s: float | None = None  # how long the device was idle before, if known
+    counts: list[int] | None = None  # tokens of each slot and last chunk; None: one each
+    comm_s: float = 0.0  # part of `device_s` in collectives with other ranks
+    comm_bytes: float = 0.0  # bytes sent for collectives by a rank, the mean over the ranks
+    # Attention of each slot to each stretch of its cache, if it decides which stretch is evicted
     shares: Sequence[Sequence[float]] = ()
 
 
 class Pending(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     def wait(self) -> StepResult: ...

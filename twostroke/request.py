@@ -12,7 +12,7 @@ from typing import Any
 
 from twostroke.errors import RequestError
 from twostroke.kv.transfer import Offer
-from twostroke.strict import Strict
+from twostroke.strict import StrictSettings
 
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1000  # either way
@@ -20,7 +20,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would ov
 
 
 @dataclass(frozen=True, kw_only=True)
-class StructuredOutputs(Strict):
+class StructuredOutputs(StrictSettings):
     """What a text must look like: exactly one of the first five. The names are vLLM's."""
 
     error = RequestError
@@ -72,7 +72,7 @@ class RequestOutputKind(enum.StrEnum):
 
 
 @dataclass(kw_only=True)
-class SamplingParams(Strict):
+class SamplingParams(StrictSettings):
     """How to continue a prompt. The names are vLLM's.
 
     May be changed until it is given to an engine, which takes a checked copy (`clone`)."""

@@ -1,4 +1,4 @@
-"""Settings that refuse what they do not know: the base of every class a user fills in."""
+"""`StrictSettings`: the base class of settings that a user fills in."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, ClassVar
 from twostroke.errors import ConfigError, TwostrokeError, nearest, shown
 
 
-class Strict:
-    """A dataclass whose unknown keyword is an error that names the nearest right one."""
+class StrictSettings:
+    """A dataclass that refuses an unknown keyword and names the most similar field."""
 
     error: ClassVar[type[TwostrokeError]] = ConfigError
-    known_as: ClassVar[str] = ""  # what errors call it, if not by its name
+    display_name: ClassVar[str] = ""  # the name in errors, if not the name of the class
 
-    def __new__(cls, *args: Any, **given: Any) -> Any:
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        name_of_class = cls.known_as or cls.__name__
+        class_name = cls.display_name or cls.__name__
         if args:
             raise cls.error(
-                f"{name_of_class} takes its settings by name: write {known[0]}=…, not a bare "
+                f"{class_name} takes its settings by name: write {known[0]}=…, not a bare "
                 f"{shown(args[0])}"
             )
-        for name in given:
+        for name in settings:
             if name not in known:
-                hint = nearest(name, known) or f"; its settings are {', '.join(known)}"
-                raise cls.error(f"{name_of_class} has no setting {shown(name)}{hint}")
+                hint = nearest(name, known) or f"; the settings are {', '.join(known)}"
+                raise cls.error(f"{class_name} has no setting {shown(name)}{hint}")
         return super().__new__(cls)
 
     def _refuse(self, name: str, expected: str) -> None:
@@ -37,15 +37,15 @@ class Strict:
         value = getattr(self, name)
         if value is None and optional:
             return
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < low or (high is not None and value > high):
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if not is_int or value < low or (high is not None and value > high):
             bound = f"of at least {low}" if high is None else f"from {low} to {high}"
             self._refuse(name, f"a whole number {bound}" + (" or None" if optional else ""))
 
     def _check_number(self, name: str, low: float, high: float, expected: str) -> None:
         value = getattr(self, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not low <= value <= high:  # NaN fails every comparison
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:  # NaN fails every comparison
             self._refuse(name, expected)
 
     def _check_bools(self, *names: str) -> None:

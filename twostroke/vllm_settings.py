@@ -40,8 +40,8 @@ REFUSED = {
     "data_parallel_size": "an engine is one copy of a model; start several",
     "cpu_offload_gb": "weights stay on the device",
     "enable_sleep_mode": "weights stay on the device",
-    "enable_lora": "LoRA adapters are not there yet; merge the adapter into the model",
-    "speculative_config": "speculative decoding is not there yet",
+    "enable_lora": "LoRA adapters are not supported yet; merge the adapter into the model",
+    "speculative_config": "speculative decoding is not supported yet",
     "logits_processors": "code of others does not run in a step",
     "kv_transfer_config": "a server's --prefill-engines and --decode-engines hand KV blocks over",
 }
@@ -52,7 +52,7 @@ SAME = {"runner": ("generate",), "task": ("generate",), "convert": ("none",)}  #
 class VLLMSettings(EngineConfig):
     """`EngineConfig`, and what vLLM's users give besides."""
 
-    known_as = "EngineConfig"
+    display_name = "EngineConfig"
 
     trust_remote_code: bool = False
     tokenizer_mode: str = "auto"

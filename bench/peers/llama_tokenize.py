@@ -2,12 +2,12 @@
 
     python -m bench.peers.llama_tokenize PATH/TO/llama-server
 
-A vocabulary is trained on `tests/model/hard_texts.py` with no cut at all, so that its merges reach
-over every cut that a pre-tokenizer could make: where one is made shows in the ids. A tiny model
-with that vocabulary and each name in `tokenizer.ggml.pre` is given to llama-server, and what its
-/tokenize answers is written to `tests/model/llama_cpp_tokens.json`: the vocabulary, and for each
-name (together, if they are alike) a digest of each text's ids, which
-`tests/model/test_pre_tokenizers.py` compares with ours.
+A vocabulary is trained on `tests/model/text/hard_texts.py` with no cut at all, so that its merges
+reach over every cut that a pre-tokenizer could make: where one is made shows in the ids. A tiny
+model with that vocabulary and each name in `tokenizer.ggml.pre` is given to llama-server, and what
+its /tokenize answers is written to `tests/model/text/llama_cpp_tokens.json`: the vocabulary, and
+for each name (together, if they are alike) a digest of each text's ids, which
+`tests/model/text/test_pre_tokenizers.py` compares with ours.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from tests.model.hard_texts import hard_texts
+from tests.model.text.hard_texts import hard_texts
 from twostroke.model.text.pre_tokenizers import PRE_TOKENIZERS
 
-RESULT = Path(__file__).parents[2] / "tests/model/llama_cpp_tokens.json"
+RESULT = Path(__file__).parents[2] / "tests/model/text/llama_cpp_tokens.json"
 PORT = 18_571
 START_S = 60
 DIGEST_CHARS = 4  # of base64: one text in 16 million passes by chance

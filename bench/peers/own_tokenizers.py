@@ -4,9 +4,9 @@
     npm pack js-tiktoken && tar xzf js-tiktoken-*.tgz
     python -m bench.peers.own_tokenizers package/dist/ranks
 
-For each vocabulary that comes in a package: how many of the texts of `tests/model/hard_texts.py`
-become other ids than the package's own tokenizer makes of them (all of them as plain text, with no
-special tokens). Prints one JSON object.
+For each vocabulary that comes in a package: how many of the texts of
+`tests/model/text/hard_texts.py` become other ids than the package's own tokenizer makes of them
+(all of them as plain text, with no special tokens). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.model.hard_texts import hard_texts
+from tests.model.text.hard_texts import hard_texts
 from twostroke.model.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6

@@ -1,11 +1,11 @@
-// The product of one and of eight tokens with Q4, with prefetches from as many bytes ahead as each
-// says: what `kernels_speed` finds a machine's `kAhead` with.
+// Matmuls of one and of eight tokens with Q4 for several prefetch distances. `kernels_speed` uses them to
+// find the best `kAhead` of a machine.
 #pragma once
 
 #include "../src/kernels.h"
 
 struct Ahead {
-  int bytes;  // 0: no prefetches
+  int bytes;  // prefetch distance; 0: none
   decltype(twostroke::Kernels::matmul) matmul;
 };
 

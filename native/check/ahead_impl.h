@@ -1,4 +1,4 @@
-// `Kernels::matmul` of Q4 and of 1 or 8 tokens alone: `ahead_avx512.cpp` includes this after
+// `Kernels::matmul` for Q4 with 1 or 8 tokens only. `ahead_avx512.cpp` includes this file after
 // `products_impl.h`.
 static void multiply(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1, float* out,
                      int stride, bool add) {

@@ -1,5 +1,5 @@
-// Holds every instruction set's kernels against the portable ones, without Python: for machines
-// that are only emulated. `native/README.md` has the command.
+// Compares the kernels of every instruction set with the portable kernels, without Python, for emulated
+// machines. `native/README.md` has the command.
 
 #include <cmath>
 #include <cstdio>
@@ -27,14 +27,14 @@ std::vector<float> noise(size_t n, float size = 1.0f) {
 
 void expect_close(const char* what, const char* isa, const std::vector<float>& got,
                   const std::vector<float>& wanted, float bound) {
-  float worst = 0, most = 1e-4f;
+  float worst = 0, maximum = 1e-4f;
   for (size_t n = 0; n < wanted.size(); n++) {
     const float gap = std::fabs(got[n] - wanted[n]);
     worst = gap > worst || std::isnan(gap) ? gap : worst;
-    most = std::max(most, std::fabs(wanted[n]));
+    maximum = std::max(maximum, std::fabs(wanted[n]));
   }
-  if (!(worst <= bound * most)) {
-    std::printf("%s %s: off by %g of %g\n", isa, what, worst, most);
+  if (!(worst <= bound * maximum)) {
+    std::printf("%s %s: off by %g of %g\n", isa, what, worst, maximum);
     failures++;
   }
 }
@@ -96,8 +96,8 @@ float to_bf16_and_back(float f) {
   return f;
 }
 
-// Through the matrix units, x being bfloat16 already: what the exact product with the weights
-// rounded to bfloat16 gives; on top of what is there, or not.
+// A matmul on the matrix units with x in bfloat16 equals the exact product with the weights rounded to
+// bfloat16, with and without `add`.
 void check_matrix_units(const Kernels& k, const char* what, Matrix& m, const std::vector<float>& x,
                 int tokens, bool with_bias, bool add, float bound) {
   const Kernels& plain = find_kernels("portable");
@@ -115,13 +115,13 @@ void check_matrix_units(const Kernels& k, const char* what, Matrix& m, const std
     exact.put_bias(bias.data(), rows, place.data());
   }
   const size_t padded = (tokens + kTileTokens - 1) / kTileTokens * static_cast<size_t>(kTileTokens);
-  std::vector<uint16_t> tiles(padded * blocks * kBlock, 0x7FC0);  // what is not set is NaN
+  std::vector<uint16_t> tiles(padded * blocks * kBlock, 0x7FC0);  // elements that are not set stay NaN
   for (int t = 0; t < tokens; t++)
     k.matrix_units.to_bf16(&x[size_t(t) * cols], cols, &tiles[bf16_tile_at(t, 0, blocks)]);
   auto a = noise(size_t(tokens) * rows), b = a;
   const Activations in{x.data(), cols, nullptr, nullptr, nullptr, blocks, nullptr, tiles.data()};
   const Activations plain_in{x.data(), cols, nullptr, nullptr, nullptr, blocks, nullptr};
-  const int groups = m.packed().groups(), half = groups / 2;  // as tasks have it: some each
+  const int groups = m.packed().groups(), half = groups / 2;  // two tasks with some groups each
   k.matmul(m.packed(), in, 0, tokens, 0, half, a.data(), rows, add);
   k.matmul(m.packed(), in, 0, tokens, half, groups, &a[half * k.lanes], rows, add);
   plain.matmul(exact.packed(), plain_in, 0, tokens, 0, exact.packed().groups(), b.data(), rows,
@@ -144,7 +144,7 @@ void check_matrix_unit_products(const Kernels& k) {
   }
 }
 
-// Activations that are their own codes, so that all kernels round them alike.
+// Activations that equal their codes, so that all kernels round them alike.
 std::vector<float> whole_numbers(size_t n) {
   std::vector<float> x(n);
   for (float& v : x) v = static_cast<float>(static_cast<int>(random_bits() % 255) - 127);
@@ -152,16 +152,16 @@ std::vector<float> whole_numbers(size_t n) {
   return x;
 }
 
-// Any codes, but scales (whose places are given) that are numbers.
+// Random codes, with finite scales at the places `scales_at`.
 std::vector<uint8_t> blocks_of(const BlockType& type, size_t count, std::vector<int> scales_at) {
   std::vector<uint8_t> raw(count * type.bytes);
   for (uint8_t& byte : raw) byte = static_cast<uint8_t>(random_bits());
   for (size_t n = 0; n < count; n++)
     for (int at : scales_at) {
-      const uint16_t half = float_to_fp16(noise(1, 0.05f)[0]);
-      std::memcpy(&raw[n * type.bytes + at], &half, 2);
+      const uint16_t bits = float_to_fp16(noise(1, 0.05f)[0]);
+      std::memcpy(&raw[n * type.bytes + at], &bits, 2);
     }
-  if (scales_at.empty())  // an exponent
+  if (scales_at.empty())  // the scale is an exponent
     for (size_t n = 0; n < count; n++) raw[n * type.bytes] = static_cast<uint8_t>(120 + random_bits() % 4);
   return raw;
 }
@@ -179,7 +179,7 @@ void check_blocks(const Kernels& k) {
                {"IQ1_S", {0}}};
   for (const auto& [name, scales_at] : types) {
     const BlockType& type = find_block_type(name);
-    // Any entries that the table has, with their signs taken off (the files' signs are apart).
+    // Random entries of the table without signs; files store the signs separately.
     std::vector<int8_t> grid(static_cast<size_t>(type.grid_entries) * type.grid_columns);
     for (int8_t& v : grid) v = type.table == find_block_type("IQ1_S").table
                                    ? static_cast<int8_t>(static_cast<int>(random_bits() % 3) - 1)
@@ -201,7 +201,7 @@ void check_blocks(const Kernels& k) {
           plain.unpack_row(other.packed(), row, b.data());
           if (a != b) std::printf("%s %s: another row\n", k.name, name), failures++;
         }
-        // Where codes are counted from zero on, sums that are taken off again leave their rounding.
+        // Codes that start at zero have a correction term, which leaves a rounding error.
         const float bound = type.table != nullptr ? 2e-5f : 2e-6f;
         for (bool exact : {false, true})
           expect_close(name, k.name, product(k, own, x, tokens, exact),
@@ -212,23 +212,23 @@ void check_blocks(const Kernels& k) {
         const std::vector<float> last(x.end() - cols, x.end());
         if (product(k, own, last, 1, false) != std::vector<float>(all.end() - rows, all.end()))
           std::printf("%s %s: a token alone is another\n", k.name, name), failures++;
-        // Scales in single precision leave a last bit: now and then a weight is rounded the other way.
+        // With fp32 scales a weight is sometimes rounded in the other direction.
         if (k.matrix_units.min_tokens > 0) check_matrix_units(k, name, own, x, tokens, false, false, 2e-3f);
       }
     }
   }
 }
 
-// −8 times this scale is more than a half holds: Q4F has it, Q4 must not take it for infinity.
+// −8 times this scale is above the largest fp16 number: Q4F holds it, Q4 must not turn it into infinity.
 void check_large_scale() {
   std::vector<uint8_t> raw(18);
-  const uint16_t half = float_to_fp16(9000);
-  std::memcpy(raw.data(), &half, 2);
+  const uint16_t bits = float_to_fp16(9000);
+  std::memcpy(raw.data(), &bits, 2);
   const int32_t place = 0;
   Matrix(Format::kQ4F, 1, kBlock, 4).put_blocks("Q4_0", raw.data(), raw.size(), 1, &place);
   try {
     Matrix(Format::kQ4, 1, kBlock, 4).put_blocks("Q4_0", raw.data(), raw.size(), 1, &place);
-    std::printf("a scale that no half holds is taken\n"), failures++;
+    std::printf("a scale that fp16 cannot hold is accepted\n"), failures++;
   } catch (const std::overflow_error&) {
   }
 }
@@ -251,7 +251,7 @@ void check_small(const Kernels& k) {
     expect_close("silu_mul", k.name, a, b, 1e-5f);
     k.gelu_tanh_mul(x.data(), y.data(), n, a.data());
     for (int i = 0; i < n; i++) {
-      // In doubles: of 1 + tanh a float loses most where the two nearly cancel.
+      // In double: 1 + tanh cancels in fp32.
       const double gate = x[i];
       const double inner = std::sqrt(2 / 3.14159265358979) * (gate + 0.044715 * gate * gate * gate);
       b[i] = static_cast<float>(0.5 * gate * (1 + std::tanh(inner)) * y[i]);
@@ -281,7 +281,7 @@ void check_small(const Kernels& k) {
   }
 }
 
-// One tile of prefill attention, or the same in tiles of the plain kernels.
+// One tile of prefill attention, and the same in tiles of the portable kernels.
 std::vector<float> attended(const PrefillAttention& tile, const Cache& cache,
                             const std::vector<int32_t>& table, const std::vector<float>& q,
                             int group, int length, int count, int kv, const AttentionParams& params) {
@@ -294,7 +294,7 @@ std::vector<float> attended(const PrefillAttention& tile, const Cache& cache,
   return out;
 }
 
-// Attention in fp16: as the floats have it, also where queries or values are large.
+// Attention in fp16 agrees with fp32, also with large queries or values.
 void check_fp16(const Kernels& k, const Cache& cache, const std::vector<int32_t>& table,
               int group, int length, int kv, const AttentionParams& params) {
   const Kernels& plain = find_kernels("portable");
@@ -321,7 +321,7 @@ void check_fp16(const Kernels& k, const Cache& cache, const std::vector<int32_t>
   }
 }
 
-// Decode attention as it comes out: normalised, and the logarithm of the sum of e^score.
+// The result of decode attention: the normalised output, and the logarithm of the sum of e^score.
 std::vector<float> decoded(DecodeAttention attend, const Cache& cache, const std::vector<int32_t>& table,
                            const std::vector<float>& q, int from, int to, int kv, int group,
                            const AttentionParams& params) {
@@ -333,8 +333,8 @@ std::vector<float> decoded(DecodeAttention attend, const Cache& cache, const std
   return acc;
 }
 
-// Attention over a cache in int8. Where queries are rounded, too, scores have their error: of 16 bits
-// up to 5e-4 at 576 channels, the largest here.
+// Attention over an int8 cache. Kernels that round queries have an error of the scores: with 16 bits up to
+// 5e-4 at 576 channels, the largest here.
 void check_int8(const Kernels& k, const std::vector<int32_t>& table, int size, int heads, int dim, int group,
                 int length, int kv, const AttentionParams& params) {
   const Kernels& plain = find_kernels("portable");
@@ -346,8 +346,8 @@ void check_int8(const Kernels& k, const std::vector<int32_t>& table, int size, i
       cache.store_int8(cache.keys, table.data(), n, head, noise(dim).data());
       cache.store_int8(cache.values, table.data(), n, head, noise(dim, 0.1f).data());
     }
-  const int most = std::max(kQueries, k.matrix_units.int8_prefill.queries);
-  const int count = std::min(length, 1 + static_cast<int>(random_bits() % most));
+  const int maximum = std::max(kQueries, k.matrix_units.int8_prefill.queries);
+  const int count = std::min(length, 1 + static_cast<int>(random_bits() % maximum));
   const auto q = noise(size_t(count) * heads * group * dim);
   const int from = random_bits() % length;
   auto decode = [&](DecodeAttention attend) {
@@ -361,7 +361,7 @@ void check_int8(const Kernels& k, const std::vector<int32_t>& table, int size, i
   if (k.matrix_units.min_tokens > 0)
     expect_close("prefill of int8 by matrix units", k.name, prefill(k.matrix_units.int8_prefill),
                  prefill(plain.int8.prefill), 1e-2f);
-  if (!k.fp16.take(dim)) return;
+  if (!k.fp16.supports(dim)) return;
   expect_close("decode of int8 in bytes", k.name, decode(k.fp16.int8.decode), decode(plain.int8.decode), 5e-2f);
   expect_close("prefill of int8 in fp16", k.name, prefill(k.fp16.int8.prefill), prefill(plain.int8.prefill), 8e-3f);
 }
@@ -411,7 +411,7 @@ void check_attention(const Kernels& k) {
     plain.decode(cache, table.data(), q.data(), 0, length, kv, group, params, d.data(),
                         &d[group * dim], &d[group * (dim + 1)]);
     expect_close("attend_decode", k.name, c, d, 1e-5f);
-    if (k.fp16.take(dim)) check_fp16(k, cache, table, group, length, kv, params);
+    if (k.fp16.supports(dim)) check_fp16(k, cache, table, group, length, kv, params);
     check_int8(k, table, size, heads, dim, group, length, kv, params);
   }
 }

@@ -1,6 +1,6 @@
-// What each kernel takes on one core, for every instruction set of the machine: where a step's time
-// goes, without Python; and what its weights take from memory, by one core and by two.
-// `native/README.md` has the command. The shapes are the default model's.
+// Measures each kernel on one core, for every instruction set of the machine, and matmuls whose weights
+// come from memory, on one core and on two. `native/README.md` has the command. The shapes are those of
+// the default model.
 
 #include <algorithm>
 #include <chrono>
@@ -14,7 +14,7 @@
 
 #include "../src/isa.h"
 #include "../src/pack.h"
-#include "../src/team.h"
+#include "../src/thread_pool.h"
 #include "ahead.h"
 
 using namespace twostroke;
@@ -137,7 +137,7 @@ void time_attention(const Kernels& k) {
     prefill(" (matrix units)", k.matrix_units.prefill, cache);
     prefill(" (int8, matrix units)", k.matrix_units.int8_prefill, int8);
   }
-  if (k.fp16.take(dim)) {
+  if (k.fp16.supports(dim)) {
     decode(" (fp16)", k.fp16.decode, cache);
     decode(" (int8, fp16)", k.fp16.int8.decode, int8);
     prefill(" (fp16)", k.fp16.prefill, cache);
@@ -174,13 +174,13 @@ void time_small(const Kernels& k) {
   tell("draw", 49152, [&] { (void)k.draw(logits.data(), 49152, 1, 2); });
 }
 
-// Weights that come from memory, as in a step of few tokens: a matrix of 3,072 rows (1.1 MB) after
-// another, each by all members, who then wait for each other. Median of the passes, and the worst.
-void time_memory(const Kernels& k, const char* what, decltype(Kernels::matmul) matmul, int members,
+// Matmuls with weights from memory, as in a step of few tokens: many matrices of 3,072 rows (1.1 MB), each
+// computed by all workers, with a barrier after each. Prints the median of the passes, and the worst.
+void time_memory(const Kernels& k, const char* what, decltype(Kernels::matmul) matmul, int workers,
                  int runs, int tokens) {
   const int rows = 3072, cols = 576, blocks = cols / kBlock, matrices = 320, passes = 15;
   const size_t group_bytes = blocks * block_bytes(Format::kQ4, k.lanes);
-  const int groups = rows / k.lanes, per_task = (groups + members * runs - 1) / (members * runs);
+  const int groups = rows / k.lanes, per_task = (groups + workers * runs - 1) / (workers * runs);
   const Matrix weights(Format::kQ4, rows * matrices, cols, k.lanes);
   const auto x = noise(size_t(tokens) * cols);
   const size_t places = (tokens + kTile - 1) / kTile * kTile * blocks;
@@ -191,15 +191,15 @@ void time_memory(const Kernels& k, const char* what, decltype(Kernels::matmul) m
     k.quantise(&x[size_t(t) * cols], cols, t, 0, blocks, codes.data(), scale.data(), sum.data(),
                half_sums.data());
   const Activations a{x.data(), cols, codes.data(), scale.data(), sum.data(), blocks, half_sums.data()};
-  Team team(members);
+  ThreadPool pool(workers);
   std::vector<double> took;
   for (int pass = 0; pass < passes; pass++) {
     const auto start = std::chrono::steady_clock::now();
-    team.run(members, [&](int) {
+    pool.run(workers, [&](int) {
       for (int n = 0; n < matrices; n++) {
         const Packed w{Format::kQ4, rows, cols, k.lanes, blocks, group_bytes,
                        weights.packed().group(n * groups), nullptr};
-        team.parallel_for((groups + per_task - 1) / per_task, [&](int task) {
+        pool.parallel_for((groups + per_task - 1) / per_task, [&](int task) {
           const int from = task * per_task, to = from + per_task < groups ? from + per_task : groups;
           matmul(w, a, 0, tokens, from, to, out.data() + from * k.lanes, rows, false);
         });
@@ -210,46 +210,45 @@ void time_memory(const Kernels& k, const char* what, decltype(Kernels::matmul) m
   std::sort(took.begin(), took.end());
   auto rate = [&](double s) { return weights.num_bytes() / s * 1e-9; };
   std::printf("%-9s from memory, %d cores, %d runs each, %d tokens, %s: %5.1f GB/s (slowest pass %5.1f)\n", k.name,
-              members, runs, tokens, what, rate(took[passes / 2]), rate(took.back()));
+              workers, runs, tokens, what, rate(took[passes / 2]), rate(took.back()));
 }
 
-// How long a team takes to do next to nothing when it was left alone for a while before, as between two
-// steps; and how long its members take to wait for each other.
-void time_team(int members) {
+// The time of an empty run after a pause, as between two steps, and the time of a barrier.
+void time_pool(int workers) {
   for (const int awake_us : {0, 2000}) {
-    Team team(members, std::chrono::microseconds(awake_us));
+    ThreadPool pool(workers, std::chrono::microseconds(awake_us));
     for (const int idle_us : {0, 300, 1000, 1800}) {
       std::vector<double> took;
       for (int n = 0; n < 200; n++) {
         const auto wake = std::chrono::steady_clock::now() + std::chrono::microseconds(idle_us);
-        while (std::chrono::steady_clock::now() < wake) relax();  // as the engine's loop: awake
+        while (std::chrono::steady_clock::now() < wake) relax();  // busy, like the loop of the engine
         const auto start = std::chrono::steady_clock::now();
-        team.run(members, [&](int) { team.barrier(); });
+        pool.run(workers, [&](int) { pool.barrier(); });
         took.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       }
       std::sort(took.begin(), took.end());
-      std::printf("team of %d, awake for %4d us, idle for %4d us: %7.1f us to start and end (worst %7.1f)\n", members,
+      std::printf("pool of %d, awake for %4d us, idle for %4d us: %7.1f us to start and end (worst %7.1f)\n", workers,
                   awake_us, idle_us, took[100] * 1e6, took.back() * 1e6);
     }
   }
-  Team team(members);
+  ThreadPool pool(workers);
   const double s = seconds([&] {
-    team.run(members, [&](int) {
-      for (int n = 0; n < 1000; n++) team.parallel_for(members, [](int) {});
+    pool.run(workers, [&](int) {
+      for (int n = 0; n < 1000; n++) pool.parallel_for(workers, [](int) {});
     });
   });
-  std::printf("team of %d: %5.2f us a parallel_for of nothing\n", members, s * 1e3);
+  std::printf("pool of %d: %5.2f us a parallel_for of nothing\n", workers, s * 1e3);
 }
 
 void time_few_tokens() {
   const int cores = std::thread::hardware_concurrency() < 2 ? 1 : 2;
-  if (cores == 2) time_team(2);
+  if (cores == 2) time_pool(2);
   for (const std::string& name : available_isas()) {
-    if (name == "portable" || name == "amx") continue;  // amx: as avx512 below 24 tokens
+    if (name == "portable" || name == "amx") continue;  // below 24 tokens amx equals avx512
     const Kernels& k = find_kernels(name);
-    for (int members = 1; members <= cores; members++)
+    for (int workers = 1; workers <= cores; workers++)
       for (int runs : {1, 2, 4, 8})
-        if (members > 1 || runs == 1) time_memory(k, "as it is", k.matmul, members, runs, 1);
+        if (workers > 1 || runs == 1) time_memory(k, "as it is", k.matmul, workers, runs, 1);
     for (int tokens : {4, 8, 16}) time_memory(k, "as it is", k.matmul, cores, 4, tokens);
 #if defined(TS_HAVE_X86)
     if (name != "avx512") continue;

@@ -1,12 +1,12 @@
-// Prefill attention through the matrix units (AMX): included by `kernels_amx.cpp`.
+// Prefill attention on the matrix units (AMX). `kernels_amx.cpp` includes this file.
 //
-// Rows are queries with their heads, 16 to a tile. For each 128 keys: scores S = Q · Kᵀ, weights
-// P = 2^(S − largest), and acc += P · V. Keys stand in pairs of channels, values in pairs of
-// positions, as tiles B want them. What the cache holds, fp16 or int8 with its scales, is rounded to
-// bfloat16 once for all queries of a call.
+// A row is one head of one query; a tile has 16 rows. For each 128 keys the kernel computes the scores
+// S = Q · Kᵀ, the weights P = 2^(S − largest), and acc += P · V. Tiles B hold keys in pairs of channels
+// and values in pairs of positions. Keys and values (fp16, or int8 with scales) are rounded to bfloat16
+// once for all queries of a call.
 
-constexpr int kAmxQueries = 64;  // at most, a call
-constexpr int kSpan = 128;        // keys at one time
+constexpr int kAmxQueries = 64;  // maximum of a call
+constexpr int kSpan = 128;        // keys processed together
 constexpr int kSpanVectors = kSpan / 16;
 
 static inline int padded_dim(int dim) { return (dim + 31) / 32 * 32; }
@@ -18,7 +18,7 @@ static size_t amx_scratch_floats(int group, int dim) {
          rows * (16 + 1) + 16;
 }
 
-// 16 rows of 16 words → their columns.
+// Transpose 16 rows of 16 words.
 static inline void transpose(__m512i* r) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -45,7 +45,7 @@ static inline void transpose(__m512i* r) {
   }
 }
 
-// The first n < 16 channels, then zeros.
+// Load the first n < 16 channels; the rest is zero.
 static inline f32v load_first(const uint16_t* p, int n) {
   const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
   return (f32v)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
@@ -55,13 +55,13 @@ static inline f32v load_first(const int8_t* p, int n) {
   return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, p)));
 }
 
-// A token's key or value in the cache; null: of no token, zeros.
+// The key or value of one token in the cache. Null stands for a missing token and reads as zeros.
 template <typename T>
 struct CacheRow {
   const T* data = nullptr;
-  float scale = 1;  // of int8
+  float scale = 1;  // used for int8 only
 
-  // [d, d + 16), zeros past the last.
+  // Channels [d, d + 16); channels past the last are zero.
   f32v channels(int d, int dim) const {
     const int left = dim - d;
     if (data == nullptr || left <= 0) return f32v{};
@@ -70,7 +70,7 @@ struct CacheRow {
   }
 };
 
-// Those of a span: `count` from index `first` on, then none.
+// The sides of a span: `count` tokens from index `first` on, then missing tokens.
 template <typename T>
 static inline void find_rows(const Reader<T>& side, int first, int count, CacheRow<T>* rows) {
   if constexpr (sizeof(T) == 1)
@@ -80,8 +80,8 @@ static inline void find_rows(const Reader<T>& side, int first, int count, CacheR
   for (int n = count; n < kSpan; n++) rows[n] = {};
 }
 
-// Keys and values of a span as tiles: keys [16 keys, 32 channels] and values [32 keys, 16 channels]
-// one after another, a key's or position's channels in order.
+// Convert the keys and values of a span to consecutive tiles: keys [16 keys, 32 channels] and values
+// [32 keys, 16 channels], with the channels of a key or position in order.
 template <typename T>
 static void gather_tiles(const CacheRow<T>* k, const CacheRow<T>* v, int dim, uint16_t* key_tiles,
                          uint16_t* value_tiles) {
@@ -169,8 +169,8 @@ static inline void weigh_tiles(const uint16_t* p, const uint16_t* values, int wi
   _tile_stored(1, acc + 16, width * 4);
 }
 
-// 2^x to 3 · 10^-6, for x ≤ 0: more than weights of 8 bits' significand need. Below −125 it is 2^-125,
-// which no sum here notices: smaller numbers would be slow.
+// 2^x with an error of 3 · 10^-6, for x ≤ 0. Weights have a significand of 8 bits and need less. Below
+// −125 the result is 2^-125, which changes no sum here; smaller numbers would be slow subnormals.
 static inline f32v exp2_of(f32v value) {
   const __m512 x = _mm512_max_ps((__m512)value, _mm512_set1_ps(-125.0f));
   const __m512 n = _mm512_roundscale_ps(x, 0);
@@ -183,11 +183,11 @@ static inline f32v exp2_of(f32v value) {
   return (f32v)_mm512_scalef_ps((__m512)p, n);
 }
 
-// One row's scores of the span → weights: as bfloat16, their sum by lanes, and what the sums so far
-// shrink by.
+// Turn one row of scores into bfloat16 weights. Also compute the sum of the weights by lanes and the
+// factor by which the earlier sums shrink.
 static inline float weigh_row(const float* s, bool edges, int key, int index, int window, float cap,
                               float& largest, float* sum, uint16_t* p) {
-  f32v x[kSpanVectors], most = splat(largest);
+  f32v x[kSpanVectors], maximum = splat(largest);
   const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   for (int n = 0; n < kSpanVectors; n++) {
     x[n] = load(s + 16 * n);
@@ -199,9 +199,9 @@ static inline float weigh_row(const float* s, bool edges, int key, int index, in
         seen &= _mm512_cmpgt_epi32_mask(at, _mm512_set1_epi32(index - window));
       x[n] = (f32v)_mm512_mask_blend_ps(seen, (__m512)splat(-__builtin_inff()), (__m512)x[n]);
     }
-    most = max_of(most, x[n]);
+    maximum = max_of(maximum, x[n]);
   }
-  const float now = _mm512_reduce_max_ps((__m512)most);
+  const float now = _mm512_reduce_max_ps((__m512)maximum);
   const float shrink = now == largest ? 1.0f : exp2_of(splat(largest - now))[0];
   f32v total = load(sum) * shrink;
   for (int n = 0; n < kSpanVectors; n += 2) {
@@ -214,7 +214,7 @@ static inline float weigh_row(const float* s, bool edges, int key, int index, in
   return shrink;
 }
 
-// T: what the cache holds, fp16 or int8.
+// T: the element type of the cache, fp16 or int8.
 template <typename T>
 static void amx_attend_prefill(const Cache& cache, const int32_t* table, const float* q,
                                int q_stride, int first, int count, int kv, int group,
@@ -264,7 +264,7 @@ static void amx_attend_prefill(const Cache& cache, const int32_t* table, const f
     gather_tiles(k, v, dim, key_tiles, value_tiles);
     for (int r = 0; r < rows; r += kSide) {
       const int low = first + r / group, top = first + (r + kSide - 1) / group;
-      if (top < key || (window > 0 && low - window >= key + keys - 1)) continue;  // sees none
+      if (top < key || (window > 0 && low - window >= key + keys - 1)) continue;  // the row sees none of the keys
       const bool edges = key + kSpan - 1 > low || window > 0;
       score_tiles(queries + static_cast<size_t>(r) * width, key_tiles, width, s);
       for (int i = 0; i < kSide; i++) {

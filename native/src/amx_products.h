@@ -1,18 +1,17 @@
-// Products of many tokens through the matrix units (AMX): included by `kernels_amx.cpp`.
+// Matmuls of many tokens on the matrix units (AMX). `kernels_amx.cpp` includes this file.
 //
-// A tile is 16 rows of 64 bytes. `_tile_dpbf16ps` adds to C [16, 16] floats the product of
-// A [16, 32] and B [32, 16], of which B stands in pairs: row k of the tile has columns 2k and
-// 2k + 1 of every output side by side. Activations are bfloat16; a group's blocks are unpacked to
-// tiles of bfloat16 once for up to 512 tokens.
+// A tile is 16 rows of 64 bytes. `_tile_dpbf16ps` adds the product of A [16, 32] and B [32, 16] to
+// C [16, 16] in fp32. B is stored in pairs: row k of the tile holds columns 2k and 2k + 1 of every
+// output side by side. Activations are bfloat16. The blocks of a group are unpacked to bfloat16 tiles
+// once for up to 512 tokens.
 
-constexpr int kMinTokens = 24;             // tokens, below which AVX-512 is as fast
+constexpr int kMinTokens = 24;             // with fewer tokens AVX-512 is as fast
 constexpr int kSide = 16;                 // rows of a tile, and columns of C
 constexpr int kTileBytes = 1024;
 constexpr int kTileElements = kSide * 32;   // bfloat16 numbers of a tile
 
-struct Tiles {  // all eight, whole, for as long as a kernel needs them
-  // Constant, not filled here: GCC 12 does not see that the instruction reads it, and would leave
-  // out the stores.
+struct Tiles {  // configures all eight tiles while a kernel runs
+  // A constant: GCC 12 does not see that the instruction reads the memory, and would drop stores to it.
   alignas(64) static constexpr uint8_t config[64] = {
       1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,   // palette 1
       64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,  // bytes a row
@@ -23,7 +22,7 @@ struct Tiles {  // all eight, whole, for as long as a kernel needs them
   ~Tiles() { _tile_release(); }
 };
 
-// Two vectors of 16 columns → one tile row of their pairs.
+// Interleave two vectors of 16 columns into one tile row of pairs.
 static inline __m512i in_pairs(__m512i both) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
                                          8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -34,7 +33,7 @@ static inline __m512i to_bf16_pair(f32v first, f32v second) {
   return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 
-// Floats to tiles of 16 tokens, one row of each; zeros to the end of the last.
+// Convert floats to one row of consecutive tiles of 16 tokens, with zeros to the end of the last tile.
 static void to_bf16(const float* x, int n, uint16_t* out) {
   for (int i = 0; i < n; i += kBlock, out += kTileElements) {
     const int low = n - i < 16 ? n - i : 16, high = n - i < 32 ? n - i - low : 16;
@@ -44,14 +43,14 @@ static void to_bf16(const float* x, int n, uint16_t* out) {
   }
 }
 
-// A block of a group, 16 rows of 32 columns, as a tile B.
+// Unpack a block of a group (16 rows of 32 columns) to a tile B.
 template <Format F>
 static inline void unpack_tile(const uint8_t* p, i8v table, uint16_t* tile) {
   i8v codes[8];
-  f32v scales[parts_of<F>], least[parts_of<F>];
+  f32v scales[parts_of<F>], minima[parts_of<F>];
   unpack_codes<F>(p, table, codes);
-  load_scales<F>(p, scales, least);
-  // A code is set into the significand of a float: 128 + code, or 256 + (code + 128).
+  load_scales<F>(p, scales, minima);
+  // A code is placed in the significand of a float: 128 + code, or 256 + (code + 128).
   constexpr bool is_signed = has_signed_codes(F);
   constexpr int shift = is_signed ? 15 : 16;
   const __m512i mask = _mm512_set1_epi32(0xFF << shift);
@@ -59,7 +58,7 @@ static inline void unpack_tile(const uint8_t* p, i8v table, uint16_t* tile) {
   for (int j = 0; j < 8; j++) {
     const int part = has_half_block_scales(F) ? j / 4 : 0;
     const f32v scale = scales[part];
-    const f32v offset = least[part] - scale * (is_signed ? 384.0f : 128.0f);
+    const f32v offset = minima[part] - scale * (is_signed ? 384.0f : 128.0f);
     __m512i c = (__m512i)codes[j];
     if constexpr (is_signed) c = _mm512_xor_si512(c, _mm512_set1_epi8(static_cast<char>(0x80)));
     auto value = [&](__m512i moved) {
@@ -80,8 +79,8 @@ inline void unpack_tile<Format::kBF16>(const uint8_t* p, i8v, uint16_t* tile) {
     _mm512_store_si512(tile + 32 * row, in_pairs(_mm512_loadu_si512(p + 64 * row)));
 }
 
-// Blocks [from, to) of a group as tiles. Those of the group after next are asked for: they are read
-// when this pair's products are done.
+// Unpack blocks [from, to) of a group to tiles. Prefetch the blocks of the group after next, which is
+// read when the products of this pair are done.
 template <Format F>
 static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* tiles) {
   const uint8_t* group = w.group(g);
@@ -105,10 +104,10 @@ static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* til
   }
 }
 
-// 32 (or 16) tokens with 32 rows, over the tiles of some blocks: a and a + `below` of the tokens, b
-// and b + `beside` of two groups. C is begun with what is in `out`, or with nothing.
+// Multiply 32 (or 16) tokens by 32 rows over the tiles of some blocks. The tokens' tiles begin at a and
+// a + `below`, the tiles of the two groups at b and b + `next_group`. C starts from `out` or from zero.
 template <bool Both>
-static inline void tile_product(const uint16_t* a, size_t below, const uint16_t* b, size_t beside,
+static inline void tile_product(const uint16_t* a, size_t below, const uint16_t* b, size_t next_group,
                                 int blocks, float* out, size_t stride, bool add) {
   const size_t line = stride * 4;
   float* next = out + kSide * stride;
@@ -131,7 +130,7 @@ static inline void tile_product(const uint16_t* a, size_t below, const uint16_t*
     _tile_loadd(4, a, 64);
     _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + beside, 64);
+    _tile_loadd(7, b + next_group, 64);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (Both) {
       _tile_loadd(5, a + below, 64);
@@ -147,15 +146,15 @@ static inline void tile_product(const uint16_t* a, size_t below, const uint16_t*
   }
 }
 
-constexpr int kPanelBlocks = 18;   // whose tiles of two groups stay in the first cache: 36 KiB
-constexpr int kPanelTokens = 512;  // whose tiles of a panel stay in the second
+constexpr int kPanelBlocks = 18;   // the tiles of two groups stay in the L1 cache: 36 KiB
+constexpr int kPanelTokens = 512;  // the tokens' tiles of a panel stay in the L2 cache
 
 template <Format F>
 static void amx_matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                            float* out, int stride, bool add) {
   alignas(64) uint16_t tiles[2 * kPanelBlocks * kTileElements];
   alignas(64) float edge[2 * kSide * 2 * kSide];
-  constexpr size_t beside = kPanelBlocks * kTileElements;
+  constexpr size_t next_group = kPanelBlocks * kTileElements;
   const size_t below = static_cast<size_t>(a.blocks) * kTileElements;
   const Tiles hold;
   const int panels = (a.blocks + kPanelBlocks - 1) / kPanelBlocks;
@@ -168,18 +167,18 @@ static void amx_matmul_of(const Packed& w, const Activations& a, int t0, int t1,
       for (int g = g0; g < g1; g += 2) {
         const bool pair = g + 1 < g1;
         unpack_group<F>(w, g, b0, b1, tiles);
-        if (pair) unpack_group<F>(w, g + 1, b0, b1, tiles + beside);
-        const int row = g * kSide, left = w.rows - row, most = pair ? 2 * kSide : kSide;
-        const int rows = left < most ? left : most;
+        if (pair) unpack_group<F>(w, g + 1, b0, b1, tiles + next_group);
+        const int row = g * kSide, left = w.rows - row, maximum = pair ? 2 * kSide : kSide;
+        const int rows = left < maximum ? left : maximum;
         for (int t = from; t < to; t += 2 * kSide) {
           const int tokens = to - t < 2 * kSide ? to - t : 2 * kSide;
           const uint16_t* x = a.bf16_tiles + bf16_tile_at(t, b0, a.blocks);
           float* at = out + static_cast<size_t>(t - t0) * stride + (g - g0) * kSide;
           if (rows == 2 * kSide && tokens == 2 * kSide && bias == nullptr) {
-            tile_product<true>(x, below, tiles, beside, b1 - b0, at, stride, more);
+            tile_product<true>(x, below, tiles, next_group, b1 - b0, at, stride, more);
             continue;
           }
-          const size_t other = pair ? beside : 0;
+          const size_t other = pair ? next_group : 0;
           if (tokens > kSide)
             tile_product<true>(x, below, tiles, other, b1 - b0, edge, 2 * kSide, false);
           else

@@ -1,7 +1,7 @@
-// Attention over the paged cache, once for every instruction set: `kernels_*.cpp` include this
-// inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
+// Attention over the paged cache, compiled once per instruction set. Each `kernels_*.cpp` includes this
+// file inside its own namespace, after `simd.h`. `twostroke/kernels/reference.py` defines the results.
 
-// Where the keys (or values) of one head are, for consecutive cache indices.
+// The places of the keys (or values) of one head, for consecutive cache indices.
 template <typename T>
 struct Reader {
   const T* base;
@@ -16,7 +16,7 @@ struct Reader {
         dim(c.dim),
         block_stride(c.block_stride) {}
 
-  // f(n, pointer) for n = 0 … count − 1, the indices first, first + 1, …
+  // Call f(n, pointer) for n = 0 … count − 1, that is for the indices first, first + 1, …
   template <typename F>
   inline __attribute__((always_inline)) void each(int first, int count, F&& f) const {
     int block = first / block_size, offset = first % block_size;
@@ -26,7 +26,7 @@ struct Reader {
     }
   }
 
-  // f(n, pointer, scale), of int8.
+  // The same for int8: f(n, pointer, scale).
   template <typename F>
   inline __attribute__((always_inline)) void each_scaled(int first, int count, F&& f) const {
     int block = first / block_size, offset = first % block_size;
@@ -47,7 +47,7 @@ static inline Reader<int8_t> int8_reader(const uint16_t* data, const Cache& c, c
   return Reader(reinterpret_cast<const int8_t*>(data), c, table, kv);
 }
 
-// Ask for indices [from, to) of one KV head: blocks lie apart, and the machine does not guess where.
+// Prefetch indices [from, to) of one KV head. The hardware prefetcher cannot follow the block table.
 static void prefetch_keys(const Cache& cache, const int32_t* table, int from, int to, int kv) {
   if (cache.is_int8) {
     for (const uint16_t* data : {cache.keys, cache.values})
@@ -83,11 +83,11 @@ static inline void widen(const float* p, int dim, float* out) {
   __builtin_memcpy(out, p, sizeof(float) * dim);
 }
 
-// Scores of `keys` keys [keys, dim] with `rows` queries, which stand in columns [dim, rows].
+// Scores of `keys` keys [keys, dim] and `rows` queries, stored as columns [dim, rows].
 static inline void score(const float* k, int keys, const float* q, int rows, int dim, float* s) {
   for (int r = 0; r < rows; r += 4 * W) {
     const int vectors = (rows - r) / W < 4 ? (rows - r) / W : 4;
-    for (int n = 0; n < keys; n += 4) {  // past the last key: of what the tile held before
+    for (int n = 0; n < keys; n += 4) {  // rows past the last key hold values of an earlier tile
       const float *k0 = k + n * dim, *k1 = k0 + dim, *k2 = k1 + dim, *k3 = k2 + dim;
       auto tile = [&](auto count) {
         constexpr int V = decltype(count)::value;
@@ -127,7 +127,7 @@ static inline void score(const float* k, int keys, const float* q, int rows, int
   }
 }
 
-// acc [rows, dim] += weights [keys, rows] · V [keys, dim], four rows at a time.
+// acc [rows, dim] += weightsᵀ [rows, keys] · V [keys, dim], four rows at a time.
 static inline void weigh(const float* s, const float* v, int keys, int rows, int dim, float* acc) {
   for (int r = 0; r < rows; r += 4) {
     int d = 0;
@@ -156,7 +156,7 @@ static inline void weigh(const float* s, const float* v, int keys, int rows, int
   }
 }
 
-// T: what the cache holds, fp16, int8 or floats.
+// T: the element type of the cache: fp16, int8 or fp32.
 template <typename T>
 static void attend_prefill_of(const Cache& cache, const int32_t* table, const float* q,
                               int q_stride, int first, int count, int kv, int group,
@@ -172,9 +172,9 @@ static void attend_prefill_of(const Cache& cache, const int32_t* table, const fl
   float* largest = acc + rows * dim;
   float* sum = largest + rows;
   float* shrink = sum + rows;
-  int32_t* index = reinterpret_cast<int32_t*>(shrink + rows);  // of a row's query
+  int32_t* index = reinterpret_cast<int32_t*>(shrink + rows);  // the cache index of a row's query
   for (int r = 0; r < rows; r++) {
-    const int query = r / group < count ? r / group : count - 1;  // rows past the last: any
+    const int query = r / group < count ? r / group : count - 1;  // rows past the last repeat the last query
     const float* p = q + query * q_stride + (kv * group + r % group) * dim;
     for (int d = 0; d < dim; d++) qt[d * rows + r] = p[d] * params.scale;
     index[r] = first + query;
@@ -196,11 +196,11 @@ static void attend_prefill_of(const Cache& cache, const int32_t* table, const fl
     }
     score(k, keys, qt, rows, dim, s);
     if (params.softcap > 0) soft_cap(s, keys * rows, 1, params.softcap);
-    const bool edges = key + keys - 1 > first || window > 0;  // some query does not see them all
+    const bool edges = key + keys - 1 > first || window > 0;  // some query does not see all of these keys
     for (int r = 0; r < rows; r += W) {
       const i32v at = *reinterpret_cast<const i32u*>(index + r);
-      f32v most = load(largest + r);
-      const f32v before = most;
+      f32v maximum = load(largest + r);
+      const f32v before = maximum;
       for (int n = 0; n < keys; n++) {
         f32v x = load(s + n * rows + r);
         if (edges) {
@@ -209,16 +209,16 @@ static void attend_prefill_of(const Cache& cache, const int32_t* table, const fl
           x = (f32v)(((i32v)x & seen) | ((i32v)splat(-__builtin_inff()) & ~seen));
           store(s + n * rows + r, x);
         }
-        most = max_of(most, x);
+        maximum = max_of(maximum, x);
       }
-      f32v total = load(sum + r) * exp_of(before - most);
-      store(shrink + r, exp_of(before - most));
+      f32v total = load(sum + r) * exp_of(before - maximum);
+      store(shrink + r, exp_of(before - maximum));
       for (int n = 0; n < keys; n++) {
-        f32v e = exp_of(load(s + n * rows + r) - most);
+        f32v e = exp_of(load(s + n * rows + r) - maximum);
         store(s + n * rows + r, e);
         total += e;
       }
-      store(largest + r, most);
+      store(largest + r, maximum);
       store(sum + r, total);
     }
     for (int r = 0; r < rows; r++) {
@@ -240,7 +240,7 @@ static void attend_prefill_of(const Cache& cache, const int32_t* table, const fl
 
 static constexpr auto attend_prefill = attend_prefill_of<uint16_t>;
 
-// G heads that share a KV head, over indices [from, to).
+// Decode attention of G heads that share a KV head, over indices [from, to).
 template <int G, typename T>
 static void decode_heads(const Cache& cache, const int32_t* table, const float* q, int from, int to,
                          int kv, const AttentionParams& params, float* acc, float* largest,
@@ -282,7 +282,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       for (int g = 0; g < G; g++)
         for (int n = 0; n < keys; n++) s[g][n] *= scales[n];
     for (int g = 0; g < G; g++) {
-      f32v most = splat(largest[g]);
+      f32v maximum = splat(largest[g]);
       float scale = params.scale;
       if (params.softcap > 0) {
         soft_cap(s[g], keys, scale, params.softcap);
@@ -294,9 +294,9 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
       for (int n = 0; n < padded; n += W) {
         f32v x = load(s[g] + n) * scale;
         store(s[g] + n, x);
-        most = max_of(most, x);
+        maximum = max_of(maximum, x);
       }
-      const float now = max_lanes(most), shrink = __builtin_expf(largest[g] - now);
+      const float now = max_lanes(maximum), shrink = __builtin_expf(largest[g] - now);
       f32v total = {};
       for (int n = 0; n < padded; n += W) {
         f32v e = exp_of(load(s[g] + n) - now);
@@ -342,7 +342,7 @@ static void decode_heads(const Cache& cache, const int32_t* table, const float* 
   }
 }
 
-// f(how many, which is the first) for up to four of a group's heads at a time.
+// Call f(count, first) for up to four heads of a group at a time.
 template <typename F>
 static inline __attribute__((always_inline)) void each_four(int group, F&& f) {
   for (int g = 0; g < group; g += 4) {

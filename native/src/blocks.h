@@ -1,4 +1,4 @@
-// GGUF block types: `twostroke/model/gguf/dequant.py` says the same in numpy.
+// GGUF block types. The numpy reference is `twostroke/model/gguf/dequant.py`.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace twostroke {
 
-// 32 columns of a row. value = scale · code + least, each half with its own.
+// 32 columns of a row. value = scale · code + minimum, with one scale and minimum per half.
 struct Run {
   int8_t code[kBlock];
-  float scale[2], least[2];
+  float scale[2], minimum[2];
 };
 
 enum class Scales {
@@ -28,17 +28,17 @@ struct BlockType {
   bool four_bits;  // a code is 0 … 15, or −8 … 7 where there are no minima
   // Columns [32 · n, 32 · (n + 1)) of a block.
   void (*read)(const uint8_t* block, int n, const int8_t* grid, Run& run);
-  const int8_t* table = nullptr;  // all codes there are, if they are at most 16 but not in a row
-  // What `read` is to be given: [entries, columns] numbers; a code is the number of an entry.
+  const int8_t* table = nullptr;  // the values of the codes, if there are at most 16 and they are not consecutive
+  // Shape of the grid passed to `read`: [entries, columns]. A code is the number of an entry.
   int grid_entries = 0, grid_columns = 0;
 };
 
 const BlockType& find_block_type(const std::string& name);
 
-// Whether a format has every value of a block type exactly.
+// Return whether a format represents every value of a block type exactly.
 bool holds(Format format, const BlockType& type);
 
-// The smallest format that holds all of these types.
+// The smallest format that holds all of the types.
 Format common_format(const std::vector<std::string>& types);
 
 }  // namespace twostroke

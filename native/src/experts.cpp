@@ -1,9 +1,9 @@
-// A layer's mixture of experts: `Kernels.route` and `Kernels.experts` of
-// `twostroke/kernels/reference.py` say the same in torch.
+// The mixture of experts of a layer. `Kernels.route` and `Kernels.experts` of
+// `twostroke/kernels/reference.py` define the results.
 //
-// The rows of an expert's tokens are put side by side, so that it multiplies them as a block and a
-// step reads only the experts in use. A token's result has the same bits whoever is with it: its
-// products do not depend on the others of its block, and its experts are added up best first.
+// The rows of the tokens of one expert are gathered, so that the expert multiplies them as a block and a
+// step reads only the experts in use. The bits of a token's result do not depend on the other tokens:
+// products of rows are independent, and the experts of a token are added in the order of their scores.
 
 #include "step.h"
 
@@ -13,29 +13,29 @@
 namespace twostroke {
 
 namespace {
-constexpr int kAtOnce = 512;     // tokens whose rows are kept at one time
-constexpr float kTiny = 1e-20f;  // what a sum of scores is at the least before something is divided by it
+constexpr int kAtOnce = 512;     // tokens whose rows are in memory together
+constexpr float kTiny = 1e-20f;  // lower bound of the sum of scores that is divided by
 constexpr float kNever = -INFINITY;
 }  // namespace
 
-void Model::mix_experts(const Step& step, const Layer& layer, int member) {
+void Model::mix_experts(const Step& step, const Layer& layer, int worker) {
   const Experts& experts = *layer.experts;
-  const int rows = experts.router->packed().rows, each = experts.routing.experts_per_token;
+  const int rows = experts.router->packed().rows, each = experts.spec.routing.experts_per_token;
   const int tokens = step.tokens;
   const bool matrix_units = uses_matrix_units(tokens);
-  const Quantised& normed = step.small ? own_[member] : normed_;
+  const Quantised& normed = step.small ? own_[worker] : normed_;
   const bool shared = layer.mlp.down != nullptr;
   if (shared) {
-    gate_and_up(layer, view(normed, hidden_), tokens, member);
-    end_stage(kGateUp, member);
+    gate_and_up(layer, view(normed, hidden_), tokens, worker);
+    end_stage(kGateUp, worker);
     multiply(*layer.mlp.down, view(inner_, layer.mlp.inner()), tokens, mixed_.data(), hidden_, false);
-    end_stage(kDown, member);
+    end_stage(kDown, worker);
   }
   multiply(*experts.router, view(normed, hidden_), tokens, router_.data(), rows, false);
   if (!step.small) for_each_token(0, tokens, [&](int t) { route(experts, t); });
   for (int t0 = 0; t0 < tokens; t0 += kAtOnce) {
     const int t1 = std::min(tokens, t0 + kAtOnce);
-    team_.parallel_for(1, [&](int) {
+    thread_pool_.parallel_for(1, [&](int) {
       for (int t = t0; step.small && t < t1; t++) route(experts, t);
       group_by_expert(layer, t0, t1, matrix_units);
     });
@@ -45,21 +45,21 @@ void Model::mix_experts(const Step& step, const Layer& layer, int member) {
       std::memcpy(to, &normed.values[static_cast<size_t>(n / each) * hidden_], hidden_ * sizeof(float));
       quantise(expert_in_, place_[n], 0, hidden_, *mlp.gate_up);
     });
-    end_stage(kRoute, member);
+    end_stage(kRoute, worker);
     const int inner = experts.inner(), units = ceil_div(inner, kBlock);
-    auto owner = [&](int task, int InUse::*first) -> const InUse& {  // the last that begins before it
+    auto owner = [&](int task, int InUse::*first) -> const InUse& {  // the last expert whose first task is ≤ task
       auto after = [&](int n, const InUse& one) { return n < one.*first; };
       return *(std::upper_bound(in_use_.begin(), in_use_.end(), task, after) - 1);
     };
-    team_.parallel_for(gate_tasks_, [&](int task) {
+    thread_pool_.parallel_for(gate_tasks_, [&](int task) {
       const InUse& one = owner(task, &InUse::gate_task);
       const int from = (task - one.gate_task) * one.units_per_task;
-      gate_units(layer, experts.each[one.expert], view(expert_in_, hidden_), one.first,
-                 one.first + one.count, from, std::min(units, from + one.units_per_task), member,
+      gate_units(experts.each[one.expert], view(expert_in_, hidden_), one.first,
+                 one.first + one.count, from, std::min(units, from + one.units_per_task), worker,
                  expert_inner_);
     });
-    end_stage(kGateUp, member);
-    team_.parallel_for(down_tasks_, [&](int task) {
+    end_stage(kGateUp, worker);
+    thread_pool_.parallel_for(down_tasks_, [&](int task) {
       const InUse& one = owner(task, &InUse::down_task);
       const Packed& w = experts.each[one.expert].down->packed();
       const int from = (task - one.down_task) * one.groups_per_task;
@@ -71,7 +71,7 @@ void Model::mix_experts(const Step& step, const Layer& layer, int member) {
     for_each_token(t0, t1, [&](int t) {
       float* sum = &mixed_[static_cast<size_t>(t) * hidden_];
       if (!shared) std::memset(sum, 0, hidden_ * sizeof(float));
-      if (experts.shared_gate) {
+      if (experts.spec.shared_gate) {
         const float gate = 1 / (1 + std::exp(-router_[static_cast<size_t>(t) * rows + rows - 1]));
         for (int i = 0; i < hidden_; i++) sum[i] *= gate;
       }
@@ -81,41 +81,41 @@ void Model::mix_experts(const Step& step, const Layer& layer, int member) {
         for (int i = 0; i < hidden_; i++) sum[i] += share * out[i];
       }
     });
-    end_stage(kDown, member);
+    end_stage(kDown, worker);
   }
 }
 
-// The experts of a token, best first, and what their outputs are multiplied by.
+// Choose the experts of a token, best first, and compute the factors of their outputs.
 void Model::route(const Experts& experts, int t) {
-  const Routing& rule = experts.routing;
+  const RoutingSpec& rule = experts.spec.routing;
   const int count = experts.count(), each = rule.experts_per_token;
   const float* products = &router_[static_cast<size_t>(t) * experts.router->packed().rows];
   std::vector<float> scores(count), choice(count);
   const float largest = *std::max_element(products, products + count);
   float sum = 0;
   for (int e = 0; e < count; e++) {
-    scores[e] = rule.sigmoid ? 1 / (1 + std::exp(-products[e])) : std::exp(products[e] - largest);
+    scores[e] = (rule.scoring == Scoring::kSigmoid) ? 1 / (1 + std::exp(-products[e])) : std::exp(products[e] - largest);
     sum += scores[e];
   }
   for (int e = 0; e < count; e++) {
-    if (!rule.sigmoid) scores[e] /= sum;
+    if (!(rule.scoring == Scoring::kSigmoid)) scores[e] /= sum;
     choice[e] = scores[e] + (experts.correction.empty() ? 0 : experts.correction[e]);
   }
-  auto take_best = [](std::vector<float>& of) {  // what is NaN is never the best
+  auto take_best = [](std::vector<float>& of) {  // NaN is never the best
     const int best = static_cast<int>(std::max_element(of.begin(), of.end()) - of.begin());
     of[best] = kNever;
     return best;
   };
-  if (rule.groups > rule.groups_used) {
-    const int size = count / rule.groups;
-    std::vector<float> of_group(rule.groups), kept(count, kNever);
-    for (int g = 0; g < rule.groups; g++) {
+  if (rule.num_groups > rule.groups_used) {
+    const int size = count / rule.num_groups;
+    std::vector<float> of_group(rule.num_groups), kept(count, kNever);
+    for (int g = 0; g < rule.num_groups; g++) {
       float first = kNever, second = kNever;
       for (int e = g * size; e < (g + 1) * size; e++) {
         if (choice[e] > first) second = first, first = choice[e];
         else if (choice[e] > second) second = choice[e];
       }
-      of_group[g] = rule.top2_sum ? first + second : first;
+      of_group[g] = rule.group_score == GroupScore::kTop2Sum ? first + second : first;
     }
     for (int n = 0; n < rule.groups_used; n++) {
       const int g = take_best(of_group);
@@ -133,16 +133,16 @@ void Model::route(const Experts& experts, int t) {
   for (int n = 0; n < each; n++) share[n] *= factor;
 }
 
-// Where the rows of tokens [from, to) go, those of each expert from a tile's beginning on, and the
-// tasks of both products, which are to take equally long.
+// Assign places to the rows of tokens [from, to); the rows of an expert begin at a tile. Split both
+// matmuls into tasks of equal cost.
 void Model::group_by_expert(const Layer& layer, int from, int to, bool matrix_units) {
   const Experts& experts = *layer.experts;
-  const int each = experts.routing.experts_per_token, tile = matrix_units ? kTileTokens : kTile;
+  const int each = experts.spec.routing.experts_per_token, tile = matrix_units ? kTileTokens : kTile;
   std::vector<int> next(experts.count());
   for (int n = from * each; n < to * each; n++) next[chosen_[n]]++;
   in_use_.clear();
   int rows = 0, cost = 0;
-  auto cost_of = [](int count) { return std::max(count, kTile); };  // few are bound by the weights
+  auto cost_of = [](int count) { return std::max(count, kTile); };  // few tokens are bound by reading the weights
   for (int e = 0; e < experts.count(); e++) {
     if (next[e] == 0) continue;
     in_use_.push_back({e, rows, next[e], 0, 0, 0, 0});
@@ -152,11 +152,11 @@ void Model::group_by_expert(const Layer& layer, int from, int to, bool matrix_un
   }
   for (int n = from * each; n < to * each; n++) place_[n] = next[chosen_[n]]++;
   const int units = ceil_div(experts.inner(), kBlock);
-  // More than members: experts are few, and rarely a multiple of them.
+  // More tasks than workers: the few experts are rarely a multiple of the workers.
   const int tasks = std::max(num_tasks(std::min(to - from, kTile)), 4 * threads_);
   gate_tasks_ = down_tasks_ = 0;
   for (InUse& one : in_use_) {
-    const double share = static_cast<double>(cost_of(one.count)) * tasks / cost;  // of the tasks
+    const double share = static_cast<double>(cost_of(one.count)) * tasks / cost;  // share of the tasks
     auto split = [&](int parts) { return std::max(1, std::min(parts, static_cast<int>(parts / share))); };
     const int groups = experts.each[one.expert].down->packed().groups();
     one.units_per_task = split(units), one.groups_per_task = split(groups);
@@ -165,7 +165,7 @@ void Model::group_by_expert(const Layer& layer, int from, int to, bool matrix_un
     down_tasks_ += ceil_div(groups, one.groups_per_task);
   }
   resize(expert_in_, rows, hidden_, matrix_units);
-  resize(expert_inner_, rows, most_expert_inner_, matrix_units);
+  resize(expert_inner_, rows, max_expert_inner_, matrix_units);
   if (expert_out_.size() < static_cast<size_t>(rows) * hidden_)
     expert_out_.resize(static_cast<size_t>(rows) * hidden_);
 }

@@ -1,13 +1,13 @@
-// Attention in fp16 arithmetic (Arm): twice the products of an instruction, straight from the cache.
-// `kernels_neon.cpp` includes this after `attention_impl.h`, which defines what it must give.
+// Attention in fp16 arithmetic (Arm): twice the products per instruction, read directly from the cache.
+// `kernels_neon.cpp` includes this file after `attention_impl.h`, which defines the results.
 //
-// Only short sums are kept in fp16: `kRun` channels of a score, `kKeys` keys of an output. What
-// they come to, scores, exponents and weights' sums, is in floats. Queries are scaled by a power of
-// two, so that no part of a score leaves the range of fp16; an output that does (values above
-// 1,000) is recomputed in floats.
+// Only short sums are in fp16: `kRun` channels of a score, `kKeys` keys of an output. Scores, exponents
+// and the sums of the weights are in fp32. Queries are scaled by a power of two, so that no part of a
+// score leaves the range of fp16. An output outside that range (values above 1,000) is recomputed in
+// fp32.
 
 constexpr int kRun = 32;
-constexpr int kMostDim = 1024;
+constexpr int kMaxDim = 1024;
 constexpr int kKeysAhead = 16;  // keys
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
@@ -17,15 +17,15 @@ static inline float16x8_t load_fp16x8(const uint16_t* p) {
 static inline void store_fp16x8(uint16_t* p, f32v a, f32v b) {
   vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a), b)));
 }
-// (A loop of the intrinsic alone is no work in GCC's eyes, and goes.)
+// (GCC removes a loop that consists of the intrinsic alone.)
 static inline __attribute__((always_inline)) void prefetch(const uint16_t* p, int n) {
   for (int i = 0; i < n; i += 32) asm volatile("prfm pldl1keep, [%0]" : : "r"(p + i));
 }
 static inline f32v low(float16x8_t x) { return vcvt_f32_f16(vget_low_f16(x)); }
 static inline f32v high(float16x8_t x) { return vcvt_high_f32_f16(x); }
 
-// acc + x · lanes[I]. (Given as an intrinsic, GCC copies every lane into a register of its own, and
-// has none left for the sums.)
+// acc + x · lanes[I]. (With the intrinsic, GCC copies every lane to a register of its own and has no
+// registers left for the sums.)
 template <int I>
 static inline __attribute__((always_inline)) float16x8_t add_lane(float16x8_t acc, float16x8_t x,
                                                                   float16x8_t lanes) {
@@ -33,7 +33,8 @@ static inline __attribute__((always_inline)) float16x8_t add_lane(float16x8_t ac
   return acc;
 }
 
-// 2^x to about 10^-4, less than the last bit of fp16, for x ≤ 127; below −120 it is 2^-120.
+// 2^x for x ≤ 127, with an error of about 10^-4, below the last bit of fp16. Below −120 the result is
+// 2^-120.
 static inline f32v exp2_of(f32v x) {
   x = max_of(x, splat(-120.0f));
   const f32v y = x + kShift, r = x - (y - kShift);
@@ -50,31 +51,31 @@ static inline float power_of_two(int e) {
   return x;
 }
 
-// What makes n floats fp16 below 2^-5, so that `kRun` products of them with any fp16 stay below
-// the largest. It is a power of two; `back` is its inverse.
+// The power of two that scales n floats below 2^-5, so that the sum of `kRun` products with any fp16
+// number stays finite. `back` is the inverse.
 static inline float to_small(const float* x, int n, float* back) {
-  f32v most = {};
-  for (int i = 0; i < n; i += W) most = max_of(most, abs_of(load(x + i)));
-  const float largest = max_lanes(most);
+  f32v maximum = {};
+  for (int i = 0; i < n; i += W) maximum = max_of(maximum, abs_of(load(x + i)));
+  const float largest = max_lanes(maximum);
   int32_t bits;
   __builtin_memcpy(&bits, &largest, 4);
-  int e = (bits >> 23) - 126;  // 2^e is above all of them
+  int e = (bits >> 23) - 126;  // 2^e is greater than every |x|
   e = e < -100 ? -100 : e > 100 ? 100 : e;
   *back = power_of_two(e + 5);
   return power_of_two(-e - 5);
 }
 
-// n: a multiple of 8.
+// n is a multiple of 8.
 static inline bool all_finite(const float* x, int n) {
-  f32v most0 = {}, most1 = {};
+  f32v max0 = {}, max1 = {};
   for (int i = 0; i < n; i += 8) {
-    most0 = max_of(most0, abs_of(load(x + i)));  // of what is no number: no number
-    most1 = max_of(most1, abs_of(load(x + i + 4)));
+    max0 = max_of(max0, abs_of(load(x + i)));  // NaN stays NaN
+    max1 = max_of(max1, abs_of(load(x + i + 4)));
   }
-  return max_lanes(max_of(most0, most1)) <= 3.4e38f;
+  return max_lanes(max_of(max0, max1)) <= 3.4e38f;
 }
 
-// Scores of four keys with 8 · V queries, which stand in columns.
+// Scores of four keys and 8 · V queries, stored as columns.
 template <int V>
 static inline void score_tile(const uint16_t* const* k, const uint16_t* q, int rows, int dim,
                               const float* factor, float* s) {
@@ -110,11 +111,11 @@ static inline void score_tile(const uint16_t* const* k, const uint16_t* q, int r
   }
 }
 
-// Scores of `keys` keys with `rows` queries [dim, rows], as powers of two.
+// Scores of `keys` keys and `rows` queries [dim, rows], as exponents of two.
 static void score_fp16(const uint16_t* const* k, int keys, const uint16_t* q, int rows, int dim,
                          const float* factor, float* s) {
   for (int r = 0; r < rows; r += 32)
-    for (int n = 0; n < keys; n += 4) {  // past the last key: any
+    for (int n = 0; n < keys; n += 4) {  // scores past the last key are not used
       float* to = s + n * rows + r;
       switch ((rows - r) / 8) {
         case 1: score_tile<1>(k + n, q + r, rows, dim, factor + r, to); break;
@@ -125,7 +126,7 @@ static void score_fp16(const uint16_t* const* k, int keys, const uint16_t* q, in
     }
 }
 
-// acc [rows, dim] = acc · shrink [rows] + weights [keys, rows] · V, eight rows at a time.
+// acc [rows, dim] = acc · shrink [rows] + weightsᵀ [rows, keys] · V, eight rows at a time.
 static inline void weigh_fp16(const uint16_t* w, const uint16_t* const* v, int keys, int rows,
                                 int dim, const float* shrink, float* acc) {
   for (int r = 0; r < rows; r += 8) {
@@ -168,37 +169,37 @@ static void mask(float* s, int key, int keys, const int32_t* index, int window, 
     }
 }
 
-// Weights of the keys from their scores, and what this makes of earlier ones.
+// The weights of the keys from their scores, and the factors by which the earlier weights shrink.
 static void weigh_scores(const float* s, int keys, int rows, float* largest, float* sum,
                          float* shrink, uint16_t* weights) {
   for (int r = 0; r < rows; r += 8) {
     const f32v before0 = load(largest + r), before1 = load(largest + r + 4);
-    f32v most0 = before0, most1 = before1;
+    f32v max0 = before0, max1 = before1;
     const float* x = s + r;
     for (int n = 0; n < keys; n++, x += rows)
-      most0 = max_of(most0, load(x)), most1 = max_of(most1, load(x + 4));
-    const f32v less0 = exp2_of(before0 - most0), less1 = exp2_of(before1 - most1);
+      max0 = max_of(max0, load(x)), max1 = max_of(max1, load(x + 4));
+    const f32v less0 = exp2_of(before0 - max0), less1 = exp2_of(before1 - max1);
     f32v total0 = load(sum + r) * less0, total1 = load(sum + r + 4) * less1;
     store(shrink + r, less0), store(shrink + r + 4, less1);
     uint16_t* to = weights + r;
     x = s + r;
     for (int n = 0; n < keys; n++, x += rows, to += rows) {
-      const f32v e0 = exp2_of(load(x) - most0), e1 = exp2_of(load(x + 4) - most1);
+      const f32v e0 = exp2_of(load(x) - max0), e1 = exp2_of(load(x + 4) - max1);
       store_fp16x8(to, e0, e1);
       total0 += e0, total1 += e1;
     }
-    store(largest + r, most0), store(largest + r + 4, most1);
+    store(largest + r, max0), store(largest + r + 4, max1);
     store(sum + r, total0), store(sum + r + 4, total1);
   }
 }
 
-// The same for one head's scores, up to a multiple of 8. What earlier ones shrink by.
+// The same for the scores of one head, up to a multiple of 8. Returns the factor for earlier weights.
 static inline float weigh_head(float* s, int keys, int padded, float* largest, float* sum,
                                uint16_t* weights) {
   for (int n = keys; n < padded; n++) s[n] = -__builtin_inff();
-  f32v most = splat(*largest), total = {};
-  for (int n = 0; n < padded; n += 8) most = max_of(most, max_of(load(s + n), load(s + n + 4)));
-  const float now = max_lanes(most), less = exp2_of(splat(*largest - now))[0];
+  f32v maximum = splat(*largest), total = {};
+  for (int n = 0; n < padded; n += 8) maximum = max_of(maximum, max_of(load(s + n), load(s + n + 4)));
+  const float now = max_lanes(maximum), less = exp2_of(splat(*largest - now))[0];
   for (int n = 0; n < padded; n += 8) {
     const f32v e0 = exp2_of(load(s + n) - now), e1 = exp2_of(load(s + n + 4) - now);
     store_fp16x8(weights + n, e0, e1);
@@ -211,13 +212,13 @@ static inline float weigh_head(float* s, int keys, int padded, float* largest, f
 
 static size_t fp16_scratch_floats(int group, int dim) {
   const size_t rows = (static_cast<size_t>(kQueries) * group + 7) / 8 * 8;
-  const size_t converted = static_cast<size_t>(kKeys) * dim / 2;  // of int8
+  const size_t converted = static_cast<size_t>(kKeys) * dim / 2;  // used for int8
   const size_t own = rows * (kKeys + kKeys / 2 + dim / 2 + dim + 5) + converted;
-  const size_t exact = prefill_scratch_floats(group, dim);  // for what is recomputed
+  const size_t exact = prefill_scratch_floats(group, dim);  // for outputs that are recomputed
   return own > exact ? own : exact;
 }
 
-// 8 · n elements with their scale, as fp16.
+// Convert 8 · n int8 elements with one scale to fp16.
 static inline void int8_to_fp16(const int8_t* p, int dim, float scale, uint16_t* out) {
   for (int d = 0; d < dim; d += 8) {
     const int16x8_t x = vmovl_s8(vld1_s8(p + d));
@@ -226,7 +227,7 @@ static inline void int8_to_fp16(const int8_t* p, int dim, float scale, uint16_t*
   }
 }
 
-// T: what the cache holds, fp16 or int8.
+// T: the element type of the cache, fp16 or int8.
 template <typename T>
 static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const float* q,
                                 int q_stride, int first, int count, int kv, int group,
@@ -240,15 +241,15 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
   float* largest = factor + rows;
   float* sum = largest + rows;
   float* shrink = sum + rows;
-  int32_t* index = reinterpret_cast<int32_t*>(shrink + rows);  // of a row's query
+  int32_t* index = reinterpret_cast<int32_t*>(shrink + rows);  // the cache index of a row's query
   uint16_t* weights = reinterpret_cast<uint16_t*>(index + rows);  // [kKeys, rows]
   uint16_t* qt = weights + kKeys * rows;                             // [dim, rows]
-  uint16_t* converted = qt + dim * rows;                             // [kKeys, dim], of int8
+  uint16_t* converted = qt + dim * rows;                             // [kKeys, dim], used for int8
   for (int r = 0; r < rows; r++) {
-    const int query = r / group < count ? r / group : count - 1;  // rows past the last: any
+    const int query = r / group < count ? r / group : count - 1;  // rows past the last repeat the last query
     const float* p = q + query * q_stride + (kv * group + r % group) * dim;
     const float up = to_small(p, dim, factor + r);
-    factor[r] *= params.scale * kLog2e;  // scores are powers of two
+    factor[r] *= params.scale * kLog2e;  // scores are exponents of two
     for (int d = 0; d < dim; d += W) {
       uint16_t fp16[W];
       store_fp16(fp16, load(p + d) * up);
@@ -278,7 +279,7 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
     for (int n = keys; n < keys + 4; n++) at[n] = at[keys - 1];
     score_fp16(at, keys, qt, rows, dim, factor, s);
     if (params.softcap > 0) soft_cap(s, keys * rows, 1, params.softcap * kLog2e);
-    // Some query does not see them all.
+    // Some query does not see all of these keys.
     if (key + keys - 1 > first || window > 0) mask(s, key, keys, index, window, rows);
     weigh_scores(s, keys, rows, largest, sum, shrink, weights);
     find(values_at, key, keys);
@@ -295,18 +296,19 @@ static void attend_prefill_fp16(const Cache& cache, const int32_t* table, const 
   }
 }
 
-// G heads that share a KV head, over indices [from, to). Blocks lie apart, and the machine does not
-// guess where: while keys are scored, the ones kKeysAhead further on and their values are asked for.
+// Decode attention of G heads that share a KV head, over indices [from, to). The hardware prefetcher
+// cannot follow the block table: while keys are scored, the keys and values kKeysAhead later are
+// prefetched.
 template <int G>
 static void decode_heads_fp16(const Cache& cache, const int32_t* table, const float* q, int from,
                               int to, int kv, const AttentionParams& params, float* acc,
                               float* largest, float* sum) {
   const int dim = cache.dim;
   const Reader keys_at(cache.keys, cache, table, kv);
-  const ptrdiff_t to_values = cache.values - cache.keys;  // from a key to its value
+  const ptrdiff_t to_values = cache.values - cache.keys;  // distance from a key to its value
   const uint16_t* p[kKeys + 8];
   float s[G][kKeys + 8], factor[G];
-  uint16_t w[G][kKeys + 8], qh[G * kMostDim];
+  uint16_t w[G][kKeys + 8], qh[G * kMaxDim];
   for (int g = 0; g < G; g++) {
     const float up = to_small(q + g * dim, dim, factor + g);
     factor[g] *= params.scale * kLog2e;
@@ -330,7 +332,7 @@ static void decode_heads_fp16(const Cache& cache, const int32_t* table, const fl
         unrolled<G>([&](auto g) {
           unrolled<4>([&](auto j) { x[g][j] = vdupq_n_f16(0); });
         });
-#pragma GCC unroll 1  // or there are too few registers for the sums
+#pragma GCC unroll 1  // unrolled, the loop has too few registers for the sums
         for (int d = run; d < end; d += 8) {
           float16x8_t k[4];
           unrolled<4>([&](auto j) { k[j] = load_fp16x8(p[n + j] + d); });

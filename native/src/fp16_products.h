@@ -1,13 +1,13 @@
-// Products with F16 matrices in fp16 arithmetic (Arm). `kernels_neon.cpp` includes this
-// after `fp16_attention.h`.
+// Matmuls with F16 matrices in fp16 arithmetic (Arm). `kernels_neon.cpp` includes this file after
+// `fp16_attention.h`.
 //
-// A block of 32 activations is scaled by a power of two, as queries are: below 2^-5, so that its sum
-// of products with any fp16 stays below the largest. Those sums are added up in floats. Whichever
-// way below computes it, a token's result has the same bits.
+// A block of 32 activations is scaled by a power of two to values below 2^-5, like queries, so that the
+// sum of its products with any fp16 numbers stays finite. The sums of blocks are added in fp32. Every
+// path below gives a token the same bits.
 
 constexpr int kF16Lanes = 8;
 
-// Eight rows of weights, which stand side by side, with 8 · V tokens; `total` [8, 8 · V].
+// Eight adjacent rows of weights times 8 · V tokens; `total` [8, 8 · V].
 template <int V>
 static inline void multiply_tile(const uint16_t* w, const Activations& a, int t, float* total) {
   const uint16_t* x[V];
@@ -42,7 +42,7 @@ static inline void multiply_tile(const uint16_t* w, const Activations& a, int t,
   }
 }
 
-// G times eight rows with M tokens, lanes of one tile; `total` [G, M, 8].
+// G times eight rows times M tokens, the lanes of one tile; `total` [G, M, 8].
 template <int G, int M>
 static inline void multiply_few(const uint16_t* const* rows, const Activations& a, int t,
                                 f32v (*total)[M][2]) {
@@ -80,7 +80,7 @@ static inline void multiply_few(const uint16_t* const* rows, const Activations& 
   }
 }
 
-// The exact products of eight rows with M tokens; `total` [M, 8].
+// The exact products of eight rows and M tokens; `total` [M, 8].
 template <int M>
 static inline void multiply_exact(const Packed& w, const Activations& a, int g, int t,
                                   float* total) {
@@ -102,7 +102,7 @@ static inline void multiply_exact(const Packed& w, const Activations& a, int g, 
   });
 }
 
-// One token's products with a group's rows, which lie `step` apart in `total`.
+// The products of one token with the rows of a group, `step` apart in `total`.
 static inline void finish_rows(const Packed& w, int g, const float* total, int step, float* out,
                                bool add) {
   const int first = g * kF16Lanes, left = w.rows - first;
@@ -127,7 +127,7 @@ static void multiply_rows(const Packed& w, const Activations& a, int t, int g0, 
   constexpr int G = 4;
   for (int g = g0; g < g1; g += G, out += G * kF16Lanes) {
     const uint16_t* rows[G];
-    for (int n = 0; n < G; n++)  // past the last: again the last
+    for (int n = 0; n < G; n++)  // past the last row of tiles: the last again
       rows[n] = reinterpret_cast<const uint16_t*>(w.group(g + n < g1 ? g + n : g1 - 1));
     f32v total[G][M][2];
     multiply_few<G, M>(rows, a, t, total);
@@ -163,7 +163,7 @@ static void matmul_f16(const Packed& w, const Activations& a, int t0, int t1, in
     case 4: return multiply_rows<4>(w, a, t0, g0, g1, out, stride, add);
     default: break;
   }
-  // Tokens in panels that stay in the second cache while all groups pass over them.
+  // A panel of tokens stays in the L2 cache while all groups pass over the panel.
   const int panel = 131072 / (a.blocks * kBlock) / (2 * kTile) * (2 * kTile);
   const int step = panel < 2 * kTile ? 2 * kTile : panel;
   for (int from = t0; from < t1; from += step) {
@@ -185,7 +185,7 @@ static void unpack_row_f16(const Packed& w, int row, float* out) {
   for (int k = 0; k < w.cols; k++) out[k] = fp16_to_float(p[k * kF16Lanes]) * kF16Unit;
 }
 
-// The two tables of all formats.
+// The two paths of all formats.
 static void matmul_any(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                        float* out, int stride, bool add) {
   (w.format == Format::kF16 ? matmul_f16 : matmul)(w, a, t0, t1, g0, g1, out, stride, add);
@@ -194,7 +194,7 @@ static void unpack_row_any(const Packed& w, int row, float* out) {
   (w.format == Format::kF16 ? unpack_row_f16 : unpack_row)(w, row, out);
 }
 
-// As `dot_bytes`, of fp16.
+// The equivalent of `dot_bytes` for fp16.
 static double multiply_fp16(int rounds) {
   constexpr int kChains = 12;
   const float16x8_t a = vdupq_n_f16(0.5f), b = vdupq_n_f16(0.25f);

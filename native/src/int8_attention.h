@@ -1,17 +1,16 @@
-// Decode attention over a cache in int8 (Arm): products of bytes, straight from the cache.
-// `kernels_neon.cpp` includes this after `fp16_attention.h`; `attention_impl.h` defines what it must
-// give.
+// Decode attention over an int8 cache (Arm): int8 products, read directly from the cache.
+// `kernels_neon.cpp` includes this file after `fp16_attention.h`. `attention_impl.h` defines the results.
 //
-//   scores   query · key, both in bytes with a scale a head, as activations are for other products
-//   output   (128 · high + low) · value, where a weight, with its value's scale in it, is two bytes:
-//            in one, of a key that is seen much all others' weights would be lost
+//   scores   query · key, both in int8 with a scale per head
+//   output   (128 · high + low) · value. A weight, multiplied by the scale of its value, has two bytes:
+//            with one byte, a key of large weight would round all other weights to zero
 //
-// Sums are in 32 bits: of a tile's values at most 64 · 127 · 127 · 129. Four tokens' values are turned
-// for the product over tokens: channel by channel, a byte of each.
+// Sums have 32 bits; the sum of a tile's values is at most 64 · 127 · 127 · 129. The values of four
+// tokens are transposed for the product over tokens: for each channel, one byte of each token.
 
 constexpr float kTwoBytes = 127.0f * 128.0f;
 
-// 16 integers of at most `kTwoBytes` as bytes, x = 128 · high + low.
+// Split 16 integers of at most `kTwoBytes` into bytes: x = 128 · high + low.
 static inline void split_bytes(const i32v* x, int8_t* high, int8_t* low) {
   const int16x8_t a = vcombine_s16(vmovn_s32((int32x4_t)x[0]), vmovn_s32((int32x4_t)x[1]));
   const int16x8_t b = vcombine_s16(vmovn_s32((int32x4_t)x[2]), vmovn_s32((int32x4_t)x[3]));
@@ -23,11 +22,11 @@ static inline void split_bytes(const i32v* x, int8_t* high, int8_t* low) {
 
 static inline i32v to_integers(f32v x) { return (i32v)vcvtnq_s32_f32((float32x4_t)x); }
 
-// n floats, a multiple of 16, as bytes. What those are to be multiplied by.
+// Convert n floats (a multiple of 16) to int8. Return their scale.
 static inline float to_bytes(const float* x, int n, int8_t* out) {
-  f32v most = {};
-  for (int i = 0; i < n; i += W) most = max_of(most, abs_of(load(x + i)));
-  const float largest = max_lanes(most), up = 127.0f / (largest > 1e-30f ? largest : 1e-30f);
+  f32v maximum = {};
+  for (int i = 0; i < n; i += W) maximum = max_of(maximum, abs_of(load(x + i)));
+  const float largest = max_lanes(maximum), up = 127.0f / (largest > 1e-30f ? largest : 1e-30f);
   for (int i = 0; i < n; i += 16) {
     int16x4_t whole[4];
     unrolled<4>([&](auto j) { whole[j] = vmovn_s32((int32x4_t)to_integers(load(x + i + 4 * j) * up)); });
@@ -37,11 +36,11 @@ static inline float to_bytes(const float* x, int n, int8_t* out) {
   return largest / 127.0f;
 }
 
-// n floats, a multiple of 16, as two bytes each. What those are to be multiplied by.
+// Convert n floats (a multiple of 16) to two bytes each. Return their scale.
 static inline float to_two_bytes(const float* x, int n, int8_t* high, int8_t* low) {
-  f32v most = {};
-  for (int i = 0; i < n; i += W) most = max_of(most, abs_of(load(x + i)));
-  const float largest = max_lanes(most), up = kTwoBytes / (largest > 1e-30f ? largest : 1e-30f);
+  f32v maximum = {};
+  for (int i = 0; i < n; i += W) maximum = max_of(maximum, abs_of(load(x + i)));
+  const float largest = max_lanes(maximum), up = kTwoBytes / (largest > 1e-30f ? largest : 1e-30f);
   for (int i = 0; i < n; i += 16) {
     i32v whole[4];
     unrolled<4>([&](auto j) { whole[j] = to_integers(load(x + i + 4 * j) * up); });
@@ -57,7 +56,7 @@ static inline __attribute__((always_inline)) int32x4_t dot_lane(int32x4_t acc, i
   return acc;
 }
 
-// Scores of four keys with G queries, as powers of two.
+// Scores of four keys and G queries, as exponents of two.
 template <int G>
 static inline void score_int8(const int8_t* const* k, const int8_t* q, int dim, const float* factor,
                               f32v scales, float (*s)[kKeys + 16], int n) {
@@ -79,8 +78,8 @@ static inline void score_int8(const int8_t* const* k, const int8_t* q, int dim, 
   });
 }
 
-// acc [G, dim] += weights · V for eight channels of `keys` tokens, a multiple of 16. `Half`: which of
-// the sixteen at d.
+// acc [G, dim] += weights · V for eight channels of `keys` tokens (a multiple of 16). `Half`: the lower
+// or upper eight of the sixteen channels at d.
 template <int G, int Half>
 static inline void weigh_int8(const int8_t* const* v, int keys, int dim, int d,
                               const int8_t (*high)[kKeys + 16], const int8_t (*low)[kKeys + 16],
@@ -114,7 +113,7 @@ static inline void weigh_int8(const int8_t* const* v, int keys, int dim, int d,
   });
 }
 
-// G heads that share a KV head, over indices [from, to).
+// Decode attention of G heads that share a KV head, over indices [from, to).
 template <int G>
 static void decode_heads_int8(const Cache& cache, const int32_t* table, const float* q, int from,
                               int to, int kv, const AttentionParams& params, float* acc,
@@ -124,7 +123,7 @@ static void decode_heads_int8(const Cache& cache, const int32_t* table, const fl
   const Reader values_at = int8_reader(cache.values, cache, table, kv);
   const int8_t* p[kKeys + 16];
   float s[G][kKeys + 16], scales[kKeys + 16], factor[G], back[G];
-  int8_t high[G][kKeys + 16], low[G][kKeys + 16], queries[G * kMostDim];
+  int8_t high[G][kKeys + 16], low[G][kKeys + 16], queries[G * kMaxDim];
   for (int g = 0; g < G; g++) {
     factor[g] = to_bytes(q + g * dim, dim, queries + g * dim) * params.scale * kLog2e;
     largest[g] = -1e30f, sum[g] = 0;
@@ -142,9 +141,9 @@ static void decode_heads_int8(const Cache& cache, const int32_t* table, const fl
     for (int g = 0; g < G; g++) {
       if (params.softcap > 0) soft_cap(s[g], keys, 1, params.softcap * kLog2e);
       for (int n = keys; n < padded; n++) s[g][n] = -__builtin_inff();
-      f32v most = splat(largest[g]), total = {};
-      for (int n = 0; n < padded; n += 4) most = max_of(most, load(s[g] + n));
-      const float now = max_lanes(most), less = exp2_of(splat(largest[g] - now))[0];
+      f32v maximum = splat(largest[g]), total = {};
+      for (int n = 0; n < padded; n += 4) maximum = max_of(maximum, load(s[g] + n));
+      const float now = max_lanes(maximum), less = exp2_of(splat(largest[g] - now))[0];
       for (int n = 0; n < padded; n += 4) {
         const f32v e = exp2_of(load(s[g] + n) - now);
         total += e;

@@ -1,19 +1,20 @@
-// Decode attention over a cache in int8 (AVX2, AVX-512): products of 16-bit integers, widened from
-// the cache. `kernels_*.cpp` include this after `attention_impl.h`, which defines what it must give.
+// Decode attention over an int8 cache (AVX2, AVX-512): products of 16-bit integers, widened from the
+// cache. `kernels_*.cpp` include this file after `attention_impl.h`, which defines the results.
 //
-//   scores   query · key, the query in 16 bits with a scale a head
-//   output   weight · value, two tokens at a time; a weight, with its value's scale in it, in 16 bits
+//   scores   query · key, with the query in 16 bits and a scale per head
+//   output   weight · value, two tokens at a time; a weight, multiplied by the scale of its value, has
+//            16 bits
 //
-// Sums are in 32 bits: at most kMostInt8Dim · 127 · kMost16 of a score, kKeys · 127 · kMost16 of a
-// tile's values.
+// Sums have 32 bits: at most kMaxInt8Dim · 127 · kMax16 for a score, kKeys · 127 · kMax16 for the values
+// of a tile.
 
-constexpr float kMost16 = 127.0f * 128.0f;
-constexpr int kMostInt8Dim = 1024;
+constexpr float kMax16 = 127.0f * 128.0f;
+constexpr int kMaxInt8Dim = 1024;
 constexpr int kInt8Step = 2 * W;  // channels that one vector of 16-bit integers holds
 
-typedef int16_t i16v __attribute__((vector_size(4 * W)));  // two for each of W lanes
+typedef int16_t i16v __attribute__((vector_size(4 * W)));  // two in each of W lanes
 
-// The operations that differ: 2 · W bytes as 16-bit integers …
+// The operations that differ between instruction sets. 2 · W bytes as 16-bit integers …
 static inline i16v widen_bytes(const int8_t* p) {
 #if defined(TS_AVX512)
   return (i16v)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -22,7 +23,7 @@ static inline i16v widen_bytes(const int8_t* p) {
 #endif
 }
 
-// … of two tokens side by side, W channels each, which `in_order` puts in order once they are sums …
+// … of two interleaved tokens, W channels each; `in_order` restores the order of the sums …
 static inline void widen_pairs(const int8_t* p, const int8_t* q, i16v& first, i16v& second) {
 #if defined(TS_AVX512)
   const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -71,22 +72,22 @@ static inline __m128 sum_four(i32v a, i32v b, i32v c, i32v d) {
   return _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
 }
 
-// n floats, a multiple of W, as integers of at most `kMost16`. What those are to be multiplied by.
+// Convert n floats (a multiple of W) to integers of at most `kMax16`. Return their scale.
 static inline float to_int16(const float* x, int n, int16_t* out) {
   typedef int16_t shorts __attribute__((vector_size(2 * W)));
-  const float shift = 12582912.0f;  // 1.5 · 2^23: the sum's last bits are the whole number
-  f32v most = {};
-  for (int i = 0; i < n; i += W) most = max_of(most, abs_of(load(x + i)));
-  const float largest = max_lanes(most), up = kMost16 / (largest > 1e-30f ? largest : 1e-30f);
+  const float shift = 12582912.0f;  // 1.5 · 2^23: the last bits of the sum are the integer
+  f32v maximum = {};
+  for (int i = 0; i < n; i += W) maximum = max_of(maximum, abs_of(load(x + i)));
+  const float largest = max_lanes(maximum), up = kMax16 / (largest > 1e-30f ? largest : 1e-30f);
   for (int i = 0; i < n; i += W) {
     const i32v whole = (i32v)mul_add(load(x + i), splat(up), splat(shift)) - 0x4B400000;
     const shorts narrow = __builtin_convertvector(whole, shorts);
     __builtin_memcpy(out + i, &narrow, sizeof narrow);
   }
-  return largest / kMost16;
+  return largest / kMax16;
 }
 
-// acc [G, dim] += weights · V for `kInt8Step` channels of `keys` tokens, an even number.
+// acc [G, dim] += weights · V for `kInt8Step` channels of `keys` tokens (an even number).
 template <int G>
 static inline void weigh_int8(const int8_t* const* v, int keys, int dim, int d,
                               const int16_t (*weights)[kKeys + W], const float* back, float* acc) {
@@ -111,7 +112,7 @@ static inline void weigh_int8(const int8_t* const* v, int keys, int dim, int d,
   });
 }
 
-// G heads that share a KV head, over indices [from, to).
+// Decode attention of G heads that share a KV head, over indices [from, to).
 template <int G>
 static void decode_heads_int8(const Cache& cache, const int32_t* table, const float* q, int from,
                               int to, int kv, const AttentionParams& params, float* acc,
@@ -121,7 +122,7 @@ static void decode_heads_int8(const Cache& cache, const int32_t* table, const fl
   const Reader values_at = int8_reader(cache.values, cache, table, kv);
   const int8_t* p[kKeys + W];
   float s[G][kKeys + W], scales[kKeys + W], factor[G], back[G];
-  int16_t weights[G][kKeys + W], queries[G * kMostInt8Dim];
+  int16_t weights[G][kKeys + W], queries[G * kMaxInt8Dim];
   for (int g = 0; g < G; g++) {
     factor[g] = to_int16(q + g * dim, dim, queries + g * dim) * params.scale;
     largest[g] = -1e30f, sum[g] = 0;
@@ -155,9 +156,9 @@ static void decode_heads_int8(const Cache& cache, const int32_t* table, const fl
     for (int g = 0; g < G; g++) {
       if (params.softcap > 0) soft_cap(s[g], keys, 1, params.softcap);
       for (int n = keys; n < padded; n++) s[g][n] = -__builtin_inff();
-      f32v most = splat(largest[g]), total = {};
-      for (int n = 0; n < padded; n += W) most = max_of(most, load(s[g] + n));
-      const float now = max_lanes(most), less = __builtin_expf(largest[g] - now);
+      f32v maximum = splat(largest[g]), total = {};
+      for (int n = 0; n < padded; n += W) maximum = max_of(maximum, load(s[g] + n));
+      const float now = max_lanes(maximum), less = __builtin_expf(largest[g] - now);
       for (int n = 0; n < padded; n += W) {
         const f32v e = exp_of(load(s[g] + n) - now);
         total += e;
@@ -178,7 +179,7 @@ static void attend_decode_int8(const Cache& cache, const int32_t* table, const f
                                int to, int kv, int group, const AttentionParams& params, float* acc,
                                float* largest, float* sum) {
   const int dim = cache.dim;
-  if (dim % kInt8Step != 0 || dim > kMostInt8Dim)
+  if (dim % kInt8Step != 0 || dim > kMaxInt8Dim)
     return attend_decode_of<int8_t>(cache, table, q, from, to, kv, group, params, acc, largest, sum);
   const float* first = q + static_cast<size_t>(kv) * group * dim;
   each_four(group, [&](auto count, int g) {

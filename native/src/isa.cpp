@@ -24,7 +24,7 @@ bool has_dot_products_and_fp16() {
   const unsigned long both = kAsimdHp | kAsimdDp;
   return (getauxval(AT_HWCAP) & both) == both;
 #else
-  return true;  // every 64-bit Arm machine of Apple's since the M1
+  return true;  // every Apple CPU since the M1 has both
 #endif
 }
 #endif
@@ -34,8 +34,8 @@ struct X86 {
   bool avx2 = false, avx512bw = false, avx512 = false;
 };
 
-// What the processor has and the system keeps the registers of. Not __builtin_cpu_supports: the
-// runtime library of zig has no table for it.
+// The extensions that the CPU has and whose registers the operating system saves. Does not use
+// __builtin_cpu_supports, because the runtime library of zig has no table for it.
 X86 ask_x86() {
   unsigned a, b, c, d;
   constexpr unsigned kFma = 1u << 12, kOsXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
@@ -43,7 +43,7 @@ X86 ask_x86() {
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kFirst) != kFirst) return {};
   unsigned kept, high;
   __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
-  constexpr unsigned kYmm = 0x6, kZmm = 0xE6;  // of XCR0
+  constexpr unsigned kYmm = 0x6, kZmm = 0xE6;  // bits of XCR0
   if ((kept & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return {};
   constexpr unsigned kAvx2Bit = 1u << 5, kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;
   constexpr unsigned kAvx512Bits = kF | kDq | kBw | kVl, kVnni = 1u << 11;
@@ -54,8 +54,8 @@ X86 ask_x86() {
 #endif
 
 #if defined(TS_HAVE_AMX)
-// Whether the machine has tiles of bfloat16, and the system lets this process use them. Threads
-// that start later may, too.
+// Return whether the CPU has bfloat16 tiles and the system permits this process to use them. Threads
+// that start later inherit the permission.
 bool has_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24, kAvx512Bf16 = 1u << 5;
@@ -84,7 +84,7 @@ std::vector<const Kernels*> find_available() {
   return found;
 }
 
-// The best first.
+// Fastest first.
 const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> found = find_available();
   return found;

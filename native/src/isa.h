@@ -1,4 +1,4 @@
-// Which instruction sets this machine and its system really offer.
+// The instruction sets that both the CPU and the operating system support.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace twostroke {
 
-std::vector<std::string> available_isas();       // the best first
-const Kernels& find_kernels(const std::string& name);  // "auto", or one of them
+std::vector<std::string> available_isas();       // fastest first
+const Kernels& find_kernels(const std::string& name);  // "auto", or a name of `available_isas`
 
 }  // namespace twostroke

@@ -1,4 +1,4 @@
-// What the kernels work on, and the table of them that each instruction set fills.
+// The data that kernels work on, and the table of kernels that each instruction set fills.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ constexpr int kBlock = 32;  // weights and activations that share a scale
 constexpr int kHalfBlock = kBlock / 2;
 constexpr int kTile = 8;    // tokens that one pass over a block of weights serves
 
-// Those with codes come in the order of their size.
+// Formats with codes come first, in the order of their size.
 enum class Format : int { kQ4, kQ4T, kQ4F, kQ4TS, kQ8, kQ8F, kQ8S, kQ8M, kBF16, kF16, kF32 };
 
 constexpr bool has_table(Format f) { return f == Format::kQ4T || f == Format::kQ4TS; }
@@ -25,34 +25,33 @@ constexpr bool has_minima(Format f) {
 }
 constexpr bool has_float_scales(Format f) { return f != Format::kQ4 && f != Format::kQ8; }
 
-// A matrix [rows, cols] packed for few and for many rows of activations alike. `lanes` rows stand
-// side by side in a group, so that a vector holds one column of each:
+// A matrix [rows, cols], packed for few and for many tokens alike. A group interleaves `lanes` rows, so
+// that a vector holds one column of each row:
 //
-//   Q4, Q8      a group is its blocks one after another; a block is codes, then `lanes` scales,
-//               then (Q4) `lanes` minima, in fp16. Codes are 8 vectors of four columns of
-//               each row; of 4-bit codes, vector j is in the low and vector j + 4 in the high half
-//               of a byte.
-//   Q4F, Q8F    have scales and minima in single precision: for what fp16 cannot hold, and (Q4F)
-//               where fp16 is slow to read.
-//   Q4T, Q4TS   4-bit codes are places in the matrix's table of 16 signed bytes; one scale, in single
-//               precision, for 32 columns (Q4T) or for each 16 (Q4TS), and no minima.
-//   Q8S, Q8M    have, in single precision, a scale for each 16 columns: `lanes` scales of the first
-//               16, those of the last; then (Q8M) the minima likewise.
-//   BF16, F32   a group is its columns one after another.
-//   F16         likewise, of twice as many rows, for machines that multiply fp16: in units of
-//               2^-8, so that small weights are normal numbers.
+//   Q4, Q8      a group is a sequence of blocks. A block has codes, then `lanes` scales, then (Q4)
+//               `lanes` minima, in fp16. Codes are 8 vectors of four columns of each row; of 4-bit
+//               codes, vector j has the low and vector j + 4 the high nibbles.
+//   Q4F, Q8F    scales and minima in fp32: for scales that fp16 cannot hold, and (Q4F) for machines
+//               that load fp16 slowly.
+//   Q4T, Q4TS   4-bit codes are indices in the matrix's table of 16 signed bytes. One fp32 scale for
+//               32 columns (Q4T) or for each 16 (Q4TS), and no minima.
+//   Q8S, Q8M    one fp32 scale for each 16 columns: `lanes` scales of the first 16, then of the last
+//               16; then (Q8M) the minima in the same order.
+//   BF16, F32   a group is a sequence of columns.
+//   F16         the same with twice as many rows, for machines that multiply fp16. The unit is 2^-8, so
+//               that small weights are normal numbers.
 //
-// A row's value is scale · code + minimum. Rows past the last are zero.
+// A value is scale · code + minimum. Rows past the last are zero.
 constexpr float kF16Unit = 1.0f / 256;
 
 struct Packed {
   Format format;
   int rows, cols, lanes;
-  int blocks;          // of `kBlock` columns; the last may be partly zero
+  int blocks;          // of `kBlock` columns; the last is padded with zeros
   size_t group_bytes;
   const uint8_t* data;
   const float* bias;   // or null
-  const int8_t* table = nullptr;  // of 16, where the format has one
+  const int8_t* table = nullptr;  // 16 entries, or null
 
   int groups() const { return (rows + lanes - 1) / lanes; }
   const uint8_t* group(int n) const { return data + n * group_bytes; }
@@ -66,32 +65,32 @@ constexpr size_t block_bytes(Format f, int lanes) {
   return code_bytes(f, lanes) + numbers * (has_float_scales(f) ? 4 : 2) * lanes;
 }
 
-// Activations of T tokens: as they are, and as blocks of 8 bits, `kTile` tokens side by side.
-// value ≈ scale · code; `sum` is scale times the sum of a block's codes, `half_sums` are
-// the plain sums of its first 16 and of its last.
+// Activations of T tokens: in fp32, and as blocks of int8 codes, with `kTile` tokens interleaved.
+// value ≈ scale · code. `sum` is scale times the sum of a block's codes; `half_sums` are the sums of the
+// first 16 codes and of the last 16.
 struct Activations {
   const float* values;  // [T, stride]
   int stride;
-  const int8_t* codes;  // [T / kTile, places, kTile, kBlock], or null: the exact products
+  const int8_t* codes;  // [T / kTile, places, kTile, kBlock]; null: compute exact products
   const float* scale;   // [T / kTile, places, kTile]
-  const float* sum;     // as scale
+  const float* sum;     // [T / kTile, places, kTile]
   int blocks;
   const float* half_sums;  // [T / kTile, places, 2, kTile]
-  const uint16_t* bf16_tiles = nullptr;  // or instead of codes: bfloat16, see `bf16_tile_at`
-  // [T]: a block that comes once more, after the others, with what its codes have left over; or
-  // null: none does.
+  const uint16_t* bf16_tiles = nullptr;  // bfloat16 instead of codes, see `bf16_tile_at`
+  // [T]: the number of the block whose residual (value − scale · code) is appended as one more block;
+  // null: no residuals.
   const int32_t* residual_block = nullptr;
-  // For products with F16: fp16 [T / kTile, blocks, kBlock, kTile], scaled as `fp16_scale`
-  // [T / kTile, blocks, kTile] takes back; or null: the exact products.
+  // For F16 matrices: fp16 values [T / kTile, blocks, kBlock, kTile], to be multiplied by `fp16_scale`
+  // [T / kTile, blocks, kTile]; null: compute exact products.
   const uint16_t* fp16 = nullptr;
   const float* fp16_scale = nullptr;
 
   int places() const { return residual_block == nullptr ? blocks : blocks + 1; }
 };
 
-// Where block `b` of token `t` is among bfloat16 activations: tiles of 16 tokens by a block, a token's
-// blocks one after another. From the last column to the block's end there are zeros; tiles are there
-// up to a multiple of `kTileTokens` tokens.
+// The offset of block `b` of token `t` in bfloat16 activations. A tile is 16 tokens by one block; the
+// tiles of 16 tokens are consecutive. Columns past the last are zero. The number of tokens is padded to
+// a multiple of `kTileTokens`.
 constexpr int kTileTokens = 32;
 constexpr size_t bf16_tile_at(int t, int b, int blocks) {
   return (static_cast<size_t>(t / 16) * blocks + b) * 16 * kBlock + t % 16 * kBlock;
@@ -99,30 +98,30 @@ constexpr size_t bf16_tile_at(int t, int b, int blocks) {
 
 constexpr int kScaleBytes = 4;
 
-// One layer of a KV group's pool, in fp16 or int8. A block holds the keys and values of all layers of
-// the group; those of one layer are [heads, block_size, dim], so that what one head reads of a block
-// lies together, and `block_stride` elements lie between two blocks. In int8 each head's elements are
-// followed by their scales, a float for each token.
+// One layer of the pool of a KV group, in fp16 or int8. A block holds the keys and values of all layers
+// of the group. The keys of one layer are [heads, block_size, dim], so that the data of one head is
+// contiguous. Blocks are `block_stride` elements apart. In int8, the elements of a head are followed by
+// the scales, one float per token.
 struct Cache {
-  uint16_t* keys;  // of int8, to be read as that
+  uint16_t* keys;  // points to int8 elements if `is_int8`
   uint16_t* values;
   int block_size, heads, dim;
   size_t block_stride;
   bool is_int8 = false;
 
-  // Of a token by its cache index: its place among the tokens that the table holds.
+  // The offset of a token. `index` counts the tokens of the row's block table.
   size_t offset(const int32_t* table, int index, int head) const {
     return table[index / block_size] * block_stride +
            (static_cast<size_t>(head) * block_size + index % block_size) * dim;
   }
 
-  // A token's head in int8: x ≈ element · scale, where the largest element is 127.
+  // Store one head of a token in int8: x ≈ element · scale, and the largest |element| is 127.
   void store_int8(uint16_t* side, const int32_t* table, int index, int head, const float* x) const {
     int8_t* of_head = reinterpret_cast<int8_t*>(side) + table[index / block_size] * block_stride +
                       static_cast<size_t>(head) * block_size * (dim + kScaleBytes);
     const int slot = index % block_size;
     int8_t* out = of_head + static_cast<size_t>(slot) * dim;
-    // Floats without their sign are in the order of their bits, whose maximum is taken in vectors.
+    // The bits of floats without sign are ordered like the floats; their maximum vectorises.
     int32_t bits = 0;
     for (int d = 0; d < dim; d++) {
       int32_t one;
@@ -133,28 +132,28 @@ struct Cache {
     float largest;
     __builtin_memcpy(&largest, &bits, 4);
     const float inverse = 127.0f / (largest > 1e-30f ? largest : 1e-30f), scale = largest / 127.0f;
-    for (int d = 0; d < dim; d++)  // from 1.5 · 2^23 on floats have no fractions: rounded to even
+    for (int d = 0; d < dim; d++)  // floats above 1.5 · 2^23 have no fraction: the sum is rounded to even
       out[d] = static_cast<int8_t>(static_cast<int32_t>(x[d] * inverse + 12582912.0f - 12582912.0f));
     __builtin_memcpy(of_head + static_cast<size_t>(block_size) * dim + slot * kScaleBytes, &scale, kScaleBytes);
   }
 };
 
-// score = softcap · tanh(scale · q k / softcap), or scale · q k where softcap is 0. A query at cache
-// index i sees keys [0, i], or with a window its own and the window − 1 before it.
+// score = softcap · tanh(scale · q k / softcap), or scale · q k if softcap is 0. A query at cache index i
+// sees keys [0, i], or with a window keys [i − window + 1, i].
 struct AttentionParams {
   float scale, softcap = 0;
-  int window = 0;  // 0: none
-  // Of each query head, or null: a score of nothing, which takes its part of the softmax.
+  int window = 0;  // 0: no window
+  // One score per query head that joins the softmax and has no value; or null.
   const float* sinks = nullptr;
 
-  // What a head's sink adds to the sum of e^(score − largest).
+  // The term that the sink of a head adds to the sum of e^(score − largest).
   float sink_weight(int head, float largest) const {
     return sinks == nullptr ? 0.0f : __builtin_expf(sinks[head] - largest);
   }
 };
 
-// Queries at cache indices [first, first + count ≤ `queries`) of one sequence, all heads of KV head
-// `kv`, against what of it is cached. Row 0 of q and out is the query at `first`.
+// Prefill attention of up to `queries` queries at cache indices [first, first + count) of one sequence,
+// for all query heads of KV head `kv`. Row 0 of q and out is the query at `first`.
 struct PrefillAttention {
   int queries = 0;
   size_t (*scratch_floats)(int group, int dim) = nullptr;
@@ -163,39 +162,39 @@ struct PrefillAttention {
                  float* out, int out_stride) = nullptr;
 };
 
-// One query, all heads of KV head `kv`, against cache indices [from, to), which are inside its window.
-// Unnormalised: `acc` [group, dim] with each head's largest score and sum, for `merge`, which adds the
-// sinks.
+// Decode attention of one query over cache indices [from, to), all inside its window, for all query heads
+// of KV head `kv`. The result is not normalised: `acc` [group, dim], and the largest score and the sum of
+// each head. `Model::merge` combines the results and adds the sinks.
 using DecodeAttention = void (*)(const Cache& cache, const int32_t* table, const float* q, int from,
                                  int to, int kv, int group, const AttentionParams& params,
                                  float* acc, float* largest, float* sum);
 
-struct Int8Attention {  // over a cache in int8
+struct Int8Attention {  // over an int8 cache
   PrefillAttention prefill = {};
   DecodeAttention decode = nullptr;
 };
 
-// What matrix units add, for steps of at least `min_tokens`; nothing where that is 0.
+// The kernels of matrix units, for steps of at least `min_tokens` tokens. 0: the machine has none.
 struct MatrixUnits {
   int min_tokens = 0;
-  // n floats of a token, each block of them 16 blocks after the last: `bf16_tile_at`.
+  // Convert n floats of a token; consecutive blocks are 16 blocks apart, see `bf16_tile_at`.
   void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;
-  PrefillAttention prefill = {};  // to the precision of bfloat16
-  PrefillAttention int8_prefill = {};  // … over a cache in int8
+  PrefillAttention prefill = {};  // with bfloat16 precision
+  PrefillAttention int8_prefill = {};  // the same over an int8 cache
 };
 
-// What fp16 arithmetic adds; nothing where `most_dim` is 0.
+// The kernels in fp16 arithmetic. `max_dim` 0: the machine has none.
 struct Fp16Kernels {
-  int most_dim = 0;  // of the heads that attention takes, in eights
+  int max_dim = 0;  // largest head dimension of fp16 attention, a multiple of 8
   PrefillAttention prefill = {};
   DecodeAttention decode = nullptr;
   Int8Attention int8 = {};
-  // n floats as fp16 of token `t` of `Activations`, from its block `first` on.
+  // Convert n floats to fp16 blocks of token `t` of `Activations`, from block `first` on.
   void (*to_fp16_blocks)(const float* x, int n, int t, int first, int blocks, uint16_t* fp16,
                     float* scale) = nullptr;
-  double (*multiply)(int rounds) = nullptr;  // as `Kernels::dot_bytes`
+  double (*multiply)(int rounds) = nullptr;  // the fp16 equivalent of `Kernels::dot_bytes`
 
-  bool take(int dim) const { return dim % 8 == 0 && dim <= most_dim; }
+  bool supports(int dim) const { return dim % 8 == 0 && dim <= max_dim; }
 };
 
 struct Kernels {
@@ -203,39 +202,39 @@ struct Kernels {
   int lanes;
   bool slow_fp16_loads;  // Q4F is faster than Q4
 
-  // out[t, row] = Σ a[t, :] · w[row, :] (+ bias) (+ what is there, if `add`), for tokens [t0, t1)
-  // and groups [g0, g1); `out` is where the first of both goes. t0 is a multiple of kTileTokens.
+  // out[t, row] = Σ a[t, :] · w[row, :] (+ bias) (+ out[t, row], if `add`), for tokens [t0, t1) and
+  // groups [g0, g1). `out` points to the element of t0 and g0. t0 is a multiple of kTileTokens.
   void (*matmul)(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1, float* out,
                  int stride, bool add);
-  // n floats as 8-bit blocks of token `t` of `Activations`, from its block `first` on.
+  // Convert n floats to int8 blocks of token `t` of `Activations`, from block `first` on.
   void (*quantise)(const float* x, int n, int t, int first, int places, int8_t* codes,
                    float* scale, float* sum, float* half_sums);
-  // What the codes of the coarsest of its blocks have left over, as one block more. Which that is.
+  // Append the residual of the token's coarsest block as one more block. Return the block's number.
   int (*quantise_residual)(const float* x, int n, int t, int places, int8_t* codes, float* scale,
                        float* sum, float* half_sums);
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
-  // Of x less its mean; `bias` may be null.
+  // The norm of x minus its mean. `bias` may be null.
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n,
                      float* out);
-  // Rotate `heads` heads of `dim` channels; `half` cosines and sines.
+  // Rotate `heads` heads of `dim` channels by `half` cosines and sines.
   void (*rope)(float* x, int heads, int dim, const float* cos, const float* sin, int half);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);
   void (*gelu_tanh_mul)(const float* gate, const float* up, int n, float* out);
-  void (*gelu_mul)(const float* gate, const float* up, int n, float* out);  // by erf
-  // (up + 1) · gate · sigmoid(alpha · gate), with the gate at most `limit` and up within ±`limit`.
+  void (*gelu_mul)(const float* gate, const float* up, int n, float* out);  // exact, with erf
+  // (up + 1) · gate · sigmoid(alpha · gate), with gate clamped to ≤ `limit` and up to ±`limit`.
   void (*clamped_swiglu)(const float* gate, const float* up, float alpha, float limit, int n,
                          float* out);
   // x = cap · tanh(scale · x / cap), in place.
   void (*soft_cap)(float* x, int n, float scale, float cap);
   void (*to_fp16)(const float* x, int n, uint16_t* out);
-  // One row of a packed matrix, as floats.
+  // Unpack one row of a matrix to floats.
   void (*unpack_row)(const Packed& w, int row, float* out);
 
   PrefillAttention prefill;
-  PrefillAttention prefill_floats;  // of a cache that holds floats, as which its pointers are read
+  PrefillAttention prefill_floats;  // for a cache whose pointers point to floats
   DecodeAttention decode;
   Int8Attention int8;
-  // Bring what `decode` is going to read closer.
+  // Prefetch the keys that `decode` will read.
   void (*prefetch_keys)(const Cache& cache, const int32_t* table, int from, int to, int kv);
   // Index of the largest of n scores.
   int (*argmax)(const float* x, int n);
@@ -243,25 +242,25 @@ struct Kernels {
   float (*log_sum_exp)(const float* x, int n);
   // Index of the largest of n scores with their Gumbel noise.
   int (*draw)(const float* x, int n, uint32_t key0, uint32_t key1);
-  // Busy for some rounds with the fastest products of bytes; how many operations those were.
+  // Run rounds of the fastest int8 products. Return the number of operations.
   double (*dot_bytes)(int rounds);
   MatrixUnits matrix_units = {};
   Fp16Kernels fp16 = {};
 
-  // Rows side by side in a packed matrix; 0: there are no products with this format.
+  // Interleaved rows of a packed matrix; 0: this instruction set has no matmul for the format.
   int lanes_of(Format f) const {
     if (f == Format::kF16) return fp16.to_fp16_blocks == nullptr ? 0 : 2 * lanes;
     return lanes;
   }
 };
 
-// Tiles of prefill attention: at most so many queries (each with its heads a row of scores) by keys.
+// The size of a prefill attention tile. Each head of a query is one row of scores.
 constexpr int kQueries = 16;
 constexpr int kKeys = 64;
 
-// The first cache index that a tile of prefill attention reads for queries from index `first` on.
-// Keys are summed in blocks. Every block begins at a multiple of its size, so that the boundaries of
-// chunks change no bit of a sum.
+// The first cache index that a tile of prefill attention reads for queries from index `first` on. Keys
+// are summed in blocks. Every block begins at a multiple of the block's size, so that chunk boundaries
+// change no bit of a sum.
 inline int first_key(int window, int first, int block) {
   const int seen = first - window + 1;
   return window > 0 && seen > 0 ? seen / block * block : 0;
@@ -285,7 +284,7 @@ extern const Kernels kAvx512bw;
 extern const Kernels kAmx;
 #endif
 
-// Random bits and Gumbel noise of a token, as `exec/sampling.py` has them.
+// Random bits and Gumbel noise of a token, equal to those of `exec/rng.py` and the sampler.
 inline uint32_t scatter(uint32_t x) {
   x = (x ^ x >> 16) * 0x7FEB352Du;
   x = (x ^ x >> 15) * 0x846CA68Bu;
@@ -295,8 +294,8 @@ inline uint32_t scatter(uint32_t x) {
 inline float gumbel(int token, uint32_t key0, uint32_t key1) {
   const uint32_t bits = scatter(scatter(static_cast<uint32_t>(token) ^ key0) + key1);
   float uniform = (static_cast<float>(bits) + 0.5f) * 0x1p-32f;
-  const float most = 1.0f - 0x1p-24f;
-  uniform = uniform < most ? uniform : most;
+  const float max_uniform = 1.0f - 0x1p-24f;
+  uniform = uniform < max_uniform ? uniform : max_uniform;
   return -__builtin_logf(-__builtin_log1pf(-uniform));
 }
 
@@ -307,7 +306,7 @@ inline float fp16_to_float(uint16_t h) {
     bits = sign | 0x7F800000u | (rest & 0x3FFu) << 13;
   } else if (rest >= 0x400u) {
     bits = sign | ((rest << 13) + 0x38000000u);
-  } else {  // subnormal: the significand counts in 2^-24
+  } else {  // subnormal: the unit of the significand is 2^-24
     float f = static_cast<float>(rest) * 5.9604644775390625e-08f;
     __builtin_memcpy(&bits, &f, 4);
     bits |= sign;
@@ -323,7 +322,7 @@ inline uint16_t float_to_fp16(float f) {  // to nearest, ties to even
   uint32_t sign = bits >> 16 & 0x8000u, rest = bits & 0x7FFFFFFFu;
   if (rest > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u);
   if (rest >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);  // 65,520 and above
-  if (rest < 0x38800000u) {  // below 2^-14: in steps of 2^-24, by the addition's own rounding
+  if (rest < 0x38800000u) {  // below 2^-14: the addition rounds to steps of 2^-24
     float magnitude;
     __builtin_memcpy(&magnitude, &rest, 4);
     magnitude += 0.5f;

@@ -1,4 +1,4 @@
-// AVX-512, with the matrix units (AMX, bfloat16 tiles) for steps of many tokens.
+// AVX-512 with the matrix units (AMX, bfloat16 tiles) for steps of many tokens.
 #define TS_AVX512
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// AVX-512 with VNNI; without it as well, by way of `kernels_avx512bw.cpp`.
+// AVX-512 with VNNI. `kernels_avx512bw.cpp` builds the same source without VNNI.
 #define TS_AVX512
 #include <immintrin.h>
 

@@ -1,2 +1,2 @@
-// AVX-512 of Skylake, which has no VNNI: the same source, built without it.
+// AVX-512 without VNNI (Skylake), from the source of `kernels_avx512.cpp`.
 #include "kernels_avx512.cpp"

@@ -46,7 +46,7 @@ const Kernels kNeon = {
     neon::draw,
     neon::dot_bytes,
     {},
-    {neon::kMostDim,
+    {neon::kMaxDim,
      {kQueries, neon::fp16_scratch_floats, neon::attend_prefill_fp16<uint16_t>},
      neon::attend_decode_fp16,
      {{kQueries, neon::fp16_scratch_floats, neon::attend_prefill_fp16<int8_t>}, neon::attend_decode_int8},

@@ -14,8 +14,8 @@
 namespace twostroke {
 
 namespace {
-// Matrices lie one after another in large pages, where the system has them: a step passes over all
-// weights, and finding small pages one by one would take a good part of its time.
+// Matrices are allocated one after another in huge pages, where the system has them: a step reads all
+// weights, and TLB misses of small pages would take a considerable part of the time.
 constexpr size_t kAlign = 64, kLargePage = 2 << 20, kChunk = 16 * kLargePage;
 
 std::shared_ptr<uint8_t> allocate_pages(size_t bytes) {
@@ -28,10 +28,10 @@ std::shared_ptr<uint8_t> allocate_pages(size_t bytes) {
   return {static_cast<uint8_t*>(p), std::free};
 }
 
-// A chunk is freed with the last matrix in it.
+// A chunk is freed with its last matrix.
 std::shared_ptr<uint8_t> allocate(size_t bytes) {
   static std::mutex mutex;
-  static std::weak_ptr<uint8_t> open;  // the chunk that has room left
+  static std::weak_ptr<uint8_t> open;  // the chunk with free space
   static size_t used = 0;
   if (bytes > kChunk / 4) return allocate_pages(bytes);
   std::lock_guard<std::mutex> lock(mutex);
@@ -46,12 +46,12 @@ std::shared_ptr<uint8_t> allocate(size_t bytes) {
   return {chunk, here};
 }
 
-// Of a matrix that holds nothing yet: it is all zeros.
+// Zeroed memory for a new matrix.
 constexpr int8_t kNoTable[16] = {};
 
-float to_half_and_back(float f) { return fp16_to_float(float_to_fp16(f)); }
+float to_fp16_and_back(float f) { return fp16_to_float(float_to_fp16(f)); }
 
-// What comes here is of finite weights, or is a scale as a file has it.
+// Convert the scale of finite weights or a scale of a file to fp16.
 uint16_t checked_half(float f) {
   if (!(std::fabs(f) < 65520.0f))
     throw std::overflow_error("a number of " + std::to_string(f) +
@@ -61,7 +61,8 @@ uint16_t checked_half(float f) {
 
 void refuse_non_finite() { throw std::domain_error("NaN or infinity"); }
 
-// NaN and infinity have the largest exponent. Without a branch, so that it costs next to nothing.
+// Return whether all floats are finite. NaN and infinity have the largest exponent. The loop has no
+// branch and costs almost nothing.
 void check_finite(const float* x, int count) {
   uint32_t largest = 0;
   for (int k = 0; k < count; k++) {
@@ -86,7 +87,7 @@ Matrix::Matrix(Format format, int rows, int cols, int lanes) {
   if (has_codes(format)) {
     packed_.group_bytes = packed_.blocks * block_bytes(format, lanes);
   } else {
-    // Halves are multiplied a block at a time, to its end.
+    // fp16 products multiply whole blocks.
     const size_t columns = format == Format::kF16 ? packed_.blocks * kBlock : cols;
     packed_.group_bytes = columns * lanes * (format == Format::kF32 ? 4 : 2);
   }
@@ -100,7 +101,7 @@ void Matrix::put_run(int row, int block, const Run& run) {
   const Format format = packed_.format;
   const int lanes = packed_.lanes, lane = row % lanes;
   uint8_t* p = data_.get() + row / lanes * packed_.group_bytes + block * block_bytes(format, lanes);
-  uint32_t four[8];  // codes of each vector
+  uint32_t four[8];  // the codes of each vector
   std::memcpy(four, run.code, kBlock);
   const bool q4 = is_q4(format);
   for (int j = 0; j < (q4 ? 4 : 8); j++) {
@@ -119,11 +120,11 @@ void Matrix::put_run(int row, int block, const Run& run) {
   };
   for (int n = 0; n < parts; n++) {
     put(n, run.scale[n]);
-    if (has_minima(format)) put(parts + n, run.least[n]);
+    if (has_minima(format)) put(parts + n, run.minimum[n]);
   }
 }
 
-// The first rows decide which table a matrix has.
+// The first rows determine the table of a matrix.
 void Matrix::set_table(const BlockType& type) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -143,7 +144,7 @@ void Matrix::put_blocks(const std::string& name, const uint8_t* data, size_t row
     throw std::invalid_argument("rows of " + std::to_string(row_bytes) + " bytes do not hold " +
                                 std::to_string(packed_.cols) + " columns of " + name);
   const int runs = type.cols / kBlock;
-  uint8_t index_of[256];  // the place of a code in the table
+  uint8_t index_of[256];  // place of a code in the table
   if (has_table(packed_.format)) {
     set_table(type);
     for (int n = 15; n >= 0; n--)
@@ -160,7 +161,7 @@ void Matrix::put_blocks(const std::string& name, const uint8_t* data, size_t row
         for (int8_t& code : run.code) code = static_cast<int8_t>(index_of[static_cast<uint8_t>(code)]);
       if (from_zero) {
         for (int8_t& code : run.code) code = static_cast<int8_t>(code + 8);
-        run.least[0] = -8.0f * run.scale[0];
+        run.minimum[0] = -8.0f * run.scale[0];
       }
       put_run(place[n], b, run);
     }
@@ -188,19 +189,19 @@ void Matrix::put_float_row(const float* x, int row) {
   const float first = q4 ? 0 : -127, last = q4 ? 15 : 127;
   for (int b = 0; b < packed_.blocks; b++) {
     const int from = b * kBlock, to = from + kBlock < cols ? from + kBlock : cols;
-    float least = 0, most = 0;
+    float minimum = 0, maximum = 0;
     for (int k = from; k < to; k++) {
-      least = x[k] < least ? x[k] : least;
-      most = x[k] > most ? x[k] : most;
+      minimum = x[k] < minimum ? x[k] : minimum;
+      maximum = x[k] > maximum ? x[k] : maximum;
     }
     Run run = {};
-    const float largest = most > -least ? most : -least;
-    const float scale = to_half_and_back(q4 ? (most - least) / 15.0f : largest / 127.0f);
-    const float minimum = q4 ? to_half_and_back(least) : 0;
+    const float largest = maximum > -minimum ? maximum : -minimum;
+    const float scale = to_fp16_and_back(q4 ? (maximum - minimum) / 15.0f : largest / 127.0f);
+    const float rounded_minimum = q4 ? to_fp16_and_back(minimum) : 0;
     run.scale[0] = scale;
-    run.least[0] = minimum;
+    run.minimum[0] = rounded_minimum;
     for (int k = from; k < to && scale > 0; k++) {
-      const float code = std::nearbyint((x[k] - minimum) / scale);
+      const float code = std::nearbyint((x[k] - rounded_minimum) / scale);
       run.code[k - from] = static_cast<int8_t>(code > last ? last : code < first ? first : code);
     }
     put_run(row, b, run);

@@ -1,4 +1,4 @@
-// Matrices as the files have them → `Packed`.
+// Packs matrices of model files to `Packed`.
 #pragma once
 
 #include <memory>
@@ -8,9 +8,9 @@
 
 namespace twostroke {
 
-// Owns a packed matrix. Rows are put one by one at the places they are to have; different threads
-// may put different rows unless two share a group's byte, which they do not. What is NaN or infinite
-// is refused (std::domain_error), as is what a format's fp16 scales cannot hold (std::overflow_error).
+// The owner of a packed matrix. Each row is put at a given place. Several threads may put different rows
+// at the same time, because rows share no byte. NaN and infinity throw std::domain_error; a number that
+// the fp16 scales of a format cannot hold throws std::overflow_error.
 class Matrix {
  public:
   Matrix(Format format, int rows, int cols, int lanes);
@@ -18,11 +18,11 @@ class Matrix {
   const Packed& packed() const { return packed_; }
   size_t num_bytes() const { return bytes_; }
 
-  // `count` rows of GGUF blocks, of a type that the format holds; row n goes to place[n]. `grid` is
-  // the type's, if it has one. All types of a matrix with a table have the same.
+  // Put `count` rows of GGUF blocks, of a type that the format holds. Row n goes to place[n]. `grid` is
+  // the grid of the type, or null. All types put in a matrix with a table must have the same table.
   void put_blocks(const std::string& type, const uint8_t* data, size_t row_bytes, int count,
                   const int32_t* place, const int8_t* grid = nullptr);
-  // Rows of floats: as they are (F32), rounded to bfloat16 or fp16, or quantised here (Q8, Q4).
+  // Put rows of floats: unchanged (F32), rounded to bfloat16 or fp16, or quantised (Q8, Q4).
   void put_floats(const float* data, int count, const int32_t* place);
   void put_bias(const float* data, int count, const int32_t* place);
 

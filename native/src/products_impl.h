@@ -1,14 +1,14 @@
-// Products with packed matrices, once for every instruction set: `kernels_*.cpp` include this
-// inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
+// Matmuls with packed matrices, compiled once per instruction set. Each `kernels_*.cpp` includes this
+// file inside its own namespace, after `simd.h`. `twostroke/kernels/reference.py` defines the results.
 
-// A matrix's table, in a register; nothing where the format has none.
+// The table of a matrix in a register. Empty for a format without a table.
 template <Format F>
 static inline __attribute__((always_inline)) i8v table_of(const Packed& w) {
   if constexpr (has_table(F)) return load_table(w.table);
   return i8v{};
 }
 
-// How the codes of a block become 8 vectors, in registers.
+// Unpacks the codes of a block to 8 vectors in registers.
 template <Format F>
 static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p,
                                                                [[maybe_unused]] i8v table, i8v* w) {
@@ -27,13 +27,13 @@ static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p,
   }
 }
 
-// Scales and minima of a block: one of each, or one for each half.
+// Scales and minima of a block: one of each, or one per half block.
 template <Format F>
 constexpr int parts_of = has_half_block_scales(F) ? 2 : 1;
 
 template <Format F>
 static inline __attribute__((always_inline)) void load_scales(const uint8_t* block, f32v* scale,
-                                                              f32v* least) {
+                                                              f32v* minima) {
   const uint8_t* p = block + code_bytes(F, W);
   auto number = [&](int n) {
     if constexpr (has_float_scales(F)) return load(reinterpret_cast<const float*>(p) + n * W);
@@ -42,15 +42,14 @@ static inline __attribute__((always_inline)) void load_scales(const uint8_t* blo
   constexpr int parts = parts_of<F>;
   unrolled<parts>([&](auto n) {
     scale[n] = number(n);
-    least[n] = f32v{};
-    if constexpr (has_minima(F)) least[n] = number(parts + n);
+    minima[n] = f32v{};
+    if constexpr (has_minima(F)) minima[n] = number(parts + n);
   });
 }
 
-// Ask for what comes a little later: the machine's own guesses end at every page. On x86 from beyond
-// what the core has in flight anyway (512 instructions are nine blocks of Q4), and for any number of
-// tokens.
-#if defined(TS_AHEAD)  // `check/ahead_speed.cpp` tries others
+// Software prefetch: the hardware prefetcher stops at every page. On x86 the distance is beyond the
+// instructions in flight (512 instructions are nine blocks of Q4), for any number of tokens.
+#if defined(TS_AHEAD)  // `check/ahead_avx512.cpp` tries other distances
 constexpr int kAhead = TS_AHEAD;
 constexpr int kAheadTokens = kTile;
 #elif defined(TS_AVX2) || defined(TS_AVX512)
@@ -67,28 +66,28 @@ static inline void prefetch(const uint8_t* p) {
   for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + kAhead + n);
 }
 
-// The same for what is read only after this group's products.
+// Prefetch of data that is read after the products of this group.
 template <int Bytes>
 static inline void prefetch_to_l2(const uint8_t* p) {
   for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + n, 0, 2);
 }
 
-// A block as many tiles of tokens want it: unpacked once, kept in the first cache.
+// A block unpacked once for many tiles of tokens. It stays in the L1 cache.
 template <Format F>
 struct Unpacked {
   i8v codes[8];
-  f32v scale[parts_of<F>], least[parts_of<F>];
+  f32v scale[parts_of<F>], minima[parts_of<F>];
 };
 
 template <Format F>
 static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p, i8v table,
                                                                Unpacked<F>& block) {
   unpack_codes<F>(p, table, block.codes);
-  load_scales<F>(p, block.scale, block.least);
-  if constexpr (F == Format::kQ8 && signed_bias != 0) block.least[0] = block.scale[0] * -signed_bias;
+  load_scales<F>(p, block.scale, block.minima);
+  if constexpr (F == Format::kQ8 && signed_bias != 0) block.minima[0] = block.scale[0] * -signed_bias;
 }
 
-// The codes of a tile's tokens in one of their places.
+// The codes of one block of the tokens of a tile.
 struct Place {
   const int8_t* codes;
   const float *scale, *sum, *half_sums;
@@ -106,12 +105,12 @@ struct Place {
   }
 };
 
-// Token m's products with a block, added to `acc`.
+// Add the products of token m with a block to `acc`.
 template <Format F>
 static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& here,
                                                             const Place& at, int m, f32v& acc) {
   constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
-  // Small codes would lose digits beside the bias: there it is taken off the whole numbers.
+  // Small codes would lose digits next to the bias, so the bias is subtracted from the integers.
   constexpr bool is_biased = has_float_scales(F) && has_signed_codes(F) && signed_bias != 0;
   const float *scale = at.scale, *half_sums = at.half_sums;
   if constexpr (has_half_block_scales(F)) {
@@ -123,19 +122,19 @@ static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& h
     }
     f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
     if constexpr (has_least) {
-      both = mul_add(here.least[0], splat(half_sums[m]), both);
-      both = mul_add(here.least[1], splat(half_sums[kTile + m]), both);
+      both = mul_add(here.minima[0], splat(half_sums[m]), both);
+      both = mul_add(here.minima[1], splat(half_sums[kTile + m]), both);
     }
     acc = mul_add(both, splat(scale[m]), acc);
   } else {
     f32v dots = dot_block<has_signed_codes(F)>(here.codes, at.codes + m * kBlock);
     if constexpr (is_biased) dots -= signed_bias * (half_sums[m] + half_sums[kTile + m]);
     acc = mul_add(dots, here.scale[0] * scale[m], acc);
-    if constexpr (has_least) acc = mul_add(here.least[0], splat(at.sum[m]), acc);
+    if constexpr (has_least) acc = mul_add(here.minima[0], splat(at.sum[m]), acc);
   }
 }
 
-// A block of a group: from its packed bytes, or unpacked already.
+// A block of a group, either packed or already unpacked.
 template <Format F, bool Ready>
 static inline __attribute__((always_inline)) void load_block(const void* group, i8v table,
                                                              int b, Unpacked<F>& here) {
@@ -144,14 +143,15 @@ static inline __attribute__((always_inline)) void load_block(const void* group, 
     unrolled<8>([&](auto j) { here.codes[j] = ready.codes[j]; });
     unrolled<parts_of<F>>([&](auto n) {
       here.scale[n] = ready.scale[n];
-      here.least[n] = ready.least[n];
+      here.minima[n] = ready.minima[n];
     });
   } else {
     unpack_block<F>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W), table, here);
   }
 }
 
-// What the tokens' coarsest blocks have left over. Not inlined: the loop below wants its registers.
+// Add the products of the residuals of the tokens' coarsest blocks. Not inlined, because the loop below
+// needs the registers.
 template <Format F, int M, bool Ready>
 static __attribute__((noinline)) void residual_tile(const Packed& w, const void* group,
                                                     const Activations& a, int t, f32v* acc) {
@@ -161,13 +161,13 @@ static __attribute__((noinline)) void residual_tile(const Packed& w, const void*
   Unpacked<F> here;
   load_block<F, Ready>(group, table, residual[0], here);
   for (int m = 0; m < M; m++) {
-    // Mostly the same block for all tokens: an outlier has its channel.
+    // The block is mostly the same for all tokens, because outliers stay in one channel.
     if (m > 0 && residual[m] != residual[m - 1]) load_block<F, Ready>(group, table, residual[m], here);
     add_block<F>(here, at, m, acc[m]);
   }
 }
 
-// M tokens' products with one group, block by block.
+// The products of M tokens with one group, block by block.
 template <Format F, int M, bool Ready>
 static inline __attribute__((always_inline)) void quantised_tile(const Packed& w,
                                                                  const void* group,
@@ -189,7 +189,7 @@ static inline __attribute__((always_inline)) void quantised_tile(const Packed& w
   if (a.residual_block != nullptr) residual_tile<F, M, Ready>(w, group, a, t, acc);
 }
 
-// The exact product: codes unpacked to floats, activations as they are.
+// The exact product: codes unpacked to fp32, activations in fp32.
 template <Format F, int M>
 static inline __attribute__((always_inline)) void exact_tile(const Packed& packed, int g,
                                                              const Activations& a, int t,
@@ -203,16 +203,16 @@ static inline __attribute__((always_inline)) void exact_tile(const Packed& packe
     const i8v table = table_of<F>(packed);
     for (int b = 0; b < a.blocks; b++, p += block_bytes(F, W)) {
       i8v w[8];
-      f32v d[2], least[2];
+      f32v d[2], minima[2];
       unpack_codes<F>(p, table, w);
-      load_scales<F>(p, d, least);
+      load_scales<F>(p, d, minima);
       for (int j = 0; j < 8; j++) {
         const int part = has_half_block_scales(F) ? j / 4 : 0;
         for (int n = 0; n < 4; n++) {
           int k = b * kBlock + 4 * j + n;
           if (k >= cols) break;
           i32v code = (i32v)((u32v)w[j] << (24 - 8 * n)) >> 24;
-          f32v value = mul_add(__builtin_convertvector(code, f32v), d[part], least[part]);
+          f32v value = mul_add(__builtin_convertvector(code, f32v), d[part], minima[part]);
           unrolled<M>([&](auto m) { acc[m] = mul_add(value, splat(x[m * stride + k]), acc[m]); });
         }
       }
@@ -276,13 +276,13 @@ static void one_tile(const Packed& w, const Activations& a, int g, const Unpacke
 template <Format F>
 static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                       float* out, int stride, bool add) {
-  constexpr int kMostBlocks = 512;  // of a group that is kept unpacked: 40 to 48 bytes a lane each
+  constexpr int kMaxBlocks = 512;  // maximum of a group kept unpacked; each has 40 to 48 bytes per lane
   const bool unpack = has_codes(F) && a.codes != nullptr && t1 - t0 > 2 * kTile &&
-                      w.blocks <= kMostBlocks;
-  // Tokens in panels whose codes stay in the second cache while all groups pass over them.
+                      w.blocks <= kMaxBlocks;
+  // The codes of a panel of tokens stay in the L2 cache while all groups pass over the panel.
   const int panel = 262144 / (a.blocks * kBlock) / kTile * kTile;
   const int step = panel < kTile ? kTile : panel;
-  Unpacked<F> ready[kMostBlocks];
+  Unpacked<F> ready[kMaxBlocks];
   for (int from = t0; from < t1; from += step) {
     const int to = from + step < t1 ? from + step : t1;
     for (int g = g0; g < g1; g++) {
@@ -325,7 +325,7 @@ static void matmul(const Packed& w, const Activations& a, int t0, int t1, int g0
     case Format::kQ8M: return matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kBF16: return matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kF32: return matmul_of<Format::kF32>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kF16: break;  // `fp16_products.h`, where there are any
+    case Format::kF16: break;  // handled by `fp16_products.h` where the machine has fp16
   }
 }
 
@@ -336,12 +336,12 @@ static void unpack_row_of(const Packed& w, int row, float* out) {
   if constexpr (has_codes(F)) {
     for (int b = 0; b < w.blocks; b++, p += block_bytes(F, W)) {
       i8v c[8];
-      f32v d[2], least[2];
+      f32v d[2], minima[2];
       unpack_codes<F>(p, table_of<F>(w), c);
-      load_scales<F>(p, d, least);
+      load_scales<F>(p, d, minima);
       for (int k = b * kBlock, n = 0; n < kBlock && k < w.cols; n++, k++) {
         const int part = has_half_block_scales(F) ? n / kHalfBlock : 0;
-        out[k] = d[part][lane] * c[n / 4][4 * lane + n % 4] + least[part][lane];
+        out[k] = d[part][lane] * c[n / 4][4 * lane + n % 4] + minima[part][lane];
       }
     }
   } else if constexpr (F == Format::kBF16) {
@@ -387,10 +387,10 @@ static void quantise(const float* x, int n, int t, int first, int places, int8_t
       __builtin_memcpy(padded, p, sizeof(float) * (n - at));
       p = padded;
     }
-    f32v most = {};
-    for (int i = 0; i < kBlock; i += W) most = max_of(most, abs_of(load(p + i)));
-    float d = max_lanes(most) / 127.0f;
-    if (!(d > 1e-37f)) d = 0;  // nothing, or so little that its inverse is no number
+    f32v maximum = {};
+    for (int i = 0; i < kBlock; i += W) maximum = max_of(maximum, abs_of(load(p + i)));
+    float d = max_lanes(maximum) / 127.0f;
+    if (!(d > 1e-37f)) d = 0;  // zero, or so small that the inverse is infinite
     const float inverse = d > 0 ? 1.0f / d : 0.0f;
     const int one = round_half_block(p, inverse, codes);
     const int other = round_half_block(p + kHalfBlock, inverse, codes + kHalfBlock);
@@ -405,8 +405,8 @@ static void quantise(const float* x, int n, int t, int first, int places, int8_t
   }
 }
 
-// One channel far above the others makes the steps of its whole block coarse, and in the inputs of
-// many layers there is such a one: that block has more than half of all that rounding costs.
+// One channel with large values makes the rounding steps of its whole block coarse, and the inputs of
+// many layers have such a channel: that block causes more than half of the total rounding error.
 static int quantise_residual(const float* x, int n, int t, int places, int8_t* codes, float* scale,
                          float* sum, float* half_sums) {
   const size_t first = static_cast<size_t>(t / kTile) * places * kTile + t % kTile;
@@ -415,7 +415,7 @@ static int quantise_residual(const float* x, int n, int t, int places, int8_t* c
     if (scale[first + b * kTile] > scale[first + coarsest * kTile]) coarsest = b;
   const size_t place = first + coarsest * kTile;
   float rest[kBlock] = {};
-  const double step = scale[place];  // so that its products with codes are exact
+  const double step = scale[place];  // in double, so that its products with codes are exact
   for (int i = 0; i < kBlock && coarsest * kBlock + i < n; i++)
     rest[i] = static_cast<float>(x[coarsest * kBlock + i] - step * codes[place * kBlock + i]);
   quantise(rest, kBlock, t, places - 1, places, codes, scale, sum, half_sums);

@@ -1,4 +1,5 @@
-// Logits → tokens: `twostroke/exec/sampling.py` defines it; `exec/logits.py` does what is rare.
+// Sampling: chooses tokens from logits. The torch sampler of the Python package defines the results, and
+// `exec/logits.py` applies the rare options.
 #pragma once
 
 #include "kernels.h"
@@ -9,14 +10,22 @@ struct SamplingParams {  // of one request
   float temperature, top_k, top_p, min_p, repetition, frequency, presence;
 };
 
-// One token from `logits` [vocab], which are overwritten. `history` are the tokens so far, of which
-// the first `num_prompt` are the prompt's; the keys are `exec/rng.py`'s for this position.
-// −1 if the logits are NaN or infinite.
-int choose(const Kernels& kernels, float* logits, int vocab, const SamplingParams& params,
-           const int32_t* history, int num_prompt, int length, uint32_t key0, uint32_t key1);
+struct History {  // the tokens of one request
+  const int32_t* tokens;
+  int num_prompt, length;
+};
 
-// Log-probabilities by `logits` [vocab]: the token's own first, then the `count` best in order, of
-// equals the lowest token first. `ids` and `values` have room for 1 + count; `rank` is the token's.
+struct RandomKey {  // from `exec/rng.py`, for one position
+  uint32_t key0, key1;
+};
+
+// Choose one token from `logits` [vocab], which are overwritten. Return −1 if the logits are NaN or
+// infinite.
+int choose(const Kernels& kernels, float* logits, int vocab, const SamplingParams& params,
+           const History& history, RandomKey key);
+
+// Write the log-probability of `token`, then the `count` best in order (equal ones by token id). `ids` and
+// `values` have room for 1 + count. `rank` is the rank of `token`.
 void top_logprobs(const Kernels& kernels, const float* logits, int vocab, int token, int count,
                   int32_t* ids, float* values, int32_t* rank);
 

@@ -1,8 +1,8 @@
-// A vector of W floats, and the few operations that differ from one instruction set to another.
-// Included once per instruction set, inside its namespace: `kernels_*.cpp` say which one.
+// A vector of W floats and the few operations that differ between instruction sets. Each `kernels_*.cpp`
+// includes this file inside its own namespace and defines the instruction set.
 //
-// Everything else is written once, on the compiler's own vector types (GCC and clang), in
-// `the _impl.h files`.
+// The `*_impl.h` files contain the code that all instruction sets share. They use the vector types of
+// GCC and clang.
 
 #if defined(TS_NEON)
 constexpr int W = 4;
@@ -11,7 +11,7 @@ constexpr int W = 8;
 #elif defined(TS_AVX512)
 constexpr int W = 16;
 #if defined(__AVX512VNNI__)
-#define TS_VNNI  // products of bytes that are added up in 32 bits
+#define TS_VNNI  // int8 products with sums in 32 bits
 #endif
 #else
 constexpr int W = 4;
@@ -21,12 +21,12 @@ typedef float f32v __attribute__((vector_size(4 * W)));
 typedef int32_t i32v __attribute__((vector_size(4 * W)));
 typedef uint32_t u32v __attribute__((vector_size(4 * W)));
 typedef uint8_t u8v __attribute__((vector_size(4 * W)));
-typedef int8_t i8v __attribute__((vector_size(4 * W)));  // four bytes for each of W lanes
+typedef int8_t i8v __attribute__((vector_size(4 * W)));  // four bytes in each of W lanes
 typedef f32v f32u __attribute__((aligned(4), may_alias));
 typedef i32v i32u __attribute__((aligned(1), may_alias));
 typedef i8v i8u __attribute__((aligned(1), may_alias));
 
-// f(0), f(1), … f(N − 1) with constant arguments, so that arrays become registers.
+// Call f(0) … f(N − 1) with constant arguments, so that arrays become registers.
 template <int N, typename F, int... I>
 static inline __attribute__((always_inline)) void unrolled(F&& f,
                                                            std::integer_sequence<int, I...>) {
@@ -50,14 +50,14 @@ static inline f32v splat(float x) {
 }
 static inline i8v load_codes(const uint8_t* p) { return *reinterpret_cast<const i8u*>(p); }
 
-// Sixteen bytes, side by side as often as a vector has room for them.
+// Sixteen bytes, repeated to fill a vector.
 static inline i8v load_table(const int8_t* p) {
   i8v table;
   for (int n = 0; n < 4 * W; n += 16) __builtin_memcpy(reinterpret_cast<int8_t*>(&table) + n, p, 16);
   return table;
 }
 
-// The table's byte for each index of 0 … 15.
+// Look up the byte of the table for each index 0 … 15.
 static inline i8v look_up(i8v table, u8v index) {
 #if defined(TS_NEON)
   return (i8v)vqtbl1q_s8((int8x16_t)table, (uint8x16_t)index);
@@ -72,8 +72,8 @@ static inline i8v look_up(i8v table, u8v index) {
 #endif
 }
 
-// a · b + c, rounded once where the machine can: what a compiler makes of the plain expression differs
-// from one place to another (GCC 13 takes chains of them apart), and with it the last bit.
+// a · b + c, rounded once where the machine has FMA. The plain expression would not do: compilers choose
+// FMA in some places only (GCC 13 splits chains), which changes the last bit.
 static inline f32v mul_add(f32v a, f32v b, f32v c) {
 #if defined(TS_NEON)
   return vfmaq_f32(c, a, b);
@@ -86,7 +86,7 @@ static inline f32v mul_add(f32v a, f32v b, f32v c) {
 #endif
 }
 
-// W fp16 → floats.
+// Convert W fp16 numbers to floats.
 static inline f32v load_fp16(const uint16_t* p) {
 #if defined(TS_NEON)
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
@@ -101,7 +101,7 @@ static inline f32v load_fp16(const uint16_t* p) {
 #endif
 }
 
-// W floats → fp16, rounded to nearest.
+// Convert W floats to fp16, rounded to nearest.
 static inline void store_fp16(uint16_t* p, f32v v) {
 #if defined(TS_NEON)
   vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)));
@@ -114,7 +114,7 @@ static inline void store_fp16(uint16_t* p, f32v v) {
 #endif
 }
 
-// W bfloat16 → floats.
+// Convert W bfloat16 numbers to floats.
 static inline f32v load_bf16(const uint16_t* p) {
 #if defined(TS_NEON)
   return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
@@ -131,7 +131,7 @@ static inline f32v load_bf16(const uint16_t* p) {
 #endif
 }
 
-// W int8 → floats. (Of __builtin_convertvector GCC 12 makes a conversion a byte.)
+// Convert W int8 numbers to floats. (GCC 12 converts one byte at a time with __builtin_convertvector.)
 static inline f32v load_int8(const int8_t* p) {
 #if defined(TS_AVX2)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
@@ -147,10 +147,10 @@ static inline f32v load_int8(const int8_t* p) {
 #endif
 }
 
-// The product of one block, or of half of one: N (8 or 4) vectors of codes, each four codes of W
-// rows, with the 4 · N activations that all rows share. Lane i is the sum over row i: a whole number,
-// as a float. `Signed` codes are −128 … 127, others 0 … 15. Where the machine multiplies only unsigned by signed bytes, signed
-// codes are taken with `signed_bias` added: the caller takes it off again.
+// The product of a block or of half a block: N (8 or 4) vectors of codes, each with four codes of W
+// rows, times the 4 · N activations that all rows share. Lane i is the sum of row i, an integer as a
+// float. `Signed` codes are −128 … 127, other codes 0 … 15. Where the machine multiplies only unsigned
+// by signed bytes, signed codes have `signed_bias` added, which the caller subtracts.
 #if defined(TS_VNNI)
 constexpr float signed_bias = 128;
 #else
@@ -160,8 +160,8 @@ constexpr float signed_bias = 0;
 template <bool Signed, int N = 8>
 static inline f32v dot_block(const i8v* w, const int8_t* a) {
 #if defined(TS_NEON)
-  // The sums are counted in the significand of 1.5 · 2^23, which saves the slow conversion: a
-  // block's sum is below 2^22.
+  // Sums accumulate in the significand of 1.5 · 2^23, which saves the slow conversion. The sum of a
+  // block is below 2^22.
   const float32x4_t shift = vdupq_n_f32(12582912.0f);
   int8x16_t lo = vld1q_s8(a);
   int32x4_t x = vreinterpretq_s32_f32(shift);
@@ -183,7 +183,7 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
     int32_t four;
     __builtin_memcpy(&four, a + 4 * j, 4);
     __m256i x = _mm256_set1_epi32(four), c = (__m256i)w[j];
-    if constexpr (Signed) {  // |codes| · (activations with the codes' signs): no sum leaves 16 bits
+    if constexpr (Signed) {  // |codes| · (activations with the signs of the codes): every sum fits 16 bits
       __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(c), _mm256_sign_epi8(x, c));
       sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pair, ones));
     } else {  // 8 · 2 · 15 · 127 still fits 16 bits
@@ -235,7 +235,7 @@ static inline __m256 sum_halves(f32v v) {
 #endif
 }
 
-// Of every four lanes, those of both in turn: the first two, the last two; or their first two, last two.
+// Pair the lanes of two vectors within every four lanes: the low halves, or the high halves.
 #if defined(TS_AVX512)
 static inline f32v low_pairs(f32v a, f32v b) { return (f32v)_mm512_unpacklo_ps((__m512)a, (__m512)b); }
 static inline f32v high_pairs(f32v a, f32v b) { return (f32v)_mm512_unpackhi_ps((__m512)a, (__m512)b); }
@@ -267,7 +267,7 @@ static inline float sum_lanes(f32v v) {
 #endif
 }
 
-// The sums of four vectors' lanes.
+// The lane sums of four vectors.
 static inline void sum_four(f32v a, f32v b, f32v c, f32v d, float* out) {
 #if defined(TS_NEON)
   vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
@@ -310,12 +310,12 @@ static inline f32v max_of(f32v a, f32v b) {
 static inline f32v abs_of(f32v a) { return (f32v)((u32v)a & 0x7FFFFFFFu); }
 
 #if !defined(TS_AVX512) && !defined(TS_AVX2)
-// Added to a small number, it leaves that number, rounded, in the sum's last bits.
+// Added to a small number, this constant leaves the rounded number in the last bits of the sum.
 constexpr float kShift = 12582912.0f;  // 1.5 · 2^23
 constexpr int kShiftBits = 0x4B400000;
 #endif
 
-// x · inverse, rounded to whole numbers of at most 127, as 16 bytes; their sum.
+// Round x · inverse to integers of at most 127, stored as 16 bytes. Return the sum of the integers.
 static inline int round_half_block(const float* x, float inverse, int8_t* codes) {
 #if defined(TS_NEON)
   int32x4_t y[4];
@@ -331,7 +331,7 @@ static inline int round_half_block(const float* x, float inverse, int8_t* codes)
 #elif defined(TS_AVX2)
   const __m256i low = _mm256_cvtps_epi32((__m256)(load(x) * inverse));
   const __m256i high = _mm256_cvtps_epi32((__m256)(load(x + 8) * inverse));
-  // Packing goes by halves of the registers: put the words back in order.
+  // The pack instructions work within register halves: restore the order of the words.
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
   const __m128i bytes =
       _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -353,7 +353,7 @@ static inline int round_half_block(const float* x, float inverse, int8_t* codes)
 #endif
 }
 
-// Four floats that multiply whole vectors: add_times<i>(acc, x, four) = acc + x · four[i].
+// Four scalars that multiply whole vectors: add_times<i>(acc, x, four) = acc + x · four[i].
 struct Four {
 #if defined(TS_NEON)
   float32x4_t v;

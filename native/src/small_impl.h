@@ -1,5 +1,5 @@
-// The small operations, once for every instruction set: `kernels_*.cpp` include this
-// inside a namespace of their own, after `simd.h`. `twostroke/kernels/reference.py` defines what each must give.
+// The elementwise operations, compiled once per instruction set. Each `kernels_*.cpp` includes this file
+// inside its own namespace, after `simd.h`. `twostroke/kernels/reference.py` defines the results.
 
 static void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
   f32v squares = {};
@@ -51,9 +51,10 @@ static void rope(float* x, int heads, int dim, const float* cos, const float* si
   }
 }
 
-// e^x to about 2 · 10^-7, for x ≤ 88; below −87 it is e^-87, which no sum here notices.
+// e^x for x ≤ 88, with an error of about 2 · 10^-7. Below −87 the result is e^-87, which changes no sum
+// here.
 static inline f32v exp_of(f32v x) {
-  const float shift = 12582912.0f;  // 1.5 · 2^23: the sum's last bits are the whole number
+  const float shift = 12582912.0f;  // 1.5 · 2^23: the last bits of the sum are the integer
   x = max_of(x, splat(-87.0f));
   f32v y = mul_add(x, splat(1.44269504f), splat(shift)), n = y - shift;
   f32v r = mul_add(n, splat(2.12194440e-4f), mul_add(n, splat(-0.693359375f), x));
@@ -71,7 +72,7 @@ static void silu_mul(const float* gate, const float* up, int n, float* out) {
   int i = 0;
   for (; i + W <= n; i += W) {
     f32v g = load(gate + i);
-    // The exponent is kept where e^-g stays finite: below −80, g · sigmoid(g) is 0 to a float.
+    // The exponent is bounded to keep e^-g finite: below −80, g · sigmoid(g) is 0 in fp32.
     f32v bounded = max_of(g, splat(-80.0f));
     store(out + i, g / (1.0f + exp_of(-bounded)) * load(up + i));
   }
@@ -80,7 +81,7 @@ static void silu_mul(const float* gate, const float* up, int n, float* out) {
 
 // gate · ½ (1 + tanh(√(2/π) (gate + 0.044715 gate³))) · up, where ½ (1 + tanh(y)) = 1 / (1 + e^-2y).
 static void gelu_tanh_mul(const float* gate, const float* up, int n, float* out) {
-  constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 √(2/π), and 0.044715 times it
+  constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 √(2/π), and 0.044715 · 2 √(2/π)
   int i = 0;
   for (; i + W <= n; i += W) {
     f32v g = load(gate + i), y = g * mul_add(g * g, splat(kCubic), splat(kLinear));
@@ -93,8 +94,9 @@ static void gelu_tanh_mul(const float* gate, const float* up, int n, float* out)
   }
 }
 
-// gate · Φ(gate) · up with Φ(x) = ½ (1 + erf(x / √2)), to 10^-7: the smaller of Φ and 1 − Φ is
-// e^(−x²/2) times a polynomial (Abramowitz and Stegun 7.1.26), and small to its last bits.
+// gate · Φ(gate) · up with Φ(x) = ½ (1 + erf(x / √2)), with an error of 10^-7. The smaller of Φ and
+// 1 − Φ is e^(−x²/2) times a polynomial (Abramowitz and Stegun 7.1.26), which keeps its relative
+// precision.
 static void gelu_mul(const float* gate, const float* up, int n, float* out) {
   int i = 0;
   for (; i + W <= n; i += W) {
@@ -128,7 +130,7 @@ static void clamped_swiglu(const float* gate, const float* up, float alpha, floa
   }
 }
 
-// To about 2 · 10^-7; NaN stays NaN.
+// tanh with an error of about 2 · 10^-7. NaN stays NaN.
 static inline f32v tanh_of(f32v x) {
   const f32v bounded = -max_of(splat(-40.0f), -max_of(splat(-40.0f), x));
   const f32v e = exp_of(bounded * -2.0f);
@@ -149,29 +151,29 @@ static void to_fp16(const float* x, int n, uint16_t* out) {
 }
 
 static int argmax(const float* x, int n) {
-  f32v most = splat(-__builtin_inff());
+  f32v maximum = splat(-__builtin_inff());
   int i = 0;
-  for (; i + W <= n; i += W) most = max_of(most, load(x + i));
-  float best = max_lanes(most);
+  for (; i + W <= n; i += W) maximum = max_of(maximum, load(x + i));
+  float best = max_lanes(maximum);
   for (; i < n; i++) best = x[i] > best ? x[i] : best;
   for (i = 0; i < n; i++)
     if (x[i] == best) return i;
-  return 0;  // nothing but NaN
+  return 0;  // all scores are NaN
 }
 
 static float log_sum_exp(const float* x, int n) {
-  constexpr int kRun = 256;  // vectors that are summed in floats before the sum is kept in a double
-  const float most = x[argmax(x, n)];
+  constexpr int kRun = 256;  // vectors that are summed in fp32 before the sum is added to a double
+  const float maximum = x[argmax(x, n)];
   double total = 0;
   int i = 0;
   while (i + W <= n) {
     f32v sum = {};
     for (const int end = i + kRun * W; i + W <= n && i < end; i += W)
-      sum += exp_of(load(x + i) - most);
+      sum += exp_of(load(x + i) - maximum);
     total += sum_lanes(sum);
   }
-  for (; i < n; i++) total += __builtin_expf(x[i] - most);
-  return most + static_cast<float>(__builtin_log(total));
+  for (; i < n; i++) total += __builtin_expf(x[i] - maximum);
+  return maximum + static_cast<float>(__builtin_log(total));
 }
 
 static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
@@ -181,8 +183,8 @@ static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
   for (int i = 0; i < W; i++) token[i] = i;
   int at = 0;
   for (; at + W <= n; at += W, token += W) {
-    // Noise above s is as rare as a uniform number below e^-s: few tokens can win, and only for
-    // those the noise itself is worked out.
+    // Noise above s is as rare as a uniform number below e^-s, so few tokens can win. The noise is
+    // computed for those tokens only.
     u32v bits = token ^ key0;
     bits = (bits ^ bits >> 16) * 0x7FEB352Du;
     bits = (bits ^ bits >> 15) * 0x846CA68Bu;
@@ -210,10 +212,10 @@ static int draw(const float* x, int n, uint32_t key0, uint32_t key1) {
   return best;
 }
 
-// Rounds of the machine's products of bytes on registers alone, which no kernel can beat; how many
-// multiplications and additions that was.
+// Run rounds of the machine's int8 products on registers alone, an upper bound for every kernel. Return
+// the number of multiplications and additions.
 static double dot_bytes(int rounds) {
-  [[maybe_unused]] constexpr int kChains = 12;  // enough to hide how long one takes
+  [[maybe_unused]] constexpr int kChains = 12;  // enough to hide the latency of one product
 #if defined(TS_NEON)
   int32x4_t sum[kChains], a = vdupq_n_s32(1), b = vdupq_n_s32(2);
   unrolled<kChains>([&](auto i) { sum[i] = vdupq_n_s32(i); });
@@ -232,7 +234,7 @@ static double dot_bytes(int rounds) {
       sum[i] = _mm512_dpbusd_epi32(sum[i], a, b);
 #else
       sum[i] = _mm512_add_epi16(sum[i], _mm512_maddubs_epi16(a, b));
-      asm volatile("" : "+v"(a));  // or the product would be made once for all
+      asm volatile("" : "+v"(a));  // keeps the compiler from computing the product only once
 #endif
       asm volatile("" : "+v"(sum[i]));
     });
@@ -243,7 +245,7 @@ static double dot_bytes(int rounds) {
   for (int n = 0; n < rounds; n++)
     unrolled<kChains>([&](auto i) {
       sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(a, b));
-      asm volatile("" : "+x"(a));  // or the product would be made once for all
+      asm volatile("" : "+x"(a));  // keeps the compiler from computing the product only once
       asm volatile("" : "+x"(sum[i]));
     });
   return 2.0 * 32 * kChains * rounds;

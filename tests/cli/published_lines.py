@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.cli.reading import OPTIONS, SERVE, read
-from twostroke.commands.foreign import Refuse, TakeOnly
+from twostroke.commands.foreign import RefusedOption, RestrictedOption
 
 DATA = Path(__file__).parent / "data" / "published_lines.txt"
 SUFFIXES = {".md", ".sh", ".rst", ".py", ".yaml", ".yml", ".txt", ".toml", ".json", ".jinja"}
@@ -79,7 +79,9 @@ def stands(problem: str) -> bool:
     """Whether a problem is one that the page about the server explains: an option that is not
     built, or a value for another family of models."""
     flag = problem.split()[0].rstrip(":")
-    return flag in OF_OTHER_MODELS or isinstance(OPTIONS.get(flag), Refuse | TakeOnly)
+    return flag in OF_OTHER_MODELS or isinstance(
+        OPTIONS.get(flag), RefusedOption | RestrictedOption
+    )
 
 
 def main() -> None:

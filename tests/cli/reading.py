@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from twostroke.cli import make_parser, parse
 from twostroke.commands.flags import engine_config
-from twostroke.commands.serve_flags import pool_settings, serve_settings, with_file
+from twostroke.commands.serve_settings import pool_settings, serve_settings, with_file
 from twostroke.config import EngineConfig
 from twostroke.serve.settings import ServeSettings
 

@@ -83,7 +83,7 @@ def test_every_option_that_a_message_of_serve_names_exists() -> None:
     ("line", "says"),
     [
         ("import twostroke.lora", "merge the adapter into the model"),
-        ("from twostroke.lora.request import LoRARequest", "LoRA adapters are not there yet"),
+        ("from twostroke.lora.request import LoRARequest", "LoRA adapters are not supported yet"),
         ("from twostroke.multimodal import MultiModalRegistry", "models read and write text only"),
         ("from twostroke.pooling_params import PoolingParams", "the engine writes text"),
         ("from twostroke import PoolingParams", "the engine writes text"),

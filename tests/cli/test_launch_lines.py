@@ -81,7 +81,7 @@ def test_every_option_is_taken_or_refused_by_its_name_with_a_reason(file: str, l
             assert len(problems) <= 1, (name, problems)
             for problem in problems:
                 assert problem.split()[0].rstrip(":") in OPTIONS, problem
-                assert "no such option" not in problem
+                assert "unknown option" not in problem
                 assert len(problem) > len(name) + 15
 
 
@@ -127,26 +127,27 @@ def _shows(name: str, words: list[str], before: list[str]) -> bool:
 def test_what_is_said_to_be_of_earlier_versions_is() -> None:
     now = {name for names, _ in options("vllm_options.txt") for name in names}
     llamas = {name for names, _ in options("llama_options.txt") for name in names}
-    ours = {*vllm_flags.REFUSED, *vllm_flags.NOTED}
+    ours = {*vllm_flags.REFUSED, *vllm_flags.IGNORED}
     assert ours - now - llamas - {"-O"} == vllm_flags.OF_EARLIER_VERSIONS
     taken = read("--swap-space", "4", "--use-v2-block-manager")
     assert taken.notice == (
-        "options without effect: --swap-space, --use-v2-block-manager (vLLM has dropped it, too)"
+        "options without effect: --swap-space, --use-v2-block-manager (current versions of vLLM do "
+        "not have it either)"
     )
     (problem,) = read("--speculative-model", "m").problems
-    assert problem.endswith("(vLLM has dropped it, too)")
+    assert problem.endswith("(current versions of vLLM do not have it either)")
 
 
 def test_no_flag_is_in_two_tables_or_in_a_table_and_in_the_help() -> None:
     tables = [
         table
         for module in (vllm_flags, llama_flags)
-        for table in (module.REFUSED, module.NOTED, module.ANYWAY, module.TAKEN)
+        for table in (module.REFUSED, module.IGNORED, module.REDUNDANT, module.RENAMED)
     ]
     only = [
         flag
         for module in (vllm_flags, llama_flags)
-        for flags in module.ONLY
+        for flags in module.RESTRICTED
         for flag in flags.split()
     ]
     names = [flag for table in tables for flag in table] + only + list(llama_flags.SAMPLING)

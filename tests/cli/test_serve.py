@@ -23,7 +23,7 @@ from tests.tiny import tiny_llm
 from twostroke.cli import main, parse
 from twostroke.commands import llama_flags, vllm_flags
 from twostroke.commands.banner import banner, concurrent_requests
-from twostroke.commands.serve_flags import parse_count, spelt
+from twostroke.commands.serve_flags import normalize_options, parse_count
 from twostroke.config import GIB, EngineConfig
 from twostroke.engine.api import EngineInfo
 from twostroke.kernels import cpu
@@ -61,7 +61,10 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--quantization-config={}"], "--quantization-config: weights are used as the files"),
         (["--quantization", "hqq"], "--quantization hqq: int8 and int4 round weights, and on"),
-        (["--enable_lora"], "--enable-lora: LoRA adapters are not there yet; merge the adapter"),
+        (
+            ["--enable_lora"],
+            "--enable-lora: LoRA adapters are not supported yet; merge the adapter",
+        ),
         (["--enable-lora", "m", "--port", "1"], "--enable-lora: LoRA adapters"),
         (["--speculative-config.method", "ngram"], "--speculative-config: speculative decoding is"),
         (["-c", "lots"], "-c lots: expected a whole number"),
@@ -103,7 +106,7 @@ def test_all_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -
         main(["serve", *line.split()])
     assert ended.value.code == 2
     first, *lines, last = capsys.readouterr().err.splitlines()
-    assert first == "twostroke: error: 10 things in this line cannot be taken:"
+    assert first == "twostroke: error: this command line has 10 errors:"
     assert last == "Try `twostroke serve --help`."
     told = [line.split()[0].rstrip(":") for line in lines]
     wrong = "--prot --enable-lora --lora-modules -pp --seed --uds --max-num-seqs "
@@ -133,20 +136,18 @@ def test_a_misspelt_flag_is_answered_with_what_it_was_meant_to_be(
     flag: str, meant: str | None
 ) -> None:
     (problem,) = read(flag, "1", "model").problems
-    assert problem == f"{flag}: there is no such option" + (
-        f"; did you mean {meant}?" if meant else ""
-    )
+    assert problem == f"{flag}: unknown option" + (f"; did you mean {meant}?" if meant else "")
 
 
 def test_what_happens_anyway_is_taken_and_changes_nothing() -> None:
-    tables = (vllm_flags.ANYWAY, vllm_flags.NOTED, llama_flags.ANYWAY, llama_flags.NOTED)
+    tables = (vllm_flags.REDUNDANT, vllm_flags.IGNORED, llama_flags.REDUNDANT, llama_flags.IGNORED)
     words = [
         word
         for table in tables
         for flag, option in table.items()
         for word in ([flag] if option.nargs == 0 else [flag, "1"])
     ]
-    for only in (vllm_flags.ONLY, llama_flags.ONLY):
+    for only in (vllm_flags.RESTRICTED, llama_flags.RESTRICTED):
         for flags, (allowed, _) in only.items():
             words += [word for flag in flags.split() for word in (flag, allowed[0])]
     taken = read(
@@ -162,7 +163,7 @@ def test_what_changes_nothing_is_named_in_one_line() -> None:
     taken = read(*line.split(), "-cc.mode=3", "--limit-mm-per-prompt.image", "2")
     assert taken.problems == []
     told, _, rest = taken.notice.partition("; -ngl 33: ")
-    assert rest == "a model runs on one device, with all its layers"
+    assert rest == "all layers of a model run on one device"
     assert told.startswith("options without effect: --trust-remote-code (code that comes with")
     assert "-O, -cc (nothing is compiled" in told, "options with one reason stand together"
     for flag in ("--async-scheduling", "--enable-expert-parallel", "--limit-mm-per-prompt"):
@@ -419,7 +420,9 @@ def test_the_page_about_the_server_names_only_flags_there_are() -> None:
     flags = {flag for words in named for flag in re.findall(r"(?<!\w)--[a-z][\w-]+", words)}
     known = {"--url", "--pace"}  # of the benchmark
     assert len(flags) > 60
-    assert {flag for flag in flags if spelt([flag])[0] not in OPTIONS} - known == {"--no-"}
+    assert {flag for flag in flags if normalize_options([flag])[0] not in OPTIONS} - known == {
+        "--no-"
+    }
 
 
 # The file of options
@@ -558,7 +561,7 @@ def test_help_and_mistakes_import_nothing_heavy(words: list[str]) -> None:
         (
             ["--max-model-lem", "5"],
             2,
-            "--max-model-lem: there is no such option; did you mean --max",
+            "--max-model-lem: unknown option; did you mean --max",
         ),
         (["--port", "70000"], 2, "--port must be a whole number from 0 to 65535"),
         (["./nowhere.gguf", "--port", "0"], 1, "no such file or folder: nowhere.gguf"),

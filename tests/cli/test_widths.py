@@ -9,7 +9,7 @@ import pytest
 from tests.cli.launch_lines import VLLM
 from tests.cli.test_serve import INFO
 from twostroke.cli import main, make_parser
-from twostroke.commands import report
+from twostroke.commands import answer_report
 from twostroke.commands.answer import Answer
 from twostroke.commands.banner import INDENT, banner
 from twostroke.commands.terminal import columns, wrapped
@@ -96,9 +96,9 @@ def test_the_line_below_a_turn_breaks_between_figures(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = terminal(monkeypatch, width)
-    report.print_dim(report.turn_line(ANSWER))
+    answer_report.print_dim(answer_report.turn_line(ANSWER))
     shown = stream.getvalue()
-    check(shown, width, report.turn_line(ANSWER))
+    check(shown, width, answer_report.turn_line(ANSWER))
     for figure in ("TTFT 12.5 s", "TPOT 57 ms", "decode 1,234 tok", "17.6 tok/s"):
         assert figure in shown, "its number and its unit stand together"
 
@@ -109,7 +109,7 @@ def test_tables_are_turned_on_their_side_where_they_are_too_wide(
 ) -> None:
     stream = terminal(monkeypatch, width)
     rows = [("KV cache", *ANSWER.kv._fields), ("tokens", *(f"{n:,}" for n in ANSWER.kv))]
-    report.print_table(rows)
+    answer_report.print_table(rows)
     shown = stream.getvalue()
     assert all(len(line) <= width for line in shown.splitlines())
     assert sorted(shown.split()) == sorted(" ".join(word for row in rows for word in row).split())

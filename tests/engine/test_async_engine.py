@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
-from twostroke.engine.client import AsyncEngine
+from twostroke.engine.in_process import AsyncEngine
 from twostroke.errors import EngineError, RequestError
 from twostroke.outputs import RequestOutput
 

@@ -1,7 +1,7 @@
 """Every bad input is refused in words: what was wrong, what was expected, what to do.
 
 Through the front door only. That a disk may fill up while a model is fetched is in
-`tests/model/test_hub.py`, next to the rest of the fetching.
+`tests/model/find/test_hub.py`, next to the rest of the fetching.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.model.gguf_files import write_model
+from tests.model.gguf.gguf_files import write_model
 from tests.tiny import EOS_ID, MAX_LEN, VOCAB_SIZE, tiny_folder, tiny_llm, write_json
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ConfigError, ModelError, RequestError
@@ -222,12 +222,12 @@ def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], s
         (
             {"max_num_batched_tokens": 5, "max_num_seqs": 6},
             "max_num_batched_tokens 5 is below max_num_seqs 6: a step must have a token for every "
-            "running request; raise the first or lower the second",
+            "running request; raise max_num_batched_tokens or lower max_num_seqs",
         ),
         (
             {"itl_slo_ms": 50, "enable_chunked_prefill": False},
-            "itl_slo_ms is kept by cutting prompts in chunks, but enable_chunked_prefill is False; "
-            "leave out one of them",
+            "itl_slo_ms needs prompts that are prefilled in chunks, but enable_chunked_prefill is "
+            "False; leave out one of them",
         ),
         (
             {"skip_tokenizer_init": True, "tokenizer": "elsewhere"},
@@ -241,7 +241,7 @@ def test_a_setting_that_is_none_is_refused(llm: LLM, settings: dict[str, Any], s
                 "num_gpu_blocks_override": 64,
             },
             "without chunked prefill a prompt runs in one step, but max_num_batched_tokens 16 is "
-            "below max_model_len 256; raise the first, lower the second, or set "
+            "below max_model_len 256; raise max_num_batched_tokens, lower max_model_len, or set "
             "enable_chunked_prefill=True",
         ),
         (

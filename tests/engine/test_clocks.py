@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from twostroke import SamplingParams
-from twostroke.engine.clocks import TIMES, Clock, clock_id
+from twostroke.engine.clocks import TIMES, RemoteClock, clock_id
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, Resumed
 
@@ -35,7 +35,7 @@ def times_of(one: RequestRecord) -> list[float]:
 
 
 def test_what_goes_there_and_back_has_the_times_it_had_here() -> None:
-    clock = Clock("another machine")
+    clock = RemoteClock("another machine")
     for late_s in (0.3, 0.0, 2.0):  # the message that came soonest tells best
         clock.heard(monotonic() - AHEAD_S - late_s)
     assert clock.ahead_s == pytest.approx(AHEAD_S, abs=0.2)
@@ -55,7 +55,7 @@ def test_what_goes_there_and_back_has_the_times_it_had_here() -> None:
 
 
 def test_processes_of_one_machine_have_one_clock() -> None:
-    clock = Clock(clock_id())
+    clock = RemoteClock(clock_id())
     clock.heard(monotonic() - 3)
     assert clock.ahead_s == 0
     request = EngineRequest("a", (1,), SamplingParams(), 0, received_s=9.0)

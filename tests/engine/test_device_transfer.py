@@ -84,8 +84,8 @@ def engines(
     made = core(folder, "checked", request.param), core(folder, "none", request.param)
     yield (*made, request.param)
     for one in made:
-        assert one.scheduler._transfer is not None
-        one.scheduler._transfer.close()
+        assert one.scheduler.offers.transfer is not None
+        one.scheduler.offers.transfer.close()
 
 
 @pytest.mark.parametrize("seed", [None, 11])
@@ -118,15 +118,15 @@ def test_a_damaged_block_is_computed_again(
     (expected,) = run(alone, request())
     (begun,) = run(sender, replace(request(), hand_over=True))
     assert begun.offer is not None
-    assert sender.scheduler._transfer is not None
-    blocks = sender.scheduler._transfer._blocks
+    assert sender.scheduler.offers.transfer is not None
+    blocks = sender.scheduler.offers.transfer._blocks
     data = bytearray(blocks.read(0, begun.offer.tables[0][1]))
     data[7] ^= 1
     blocks.write(0, begun.offer.tables[0][1], data)
     (rest,) = run(receiver, resumed(request(), begun, begun.offer))
     sender.release_offers([begun.offer.number])
     assert begun.tokens + rest.tokens == expected.tokens
-    (fetched,) = receiver.scheduler.take_fetched()
+    (fetched,) = receiver.scheduler.received.take_fetched()
     assert fetched.problem.startswith("DamagedError")
     assert_nothing_left(sender, receiver, alone)
 
@@ -194,7 +194,7 @@ def test_streams_go_on_while_blocks_arrive_and_tokens_are_the_same(slow: list[La
         receiver.scheduler.audit()
     assert list(got.values()) == [one.tokens for one in expected]
     assert beside > 0
-    assert not any(one.problem for one in receiver.scheduler.take_fetched())
+    assert not any(one.problem for one in receiver.scheduler.received.take_fetched())
     assert slow
     assert not any(mark.waited for mark in slow), "nobody waits for the device"
     for first in begun:

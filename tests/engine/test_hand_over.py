@@ -30,9 +30,9 @@ from twostroke.model.native_decoder import NativeDecoder, Packing
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Resumed, StructuredOutputs, Thinking
 from twostroke.sched import received, scheduler
-from twostroke.sched.received import Fetched
-from twostroke.sched.scheduler import Update
+from twostroke.sched.received import FetchResult
 from twostroke.sched.step import SchedulerConfig
+from twostroke.sched.updates import Update
 
 pytestmark = pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
@@ -111,7 +111,7 @@ def resumed(given: EngineRequest, so_far: Written, offer: Offer | None) -> Engin
 
 def hand_over(
     sender: EngineCore, receiver: EngineCore, *requests: EngineRequest
-) -> tuple[list[Written], list[Fetched]]:
+) -> tuple[list[Written], list[FetchResult]]:
     """Each prefilled by one, then all of them decoded by the other."""
     begun = run(sender, *(replace(request, hand_over=True) for request in requests))
     going = [
@@ -130,7 +130,7 @@ def hand_over(
             one.logprobs += rest.logprobs
             one.finish, one.num_chunks = rest.finish, rest.num_chunks
             assert rest.prompt_logprobs is None
-    return begun, receiver.scheduler.take_fetched()
+    return begun, receiver.scheduler.received.take_fetched()
 
 
 def request(name: str = "r", prompt: tuple[int, ...] = PROMPT, **params: Any) -> EngineRequest:
@@ -246,13 +246,13 @@ def test_a_transfer_that_fails_is_computed_again_and_says_why(name: str, engines
     (begun,) = run(engines.sender, replace(given, hand_over=True))
     assert begun.offer is not None
     harm, changed = FAULTS[name]
-    transfer = engines.sender.scheduler._transfer
+    transfer = engines.sender.scheduler.offers.transfer
     assert transfer is not None
     harm(transfer, begun.offer)
     (rest,) = run(engines.receiver, resumed(given, begun, changed(begun.offer)))
     engines.sender.release_offers([begun.offer.number])
     assert begun.tokens + rest.tokens == alone.tokens
-    (fetched,) = engines.receiver.scheduler.take_fetched()
+    (fetched,) = engines.receiver.scheduler.received.take_fetched()
     assert fetched.problem.startswith(name)
     assert rest.num_chunks == 1, "prefilled here"
 
@@ -282,7 +282,7 @@ def test_a_request_that_was_resumed_is_handed_over_after_its_next_token(engines:
     assert begun.offer is not None
     engines.sender.release_offers([begun.offer.number])
     assert so_far.tokens + rest.tokens == alone.tokens
-    assert not engines.receiver.scheduler.take_fetched()[0].problem
+    assert not engines.receiver.scheduler.received.take_fetched()[0].problem
 
 
 def test_one_that_waits_for_its_blocks_can_be_aborted(engines: Engines) -> None:
@@ -292,7 +292,7 @@ def test_one_that_waits_for_its_blocks_can_be_aborted(engines: Engines) -> None:
     end = engines.receiver.abort("r")
     assert end is not None
     assert end.finish_reason is FinishReason.ABORT
-    assert not engines.receiver.scheduler.take_fetched()
+    assert not engines.receiver.scheduler.received.take_fetched()
     assert begun.offer is not None
     engines.sender.release_offers([begun.offer.number])
 
@@ -363,7 +363,7 @@ def test_a_full_receiver_lets_requests_wait_and_a_full_sender_waits_for_it(
         most_waiting = max(most_waiting, receiver.num_waiting)
         for update in receiver.step() if receiver.has_work else ():
             got[update.request_id] += update.tokens
-        for one in receiver.scheduler.take_fetched():
+        for one in receiver.scheduler.received.take_fetched():
             assert not one.problem
             sender.release_offers([offers.pop(one.request_id)])
         sender.scheduler.audit()
@@ -393,7 +393,7 @@ def test_while_others_write_blocks_are_copied_some_with_each_step(
         while not fetched:
             updates = receiver.step()
             receiver.scheduler.audit()
-            fetched = receiver.scheduler.take_fetched()
+            fetched = receiver.scheduler.received.take_fetched()
             assert updates[0].request_id == "w", "it writes on"
             for update in updates:
                 got[update.request_id] += update.tokens
@@ -463,14 +463,14 @@ def chunks_of(
         core.scheduler.audit()
 
 
-def finish(engines: Engines, given: EngineRequest, begun: Written) -> list[Fetched]:
+def finish(engines: Engines, given: EngineRequest, begun: Written) -> list[FetchResult]:
     assert begun.offer is not None
     (rest,) = run(engines.receiver, resumed(given, begun, begun.offer))
     engines.sender.release_offers([begun.offer.number])
     begun.tokens += rest.tokens
     begun.logprobs += rest.logprobs
     begun.num_chunks, begun.num_cached = rest.num_chunks, rest.num_cached
-    return engines.receiver.scheduler.take_fetched()
+    return engines.receiver.scheduler.received.take_fetched()
 
 
 def idle(core: EngineCore) -> None:
@@ -491,7 +491,7 @@ def test_blocks_fetched_ahead_are_there_when_the_request_comes(ahead: Engines) -
         ahead.receiver.fetch_ahead(part_of(given, offer))
         assert not ahead.receiver.num_waiting
         idle(ahead.receiver)
-        before += ahead.receiver.scheduler.take_fetched()
+        before += ahead.receiver.scheduler.received.take_fetched()
         ends.append(offer.num_tokens)
     (last,) = finish(ahead, given, begun)
     assert ends == list(range(16, len(LONG), 16))
@@ -539,7 +539,7 @@ def test_what_goes_wrong_ahead_costs_time_alone(
         ahead = ahead._replace(receiver=core_of(windowed, 24, "none", **small))
         ahead.receiver.add(request("writes", LONG[::-1][:120], max_tokens=60))
         ahead.receiver.step()
-    problems, begun, transfer = [], Written(), ahead.sender.scheduler._transfer
+    problems, begun, transfer = [], Written(), ahead.sender.scheduler.offers.transfer
     assert transfer is not None
     for offer in chunks_of(ahead.sender, given, begun):
         if fault == "withdrawn":
@@ -549,7 +549,7 @@ def test_what_goes_wrong_ahead_costs_time_alone(
         ahead.receiver.fetch_ahead(replace(part, salt="x") if fault == "other salt" else part)
         if fault == "forgotten":
             ahead.receiver.reset_prefix_cache()
-        while not (fetched := ahead.receiver.scheduler.take_fetched()):
+        while not (fetched := ahead.receiver.scheduler.received.take_fetched()):
             ahead.receiver.step()
         problems += [one.problem for one in fetched]
     ahead.receiver.abort("writes")
@@ -579,11 +579,11 @@ def test_who_waits_for_blocks_comes_before_what_is_fetched_ahead(
     ahead.receiver.fetch_ahead(part_of(long, offer))
     ahead.receiver.step()
     ahead.receiver.add(resumed(late, begun, begun.offer))
-    fetched: list[Fetched] = []
+    fetched: list[FetchResult] = []
     while len(fetched) < 2:
         assert ahead.receiver.step(), "the stream writes on"
         ahead.receiver.scheduler.audit()
-        fetched += ahead.receiver.scheduler.take_fetched()
+        fetched += ahead.receiver.scheduler.received.take_fetched()
     assert [one.ahead for one in fetched] == [False, True]
     assert not any(one.problem for one in fetched)
     for name in ("writes", "late"):
@@ -638,7 +638,7 @@ def test_random_lives_in_two_small_engines(
                 receiver.fetch_ahead(one)
         for update in receiver.step() if receiver.has_work else ():
             got[update.request_id] += update.tokens
-        for fetched in receiver.scheduler.take_fetched():
+        for fetched in receiver.scheduler.received.take_fetched():
             num_ahead += fetched.ahead and not fetched.problem
             sender.release_offers([offers.pop(fetched.request_id)])
         if chance.random() < 0.02:

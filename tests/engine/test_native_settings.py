@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.model.gguf_files import SPEC, save
+from tests.model.gguf.gguf_files import SPEC, save
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, tiny_weights
 from twostroke import LLM, SamplingParams
 from twostroke.engine import build

@@ -89,7 +89,7 @@ def test_settings_of_vllm_that_change_nothing_are_taken_and_told(
     [
         ({"runner": "pooling"}, "runner is 'pooling', but the engine writes text"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but layers are not spread"),
-        ({"enable_lora": True}, "enable_lora is True, but LoRA adapters are not there yet"),
+        ({"enable_lora": True}, "enable_lora is True, but LoRA adapters are not supported yet"),
         ({"trust_remotecode": True}, "no setting 'trust_remotecode'; did you mean 'trust_remote_"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_command_line_of_engine_args_gives_what_was_given(folder: Path) -> Non
     engine_args.max_model_len = 32
     assert LLM.from_engine_args(engine_args).engine.memory.max_model_len == 32
     engine_args.max_model_len, engine_args.enable_lora = None, True
-    with pytest.raises(ConfigError, match="LoRA adapters are not there yet"):
+    with pytest.raises(ConfigError, match="LoRA adapters are not supported yet"):
         engine_args.engine_config()
     engine_args.max_model_len = -1
     with pytest.raises(ConfigError, match="max_model_len must be"):
@@ -175,7 +175,7 @@ def test_prompts_may_be_dicts_with_text_and_ids(llm: LLM) -> None:
     assert [output.prompt for output in outputs] == ["the quick", None, "the quick"]
     assert [output.prompt_token_ids for output in outputs] == [ids] * 3
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
-    with pytest.raises(RequestError, match="LoRA adapters are not there yet"):
+    with pytest.raises(RequestError, match="LoRA adapters are not supported yet"):
         llm.generate("the", lora_request="adapter")  # type: ignore[arg-type]
 
 

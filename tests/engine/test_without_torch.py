@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.model.gguf_files import write_model
+from tests.model.gguf.gguf_files import write_model
 from tests.tiny import tiny_folder
 from twostroke.kernels import cpu
 

@@ -28,6 +28,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -262,6 +263,13 @@ VARIANTS = [
         Qwen3Config,
         TWO_WINDOWED | {"head_dim": 24},
         {"sliding_window": WINDOW + 1},
+    ),
+    Variant("gemma", GemmaConfig, {"head_dim": 24}, rope(rope_theta=500.0)),
+    Variant(
+        "gemma_attention_bias",
+        GemmaConfig,
+        {"head_dim": 24, "attention_bias": True},
+        {"attention_bias": False},
     ),
     Variant("gemma2", Gemma2Config, GEMMA2, {"sliding_window": WINDOW + 1}),
     Variant(
@@ -525,6 +533,7 @@ def test_narrow_weights_computed_in_float32_give_the_log_probabilities_of_transf
 GEMMA3_ROPE = {"rope_theta": 1e6, "rope_local_base_freq": 500.0, "sliding_window_pattern": 6}
 GEMMA3_ROPE |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 OLD_SPELLINGS = {
+    "gemma": {"rope_theta": 10000.0, "hidden_act": "gelu", "hidden_activation": None},
     "gemma2": {"rope_theta": 10000.0, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3": GEMMA3_ROPE,
     "phi3_partial_rope": {"partial_rotary_factor": 0.75, "rope_scaling": None},

@@ -28,6 +28,7 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -74,7 +75,7 @@ from tests.equivalence.rows import (
     same_weights_under,
     write_with_ours,
 )
-from tests.model.gguf_files import put_scales
+from tests.model.gguf.gguf_files import put_scales
 from twostroke.model.gguf.block_types import BlockType
 
 # A model that differs in the thing a test is about differs by more than this. The least that was
@@ -122,6 +123,7 @@ STABLELM = LAYER_NORMS | {"use_qkv_bias": True}
 # Types of blocks are tried with the families above; these are held to the model in float32.
 FAMILIES |= {
     "smollm3": SmolLM3Config(**SIZES | FIVE),
+    "gemma": GemmaConfig(**SIZES | {"head_dim": 128}),
     "granite": GraniteConfig(**SIZES | GRANITE),
     "chatglm": GlmConfig(**SIZES | {"head_dim": 64}),
     "glm4": Glm4Config(**SIZES | {"head_dim": 64}),
@@ -252,7 +254,7 @@ def write_gguf(
         writer.add_rope_freq_base(rope["rope_theta"])
     if arch == "gptneox":
         writer.add_parallel_residual(config.use_parallel_residual)
-    heads_said = ("qwen3", "qwen3moe", "gemma2", "gemma3", "glm4", "seed_oss", "gpt-oss")
+    heads_said = ("qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "glm4", "seed_oss", "gpt-oss")
     if arch in (*heads_said, "mistral3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

@@ -15,8 +15,8 @@ import torch
 from tests.equivalence.harness import small_spec
 from tests.equivalence.test_latent_matrix import latent_spec
 from tests.loud import Loud
-from tests.model.quantised_folders import refusal
-from tests.model.test_w8a8_checkpoints import folder_of
+from tests.model.weights.quantised_folders import refusal
+from tests.model.weights.test_w8a8_checkpoints import folder_of
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.engine import build_torch
@@ -29,7 +29,7 @@ from twostroke.measure.quality.quality import phase_difference
 from twostroke.model.formats.registry import weight_formats
 from twostroke.model.torch.decoder import Decoder
 from twostroke.request import EngineRequest, SamplingParams
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
 from twostroke.sched.step import SchedulerConfig
 
 REFERENCE = {"device": "cpu", "kernels": "reference"}
@@ -245,7 +245,7 @@ def test_what_a_phase_does_not_say_is_said_for_both(
     found = (config.quantization, config.prefill_quantization, config.decode_quantization)
     assert found == settled
     assert config.phases_differ == (settled[1] is not None)
-    assert config.of_phase("prefill") == EngineConfig(
+    assert config.for_phase("prefill") == EngineConfig(
         quantization=given.get("prefill_quantization") or given.get("quantization")
         if settled != (None, None, None)
         else None

@@ -269,7 +269,7 @@ def check_models(report: Report) -> None:
     if find_spec("gguf") is None or find_spec("pytest") is None:
         print("GGUF models are left out: the packages gguf and pytest write them")
         return
-    from tests.model.test_packed_blocks import MIXTURE, source_of, write
+    from tests.model.weights.test_packed_blocks import MIXTURE, source_of, write
 
     for usual in (BlockType.Q4_K, BlockType.Q8_0, BlockType.Q5_K):
         with TemporaryDirectory() as folder:

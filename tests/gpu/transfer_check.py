@@ -41,8 +41,8 @@ from twostroke.kv.transfer import Address, KVTransfer, Offer, SenderGoneError
 from twostroke.kv.ways import Sharing
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.outputs import RequestOutput
-from twostroke.route.client import RoutedEngine
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 
 # Seconds that a part may take before its processes are ended, and one that has parts.
 PART_S, ALL_S = 40.0, 120.0

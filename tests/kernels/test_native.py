@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from tests.kernels.rounding_model import sum_bound
-from tests.model.gguf_files import SCALES_AT as OTHER_SCALES_AT
-from tests.model.gguf_files import put_scales
+from tests.model.gguf.gguf_files import SCALES_AT as OTHER_SCALES_AT
+from tests.model.gguf.gguf_files import put_scales
 from tests.support import round_to_bf16
 from twostroke.kernels import cpu
 from twostroke.model.gguf.block_types import LAYOUTS, BlockType

@@ -19,10 +19,13 @@ from tests.kernels.native_pair import (
     NUM_ROWS,
     Life,
     Pair,
+    heads,
     with_indices,
 )
-from tests.specs import changed
+from tests.specs import changed, make_spec
 from twostroke.kernels import cpu
+from twostroke.model.native_decoder import Packing, load_weights, spec_record
+from twostroke.model.weights.dummy import DummyWeights
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"
@@ -76,31 +79,31 @@ def wrong_steps(pair: Pair, random: np.random.Generator) -> list[tuple[str, dict
         ("no such position", chunks((row, at, HUGE))),
         ("no such position", chunks((row, HUGE, HUGE))),
         ("no such position", {"tokens": tokens[:, :at].copy()} | slots((row, at))),
-        ("an empty chunk", chunks((row, at, 0))),
-        ("an empty chunk", chunks((row, at, 1), (row, at, -HUGE))),
+        ("a chunk is empty", chunks((row, at, 0))),
+        ("a chunk is empty", chunks((row, at, 1), (row, at, -HUGE))),
         ("no such cache index", slots((row, at, -1))),
         ("no such cache index", chunks((row, at, 2, -HUGE))),
         ("too short", slots((row, at, beyond))),
         ("too short", chunks((row, at, 3, HUGE))),
         ("too short", tables(second[:, :block]) | slots((row, at))),
         ("too short", tables(second[:, :0]) | chunks((row, 0, at))),
-        ("not there", tables(altered(second, (row, block), blocks)) | slots((row, at))),
-        ("not there", tables(altered(second, (row, 0), -1)) | slots((row, at))),
-        ("not there", tables(altered(second, (row, 0), HUGE)) | chunks((row, at, 3))),
-        ("a table for each KV group", {"tables": [first]} | slots((row, at))),
-        ("a table for each KV group", {"tables": [first, second, second]} | slots((row, at))),
-        ("a pool for each KV group", {"caches": pair.caches[:1]} | slots((row, at))),
-        ("not this model's", {"caches": [pair.caches[0]] * 2} | slots((row, at))),
+        ("does not exist", tables(altered(second, (row, block), blocks)) | slots((row, at))),
+        ("does not exist", tables(altered(second, (row, 0), -1)) | slots((row, at))),
+        ("does not exist", tables(altered(second, (row, 0), HUGE)) | chunks((row, at, 3))),
+        ("every KV group needs a table", {"tables": [first]} | slots((row, at))),
+        ("every KV group needs a table", {"tables": [first, second, second]} | slots((row, at))),
+        ("every KV group needs a pool", {"caches": pair.caches[:1]} | slots((row, at))),
+        ("shape of this model", {"caches": [pair.caches[0]] * 2} | slots((row, at))),
         ("outside the vocabulary", offset | slots((row, at))),
         ("outside the vocabulary", offset | chunks((row, 0, at + 1))),
         ("outside the vocabulary", {"tokens": altered(tokens, (row, at), -1)} | slots((row, at))),
-        ("rows, positions and indices", {"slots": np.zeros((2, 2), np.int32)}),
-        ("rows, starts, sizes and indices", {"chunks": np.zeros((2, 3), np.int32)}),
-        ("not this model's", caches(blocks, layers + 1, 2, kv, size, dim)),
-        ("not this model's", caches(blocks, layers, 1, kv, size, dim)),
-        ("not this model's", caches(blocks, layers, 2, kv + 1, size, dim)),
-        ("not this model's", caches(blocks, layers, 2, kv, size, dim - 1)),
-        ("not there", caches(0, layers, 2, kv, size, dim)),
+        ("columns row, position and index", {"slots": np.zeros((2, 2), np.int32)}),
+        ("columns row, start, size and index", {"chunks": np.zeros((2, 3), np.int32)}),
+        ("shape of this model", caches(blocks, layers + 1, 2, kv, size, dim)),
+        ("shape of this model", caches(blocks, layers, 1, kv, size, dim)),
+        ("shape of this model", caches(blocks, layers, 2, kv + 1, size, dim)),
+        ("shape of this model", caches(blocks, layers, 2, kv, size, dim - 1)),
+        ("does not exist", caches(0, layers, 2, kv, size, dim)),
         ("no such token", slots((row, at)) | logits_of(1)),
         ("no such token", slots((row, at)) | logits_of(-1)),
         ("no such token", chunks((row, 0, at)) | logits_of(0, at)),
@@ -140,7 +143,7 @@ def test_a_cache_of_blocks_without_positions_is_refused() -> None:
     pair = Pair(FUZZ_SPECS[0])
     blocks, layers, _, kv, _, dim = pair.caches[0].shape
     empty = np.zeros((blocks, layers, 2, kv, 0, dim), np.uint16)
-    with pytest.raises(ValueError, match="not this model's"):
+    with pytest.raises(ValueError, match="shape of this model"):
         forward(pair, caches=[empty], slots=np.zeros((1, 3), np.int32))
 
 
@@ -203,7 +206,7 @@ def test_logits_are_given_of_tokens_of_the_last_step_alone() -> None:
     with pytest.raises(ValueError, match="no such token"):
         pair.native.logits(np.array([0], np.int32))
     for wrong in ([3, 2], [4, 4]):
-        with pytest.raises(ValueError, match="out of their order"):
+        with pytest.raises(ValueError, match="not in ascending order"):
             pair.step((), [(2, 0, 20)], wrong)
 
 
@@ -215,106 +218,157 @@ def test_a_step_without_tokens_does_nothing() -> None:
     assert pair.difference((), [(0, 0, 9)]) <= pair.tolerance
 
 
-def test_parts_that_do_not_fit_each_other_make_no_model() -> None:
-    native = cpu.module()
-    matrix = lambda rows, cols: native.Matrix("f32", rows, cols)  # noqa: E731
-    ones = lambda n: np.ones(n, np.float32)  # noqa: E731
-    table = lambda rows, cols: np.ones((rows, cols), np.float32)  # noqa: E731
+class Parts:
+    """The arguments of a native model of two layers, of which a test changes one."""
 
-    def layer(**changes: Any) -> Any:
-        parts = {"qkv": (24, 8), "o": (8, 8), "gate_up": (24, 8), "down": (8, 12)}
-        given: dict[str, Any] = {n: matrix(*changes.pop(n, shape)) for n, shape in parts.items()}
-        given |= {"attn_norm": ones(8), "mlp_norm": ones(8)}
-        given |= {"heads": 2, "kv_heads": 2, "dim": 4, "scale": 0.5, "in_group": 0}
-        return native.Layer(**given | changes)
+    def __init__(self, **spec: Any) -> None:
+        plain = make_spec(**heads(2, 2, 4, hidden_size=8, intermediate_size=12, vocab_size=10))
+        self.spec = changed(plain, **spec)
+        packing = Packing(self.spec, DummyWeights(self.spec), "float32", None)
+        self.record = spec_record(self.spec)
+        self.weights = load_weights(packing, "auto", 16, 1)
+        self.arguments: dict[str, Any] = {"isa": "auto", "exact": True, "ropes": [table(16, 2)]}
+        self.arguments |= {"threads": 1, "threads_prefill": 1}
 
-    def build(layers: list[Any] | None = None, **changes: Any) -> Any:
-        angles = (table(16, 2), table(16, 2), None)
-        given: dict[str, Any] = {"embed": matrix(10, 8), "head": matrix(10, 8), "eps": 1e-5}
-        given |= {"final_norm": ones(8), "ropes": [angles], "isa": "auto", "exact": True}
-        given |= {"threads": 1, "threads_prefill": 1, "layers": layers or [layer()]}
-        return native.Model(**given | changes)
+    def build(self, **changes: Any) -> Any:
+        given = self.arguments | {"spec": self.record, "weights": self.weights} | changes
+        return cpu.module().Model(**given)
 
-    assert build().num_bytes > 0
-    assert build(ropes=[(table(16, 2), table(16, 2), ones(16))]).num_bytes > 0
-    assert build([layer(), layer(in_group=1)]).num_bytes > 0
-    assert build([layer(), layer(group=1)]).num_bytes > 0
-    assert build([layer(attn_norm=None, mlp_post_norm=ones(8), q_norm=ones(8), k_norm=ones(8))])
-    wrong_layers: list[tuple[str, dict[str, Any]]] = [
-        ("qkv", {"qkv": (23, 8)}),
-        ("o has another shape", {"o": (8, 9)}),
-        ("gate_up", {"gate_up": (12, 8)}),
-        ("gate_up", {"down": (8, 13)}),
-        ("a norm", {"attn_norm": ones(7)}),
-        ("a norm", {"mlp_norm": ones(9)}),
-        ("a norm", {"attn_post_norm": ones(4)}),
-        ("a norm", {"mlp_post_norm": ones(9)}),
-        ("q_norm and k_norm", {"q_norm": ones(4)}),
-        ("q_norm and k_norm", {"q_norm": ones(3), "k_norm": ones(3)}),
-        ("q_norm and k_norm", {"q_norm": ones(8), "k_norm": ones(4)}),
-        ("negative", {"window": -1}),
-        ("negative", {"softcap": -1.0}),
-        ("negative", {"scale": 0.0}),
-        ("whole groups", {"heads": 3}),
-        ("whole groups", {"kv_heads": 0}),
-        ("whole groups", {"dim": 0}),
-        ("no rope table", {"rope": 1}),
-        ("no rope table", {"rope": -1}),
-        ("KV group", {"group": -1}),
-        ("KV group", {"group": 1}),
-        ("KV group", {"in_group": -1}),
-        ("KV group", {"in_group": 2**31 - 1}),
-        ("no activation", {"activation": "relu"}),
-    ]
-    for words, changes in wrong_layers:
-        with pytest.raises(ValueError, match=words):
-            build([layer(**changes)])
-    fewer_heads = layer(qkv=(16, 8), kv_heads=1, in_group=1)
+    def with_field(self, path: str, value: Any) -> Parts:
+        """Set a field of the specification, "layers.0.attention.scale"."""
+        fields: Any = self.record
+        *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
+        for parent in parents:
+            fields = fields[parent]
+        fields[last] = value
+        return self
+
+    def with_weight(self, name: str, value: Any) -> Parts:
+        self.weights[name] = value
+        return self
+
+
+def matrix(rows: int, cols: int) -> Any:
+    return cpu.module().Matrix("f32", rows, cols)
+
+
+def ones(count: int) -> npt.NDArray[np.float32]:
+    return np.ones(count, np.float32)
+
+
+def table(rows: int, cols: int, query_scales: Any = None) -> tuple[Any, Any, Any]:
+    angles = np.ones((rows, cols), np.float32)
+    return angles, angles, query_scales
+
+
+def test_consistent_specifications_and_weights_make_a_model() -> None:
+    assert Parts().build().num_bytes > 0
+    assert Parts().build(ropes=[table(16, 2, ones(16))]).num_bytes > 0
+    assert Parts(qk_norm="full", post_norm=True, pre_norm=False).build().num_bytes > 0
+    own_groups = Parts().with_field("layers.1.kv_group", 1).with_field("layers.1.index_in_group", 0)
+    assert own_groups.build().num_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (r"qkv has shape \[23, 8\] instead of \[24, 8\]", "layers.0.qkv", lambda: matrix(23, 8)),
+        ("o has shape", "layers.1.o", lambda: matrix(8, 9)),
+        ("gate_up has shape", "layers.0.gate_up", lambda: matrix(12, 8)),
+        ("down has shape", "layers.0.down", lambda: matrix(8, 13)),
+        ("down is missing", "layers.0.down", lambda: ones(8)),
+        ("attn_norm has 7 elements instead of 8", "layers.0.attn_norm", lambda: ones(7)),
+        ("mlp_norm has 9 elements", "layers.0.mlp_norm", lambda: ones(9)),
+        ("attn_norm is missing", "layers.0.attn_norm", lambda: matrix(8, 1)),
+        ("attn_post_norm belongs to no layer", "layers.0.attn_post_norm", lambda: ones(8)),
+        ("q_norm belongs to no layer", "layers.0.q_norm", lambda: ones(4)),
+        ("layers.2.qkv belongs to no layer", "layers.2.qkv", lambda: matrix(24, 8)),
+        ("key_scales has 4 elements", "layers.0.key_scales", lambda: ones(4)),
+        ("embed has shape", "embed", lambda: matrix(11, 8)),
+        ("head has shape", "head", lambda: matrix(10, 7)),
+        ("final_norm has 7 elements", "final_norm", lambda: ones(7)),
+    ],
+)
+def test_a_weight_of_another_shape_is_refused_by_name(words: str, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        Parts().with_weight(name, value()).build()
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_norms_of_queries_and_keys_have_the_size_that_the_specification_says(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 3 elements instead of 4"):
+        Parts(qk_norm="head").with_weight(f"layers.0.{name}", ones(3)).build()
+    with pytest.raises(ValueError, match=f"{name} has 4 elements instead of 8"):
+        Parts(qk_norm="full").with_weight(f"layers.1.{name}", ones(4)).build()
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        ("negative", "layers.0.attention.window", -1),
+        ("negative", "layers.0.attention.softcap", -1.0),
+        ("negative", "layers.0.attention.scale", 0.0),
+        ("multiple of num_kv_heads", "layers.0.attention.num_heads", 3),
+        ("multiple of num_kv_heads", "layers.0.attention.num_kv_heads", 0),
+        ("multiple of num_kv_heads", "layers.0.attention.head_dim", 0),
+        ("no rope table 1", "layers.0.attention.rope.table", 1),
+        ("no rope table -1", "layers.0.attention.rope.table", -1),
+        ("no such KV group", "layers.0.kv_group", -1),
+        ("KV group 0 lacks layers", "layers.0.kv_group", 1),
+        ("no such KV group", "layers.0.index_in_group", -1),
+        ("no such KV group", "layers.0.index_in_group", 2**31 - 1),
+        ("its place in the KV group is taken", "layers.1.index_in_group", 0),
+        ("unknown value 'relu'", "layers.0.mlp.activation", "relu"),
+        ("unknown value 'both'", "layers.0.attention.qk_norm", "both"),
+        ("needs a gate", "layers.0.mlp.activation", ("clamped_swiglu", 1.7, 7.0)),
+        ("does not know the field layers.0.attention.sparse", "layers.0.attention.sparse", 1),
+        ("negative", "logit_softcap", -1.0),
+        ("positive", "vocab_size", 0),
+    ],
+)
+def test_an_inconsistent_specification_is_refused(words: str, path: str, value: Any) -> None:
+    parts = Parts(gated=False) if words == "needs a gate" else Parts()
+    with pytest.raises(ValueError, match=words):
+        parts.with_field(path, value).build()
+
+
+def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name() -> None:
+    parts = Parts()
+    del parts.record["layers"][1]["attention"]["scale"]
+    with pytest.raises(ValueError, match=r"no field layers\.1\.attention\.scale"):
+        parts.build()
+    for path, value in (("layers.0.attention.scale", "1"), ("layers.0", None), ("norm", 3)):
+        with pytest.raises(TypeError, match=path):
+            Parts().with_field(path, value).build()
+
+
+def test_layers_of_a_kv_group_have_heads_of_one_shape() -> None:
+    parts = Parts().with_field("layers.1.attention.num_kv_heads", 1)
+    with pytest.raises(ValueError, match="another shape than those of its KV group"):
+        parts.with_weight("layers.1.qkv", matrix(16, 8)).build()
+
+
+def test_rope_tables_and_threads_are_checked() -> None:
+    sines = np.ones((15, 2), np.float32)
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("embedding|head", {"embed": matrix(11, 8)}),
-        ("the head", {"head": matrix(10, 7)}),
-        ("final norm", {"final_norm": ones(7)}),
         ("no rope table", {"ropes": []}),
-        ("angles", {"ropes": [(table(16, 3), table(16, 3), None)]}),
-        ("angles", {"ropes": [(table(16, 2), table(15, 2), None)]}),
-        ("lengths", {"ropes": [(table(n, 2), table(n, 2), None) for n in (16, 17)]}),
-        ("scales of queries", {"ropes": [(table(16, 2), table(16, 2), ones(15))]}),
-        ("negative", {"logit_softcap": -1.0}),
+        ("more channels than a head", {"ropes": [table(16, 3)]}),
+        ("different shapes", {"ropes": [(table(16, 2)[0], sines, None)]}),
+        ("different lengths", {"ropes": [table(16, 2), table(17, 2)]}),
+        ("query scales", {"ropes": [table(16, 2, ones(15))]}),
         ("at least one", {"threads": 0}),
         ("at least one", {"threads_prefill": -1}),
-        ("taken", {"layers": [layer(), layer()]}),
-        ("another shape than its KV group", {"layers": [layer(), fewer_heads]}),
-        ("lacks layers", {"layers": [layer(in_group=1), layer(group=1)]}),
     ]
     for words, changes in wrong:
         with pytest.raises(ValueError, match=words):
-            build(**changes)
-    for nothing in ({"layers": [object()]}, {"head": None}, {"embed": None}):
-        with pytest.raises(TypeError):
-            build(**nothing)
+            Parts().build(**changes)
 
 
-def test_a_model_of_no_layer_at_all_is_refused_not_followed(tmp_path: Path) -> None:
-    """In a process of its own, which must not die of it.
-
-    It starts in an empty folder: `python -c` looks in the current one first, and a checkout has
-    the package's sources but not what the install built.
-    """
-    code = """
-import numpy as np
-from twostroke import _native as n
-ones, angles = np.ones(8, np.float32), np.ones((16, 2), np.float32)
-matrix = n.Matrix("f32", 10, 8)
-try:
-    parts = dict(layers=[None], embed=matrix, head=matrix, ropes=[(angles, angles, None)])
-    rest = dict(final_norm=ones, eps=1e-5, threads=1, threads_prefill=1, exact=True)
-    n.Model(isa="auto", **parts, **rest)
-except (TypeError, ValueError):
-    print("refused")
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+@pytest.mark.parametrize("nothing", [None, object(), [1.0]], ids=str)
+def test_a_weight_that_is_neither_matrix_nor_array_is_refused(nothing: Any) -> None:
+    for name in ("head", "embed", "layers.0.qkv", "final_norm"):
+        with pytest.raises(TypeError, match=name):
+            Parts().with_weight(name, nothing).build()
 
 
 HOSTILE_PARAMS = """

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
-from tests.model.gguf_files import (
+from tests.model.gguf.gguf_files import (
     SCALES_AT,
     SPEC,
     add_sizes,
@@ -32,7 +32,7 @@ from tests.model.gguf_files import (
     setting,
     write_model,
 )
-from tests.model.vocabularies import sentencepiece_metadata
+from tests.model.text.vocabularies import sentencepiece_metadata
 from tests.specs import changed
 from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
 from twostroke import LLM, SamplingParams

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from twostroke.kv.cache import KVUsage
-from twostroke.observe.recent import COARSE, FINE, HOUR_S, MINUTE_S, Recent, Spread, mark_of
+from twostroke.observe.recent import COARSE, FINE, HOUR_S, MINUTE_S, Recent, Spread, totals_snapshot
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, StepRecord
 from twostroke.observe.totals import Totals
 
@@ -66,7 +66,7 @@ def test_a_window_holds_what_was_added_in_it_and_its_rate_is_that_of_the_work() 
     """Ten steps of eight streams a second, for five minutes: 80 tokens a second in any window."""
     recent = told([step(0.1 * n, 0.1, streams=8) for n in range(1, 3001)])
     whole = recent.window(300.0, None)
-    assert whole.work == mark_of(recent.totals)
+    assert whole.work == totals_snapshot(recent.totals)
     assert (whole.seconds, whole.work.generated_tokens, whole.gaps.count) == (300.0, 24000, 24000)
     for seconds in (10.0, 60.0):
         window = recent.window(300.0, seconds)

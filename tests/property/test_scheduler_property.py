@@ -14,8 +14,9 @@ from twostroke.kv.cache import GroupLimits, blocks_held
 from twostroke.kv.eviction import Eviction
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Scheduler, Update
+from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
+from twostroke.sched.updates import Update
 
 SCENARIOS = 400
 

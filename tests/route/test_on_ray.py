@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_serve import started
-from tests.server.test_routed_engine import assert_nothing_left, last, until
+from tests.server.engines.test_routed_engine import assert_nothing_left, last, until
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import SamplingParams, __version__
 from twostroke.config import EngineConfig
@@ -25,9 +25,9 @@ from twostroke.engine.child import Child
 from twostroke.errors import ConfigError, EngineError, TwostrokeError
 from twostroke.kernels import cpu
 from twostroke.observe.record import RequestRecord, StepRecord
-from twostroke.route.client import RoutedEngine
-from twostroke.route.member import Member, Placed
-from twostroke.route.pools import PooledEngine, PoolSettings
+from twostroke.route.member import Member, RoutedRequest
+from twostroke.route.pool_settings import PooledEngine, PoolSettings
+from twostroke.route.routed_engine import RoutedEngine
 from twostroke.route.router import Role
 
 needs_ray = pytest.mark.skipif(
@@ -143,7 +143,7 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
     killers: list[KillAtStage] = []
     hand_over = RoutedEngine._hand_over
 
-    def watched(self: RoutedEngine, member: Member, placed: Placed, update: Any) -> None:
+    def watched(self: RoutedEngine, member: Member, placed: RoutedRequest, update: Any) -> None:
         hand_over(self, member, placed, update)
         if killers and placed.member is not None:
             killer = killers[-1]

@@ -8,9 +8,9 @@ from tests.fakes import groups
 from tests.sched.test_scheduler import Bench
 from twostroke.plan import StepResult
 from twostroke.request import FinishReason
-from twostroke.sched.request import Phase, Request
-from twostroke.sched.scheduler import Committed, Update
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepInFlight
+from twostroke.sched.updates import CommitResult, Update
 
 PROMPT, DRAFTS = 6, 2
 
@@ -39,14 +39,14 @@ class Drafting(Bench):
         self.scheduler.audit()
         return step
 
-    def commit(self, *tokens: int) -> Committed:
+    def commit(self, *tokens: int) -> CommitResult:
         result = StepResult(list(tokens), {}, {}, 0.0, counts=[len(tokens)])
         committed = self.scheduler.commit(result)
         self.scheduler.audit()
         return committed
 
 
-def state(request: Request) -> tuple[int, int, int, int]:
+def state(request: ScheduledRequest) -> tuple[int, int, int, int]:
     seq = request.kv
     return seq.num_computed, seq.capacity, request.pending, request.remaining
 
@@ -111,5 +111,5 @@ def test_a_request_that_lost_its_blocks_keeps_its_tokens() -> None:
 def test_one_that_ended_meanwhile_brings_nothing() -> None:
     bench = Drafting()
     bench.scheduler.abort("a")
-    assert bench.commit(5, 3) == Committed([], 0, [], [], 0, [])
+    assert bench.commit(5, 3) == CommitResult()
     assert bench.scheduler.kv.is_idle()

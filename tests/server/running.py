@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke import LLM
-from twostroke.engine.client import AsyncEngine
+from twostroke.engine.in_process import AsyncEngine
 from twostroke.serve.app import App
 from twostroke.serve.server import ClientFactory, HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings

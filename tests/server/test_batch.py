@@ -14,7 +14,7 @@ import pytest
 from tests.server.running import running
 from tests.tiny import tiny_llm
 from twostroke import LLM
-from twostroke.engine.client import AsyncEngine
+from twostroke.engine.in_process import AsyncEngine
 from twostroke.serve import batch_file as batch
 from twostroke.serve.app import App
 from twostroke.serve.http.listening_socket import bind

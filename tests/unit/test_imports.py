@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 ORDER = [
     line.strip()
     for line in """
-    __version__, errors, strict, closed_schema, child_process, limited, owned_folder, log_lines
+    __version__, errors, strict, closed_schema, child_process, sandbox, owned_folder, log_lines
+    environment
     network_auth
     kv
     request, structured, config, plan

@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from twostroke.errors import ConfigError
 from twostroke.network_auth import engine_secret, protect_connector, protect_listener
-from twostroke.route.pools import PoolSettings
+from twostroke.route.pool_settings import PoolSettings
 
 pytestmark = pytest.mark.core  # bounds of security
 

@@ -106,7 +106,7 @@ def ask(
 
     If `interrupted`, the answer ends there, with the finish reason "abort".
     """
-    from twostroke.engine.client import SyncClient
+    from twostroke.engine.in_process import SyncClient
 
     client, records = SyncClient(engine), engine.core.records
     first_step = records.steps[-1].step + 1 if records.steps else 0

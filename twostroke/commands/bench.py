@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twostroke.commands.flags import OF_A_SERVER, add_engine_arguments, engine_settings
-from twostroke.commands.results import add_result_arguments, check_output, tell, write
+from twostroke.commands.flags import SERVER_ONLY, add_engine_arguments, engine_settings
+from twostroke.commands.output import add_result_arguments, check_output, tell, write
+from twostroke.environment import client_api_key
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(offline)
         offline.add_argument("--output-json", metavar="FILE", help="also write the result here")
         add_result_arguments(offline)
-        add_engine_arguments(offline, leave_out=OF_A_SERVER)
+        add_engine_arguments(offline, leave_out=SERVER_ONLY)
         offline.set_defaults(parser=offline, execute_bench=run)
 
 
@@ -83,7 +83,7 @@ def add_server_url(parser: argparse.ArgumentParser) -> None:
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    return args.api_key or os.environ.get("OPENAI_API_KEY")
+    return args.api_key or client_api_key()
 
 
 def server_url(args: argparse.Namespace) -> str:

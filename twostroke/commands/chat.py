@@ -20,17 +20,17 @@ from twostroke.commands.answer import (
     noticing_interrupts,
     written_words,
 )
+from twostroke.commands.answer_report import length_hint, print_dim, turn_line
 from twostroke.commands.chat_input import History, piped_lines, read_turns, terminal_lines
 from twostroke.commands.flags import (
-    OF_A_SERVER,
+    SERVER_ONLY,
     add_engine_arguments,
     add_model_argument,
     add_sampling_arguments,
-    checked,
+    require_engine_config,
+    resolve_model,
     sampling_params,
-    take_model,
 )
-from twostroke.commands.report import length_hint, print_dim, turn_line
 from twostroke.errors import RequestError, TwostrokeError, nearest
 from twostroke.request import SamplingParams
 
@@ -42,7 +42,7 @@ DESCRIPTION = (
     "of it is not computed again, and the line below each answer says how much that was."
 )
 OPERANDS = " [MODEL]"
-TELLS_ALL = True  # that is wrong with a line and its settings, at once
+COLLECT_ERRORS = True  # that is wrong with a line and its settings, at once
 COMMANDS = {
     "/clear": "forget the conversation",
     "/system": "TEXT  the system message from here on; - leaves it out, nothing shows it",
@@ -77,12 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
     add_sampling_arguments(parser)
-    add_engine_arguments(parser, leave_out=OF_A_SERVER)
+    add_engine_arguments(parser, leave_out=SERVER_ONLY)
 
 
 def execute(args: argparse.Namespace) -> int:
-    take_model(args)
-    config = checked(args)
+    resolve_model(args)
+    config = require_engine_config(args)
     engine, _ = load(config)
     params = sampling_params(args, engine.sampling)
     if not has_chat_template(engine):

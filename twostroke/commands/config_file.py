@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from twostroke.commands.foreign import Note, Refuse, TakeOnly
+from twostroke.commands.foreign import IgnoredOption, RefusedOption, RestrictedOption
 from twostroke.commands.parser import Parser
 
 
@@ -38,7 +38,7 @@ def file_words(path: Path, parser: Parser) -> list[str]:
 
 def _words(path: Path, parser: Parser, key: str, flag: str, value: object) -> Iterator[str]:
     action = parser._option_string_actions[flag]
-    if value is None or (value is False and isinstance(action, Refuse | Note)):
+    if value is None or (value is False and isinstance(action, RefusedOption | IgnoredOption)):
         return  # what happens anyway
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -48,11 +48,11 @@ def _words(path: Path, parser: Parser, key: str, flag: str, value: object) -> It
         elif f"--no-{flag[2:]}" in parser._option_string_actions:
             yield f"--no-{flag[2:]}"
     elif isinstance(value, list):
-        if isinstance(action, Note):
+        if isinstance(action, IgnoredOption):
             yield from (flag, *map(_word, value))
         else:
             yield from (f"{flag}={_word(item)}" for item in value)
-    elif isinstance(value, bool) and isinstance(action, TakeOnly | Note):
+    elif isinstance(value, bool) and isinstance(action, RestrictedOption | IgnoredOption):
         yield f"{flag}={'on' if value else 'off'}"  # as YAML reads those
     else:
         yield f"--{key}={_word(value)}"

@@ -1,7 +1,7 @@
-"""Settings as command-line options, made from the settings' own fields so that they cannot drift.
+"""Command-line options made from the fields of `EngineConfig` and `SamplingParams`.
 
-An option that is not given is not passed on: the defaults are those of `EngineConfig` and
-`SamplingParams`, and what values are allowed is theirs to say.
+Only options that the user gives are passed on. The two classes have the defaults and check the
+values.
 """
 
 from __future__ import annotations
@@ -21,83 +21,90 @@ S = TypeVar("S")
 
 ENGINE_HELP = {
     "model": "path of a .gguf file or a model folder, or a Hugging Face id (default: a small "
-    "model that is fetched once)",
-    "tokenizer": "where the tokenizer is, if not with the model",
+    "model, which is downloaded once)",
+    "tokenizer": "folder or Hugging Face id of the tokenizer (default: the model's)",
     "revision": "branch, tag or commit of a Hugging Face model",
-    "chat_template": "a Jinja template, or a file that holds one, instead of the model's own",
-    "load_format": "auto, safetensors, gguf or dummy (made-up weights)",
-    "dtype": "auto, float32, float16 or bfloat16; auto is the model's own on a GPU and float32 on "
-    "a CPU",
-    "kv_cache_dtype": "of the KV cache; auto is the same as dtype, on a CPU float16; fp8 (that is "
-    "fp8_e4m3) and fp8_e5m2 on a GPU, and int8 everywhere, hold twice as much",
+    "chat_template": "a Jinja template, or a file with one, instead of the model's",
+    "load_format": "auto, safetensors, gguf or dummy (random weights)",
+    "dtype": "auto, float32, float16 or bfloat16; auto is the model's dtype on a GPU and float32 "
+    "on a CPU",
+    "kv_cache_dtype": "dtype of the KV cache; auto is dtype on a GPU and float16 on a CPU; fp8 "
+    "(the same as fp8_e4m3) and fp8_e5m2 on a GPU, and int8 on any device, hold twice as many "
+    "tokens",
     "device": "auto, cpu or cuda",
-    "seed": "what random sampling starts from",
-    "max_model_len": "longest sequence, prompt and answer (default: as model and cache allow)",
-    "max_num_seqs": "requests that run at one time (default: 256, or by performance_mode)",
+    "seed": "seed of random sampling",
+    "max_model_len": "longest sequence of prompt and answer (default: what model and KV cache "
+    "allow)",
+    "max_num_seqs": "requests that run at the same time (default: 256, or by performance_mode)",
     "max_num_batched_tokens": "tokens in a step (default: by device)",
-    "ttft_slo_ms": "goal for the time to the first token: prompts go by what is left of it",
-    "itl_slo_ms": "goal for the time between two tokens: prefill takes what it leaves",
-    "max_decode_stall": "how many times its steady gap a stream may wait while prompts are "
-    "prefilled; 0 is no bound (default: 8, or by performance_mode)",
-    "performance_mode": "interactivity (goals), balanced (streams flow beside long prompts) or "
-    "throughput (larger steps): what is not given otherwise",
+    "ttft_slo_ms": "goal for the time to the first token: prompts are ordered by the time left",
+    "itl_slo_ms": "goal for the time between two tokens: prefill uses the rest of a step's time",
+    "max_decode_stall": "longest wait of a stream for a token during prefill, as a multiple of its "
+    "usual gap; 0: no limit (default: 8, or by performance_mode)",
+    "performance_mode": "interactivity (latency goals), balanced (streams continue during long "
+    "prompts) or throughput (larger steps): defaults of other settings",
     "block_size": "tokens in a KV block",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_memory_bytes": "size of the KV cache, such as 512M or 4GiB (default: by device)",
-    "num_gpu_blocks_override": "size of the KV cache in blocks, of layers without a window",
-    "kv_eviction": "sinks: a request that writes keeps its first KV block and its newest, within "
-    "kv_eviction_budget; heavy-hitters: and those between that got the most attention (default: "
-    "it keeps all)",
+    "num_gpu_blocks_override": "size of the KV cache of layers without a window, in blocks",
+    "kv_eviction": "sinks: while a request decodes it keeps its first and its newest KV blocks, up "
+    "to kv_eviction_budget; heavy-hitters: it also keeps the blocks between that got the most "
+    "attention (default: it keeps all blocks)",
     "kv_eviction_budget": "tokens that a request keeps with kv_eviction",
-    "enable_prefix_caching": "reuse the KV blocks of a prompt's known beginning",
-    "enable_chunked_prefill": "let a long prompt take several steps",
+    "enable_prefix_caching": "reuse the KV blocks of a prompt prefix that was computed before",
+    "enable_chunked_prefill": "prefill a long prompt in several steps",
     "scheduling_policy": "fcfs or priority",
-    "override_generation_config": "sampling for requests that do not say, as JSON, such as "
-    '{"temperature": 0.5}; over what the model\'s makers recommend',
-    "hf_overrides": "settings in the place of those in config.json, as JSON, such as "
-    '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; a GGUF file takes those of the rope '
-    "and the context, and entries of its metadata by their full names",
-    "max_logprobs": "most log-probabilities a request may ask for",
-    "enforce_eager": "no graphs and no compilation; the tokens stay the same",
+    "override_generation_config": "default sampling of requests, as JSON, such as "
+    '{"temperature": 0.5}; it overrides the recommendation of the model\'s makers',
+    "hf_overrides": "settings that replace settings of config.json, as JSON, such as "
+    '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; a GGUF file accepts the settings of '
+    "the rope and the context, and entries of its metadata by their full names",
+    "max_logprobs": "most log-probabilities that a request may ask for",
+    "enforce_eager": "use no CUDA graphs and no compilation; the tokens stay the same",
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
-    "cudagraph_capture_sizes": "decode batches that run as graphs, others padded up to them "
-    "(default: 1, 2, 4, then by eights)",
-    "nvtx": "name steps and the parts of layers for a profiler of a GPU",
-    "tensor_parallel_size": "ranks that share the model: GPUs, or on a CPU processes that compute "
-    "with torch (--kernels reference)",
-    "quantization": "round weights that are not quantised yet: int8 or int4; fp8 on a GPU, where "
-    "int8 and fp8 round activations, too (W8A8)",
-    "prefill_quantization": "the same of steps with prefill alone, or none (default: as "
-    "quantization says); both formats are kept",
-    "decode_quantization": "the same of steps that only decode (default: as quantization says)",
-    "calibration": 'a text file, or a .jsonl with a "text" a line, that the unquantised model '
-    "reads first: weights are then rounded with regard to what they are multiplied with (default: "
-    "without)",
-    "kernels": "auto, reference (plain torch) or native (a CPU's own)",
+    "cudagraph_capture_sizes": "sizes of decode batches that run as graphs; other batches are "
+    "padded to the next size (default: 1, 2, 4, then multiples of 8)",
+    "nvtx": "name steps and the parts of layers with NVTX ranges for a GPU profiler",
+    "tensor_parallel_size": "ranks that share the model: GPUs, or on a CPU processes that use "
+    "torch (--kernels reference)",
+    "quantization": "round unquantised weights to int8 or int4, or on a GPU to fp8; on a GPU int8 "
+    "and fp8 also round activations (W8A8)",
+    "prefill_quantization": "quantization of steps with prefill, or none (default: quantization); "
+    "the weights are then stored in both formats",
+    "decode_quantization": "quantization of steps that only decode, or none (default: "
+    "quantization)",
+    "calibration": 'a text file, or a .jsonl with a "text" on each line, that the unquantised '
+    "model "
+    "reads before weights are rounded: the inputs of a matrix decide how it is rounded (default: "
+    "none)",
+    "kernels": "auto, reference (plain torch) or native (C++ on a CPU)",
     "isa": "instruction set of the native kernels: auto, amx, avx512, avx512bw (without VNNI), "
     "avx2, neon or portable",
-    "exact": "native kernels: products and attention in floats, nothing rounded; slower",
-    "threads": "threads of a decode step on a CPU (default: one a core)",
-    "threads_batch": "threads of a step with prefill in it (default: as --threads)",
-    "measure_ceilings": "measure at the start what the device can do, for /metrics and /dash",
+    "exact": "native kernels compute linear layers and attention in floats, without rounding "
+    "activations; slower",
+    "threads": "threads of a decode step on a CPU (default: one for each core)",
+    "threads_batch": "threads of a step with prefill on a CPU (default: --threads)",
+    "measure_ceilings": "measure the device's compute and memory rates at the start, for /metrics "
+    "and /dash",
 }
 SAMPLING_HELP = {
-    "max_tokens": "most tokens to write; the model may stop before",
-    "temperature": "0 takes the likeliest token, more makes the choice freer",
-    "top_p": "choose among the likeliest tokens that have this much probability together",
-    "top_k": "choose among this many of the likeliest tokens; 0 is all",
-    "min_p": "leave out tokens below this share of the likeliest one's probability",
-    "repetition_penalty": "above 1 avoids what prompt and answer have said before",
-    "presence_penalty": "above 0 avoids what the answer has said before",
-    "frequency_penalty": "as presence_penalty, and more with every repetition",
-    "stop": "end at this text; may be given several times",
-    "ignore_eos": "write on when the model wants to stop",
-    "min_tokens": "fewest tokens to write",
+    "max_tokens": "most tokens of the answer; the model may stop before",
+    "temperature": "0 selects the likeliest token; higher values are more random",
+    "top_p": "sample from the likeliest tokens that together have this probability",
+    "top_k": "sample from this many of the likeliest tokens; 0: all",
+    "min_p": "leave out tokens below this share of the likeliest token's probability",
+    "repetition_penalty": "above 1 avoids tokens of the prompt and the answer",
+    "presence_penalty": "above 0 avoids tokens of the answer",
+    "frequency_penalty": "above 0 avoids tokens of the answer, more with every repetition",
+    "stop": "end the answer at this text; may be given several times",
+    "ignore_eos": "continue when the model would stop",
+    "min_tokens": "fewest tokens of the answer",
 }
-# What `run` and `chat` need not have: they read and write text, and have options of sampling.
-OF_A_SERVER = {"skip_tokenizer_init", "override_generation_config"}
-# Which sets them, for each engine.
-OF_A_ROUTER = {
+# Settings without an option in `run` and `chat`, which need a tokenizer and have options of
+# sampling.
+SERVER_ONLY = {"skip_tokenizer_init", "override_generation_config"}
+# Settings of each engine that a server with several engines sets.
+ROUTER_ONLY = {
     "engines_on_host",
     "engine_index",
     "engine_secret",
@@ -113,18 +120,18 @@ UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """`take_model` reads it."""
+    """Add the model as an operand, which `resolve_model` reads."""
     parser.add_argument(
         "operand",
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="the model, as --model has it",
+        help="the model, like --model",
     )
 
 
-def take_model(args: argparse.Namespace) -> None:
-    """One model, whichever way it was given."""
+def resolve_model(args: argparse.Namespace) -> None:
+    """Set the model from the operand or from `--model`."""
     if hasattr(args, "operand"):
         if hasattr(args, "model"):
             args.parser.problem(
@@ -135,16 +142,16 @@ def take_model(args: argparse.Namespace) -> None:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
-    """An option for every field of `EngineConfig` except those that the command cannot use."""
+    """Add an option for every field of `EngineConfig` except those that the command cannot use."""
     group = parser.add_argument_group("model and engine (the names are vLLM's)")
     for field in dataclasses.fields(EngineConfig):
-        if field.name not in leave_out | OF_A_ROUTER:
+        if field.name not in leave_out | ROUTER_ONLY:
             _add(group, field, ENGINE_HELP[field.name], field.default)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "sampling", "what is not given is as the model's makers recommend"
+        "sampling", "defaults are the recommendation of the model's makers"
     )
     fields = {field.name: field for field in dataclasses.fields(SamplingParams)}
     for name, text in SAMPLING_HELP.items():
@@ -152,40 +159,42 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig | None:
-    """None: a problem was found."""
+    """Return the engine's settings; None if they have an error."""
     return settings(args.parser, EngineConfig, engine_settings(args))
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the user gave of the engine's settings."""
-    return given_of(args, EngineConfig)
+    """Return the engine's settings that the user gave."""
+    return chosen_settings(args, EngineConfig)
 
 
 def settings(
-    parser: Parser, kind: type[S], given: dict[str, Any], flags: dict[str, str] | None = None
+    parser: Parser, cls: type[S], values: dict[str, Any], flags: dict[str, str] | None = None
 ) -> S | None:
-    """A `kind` of what was given, or None: what is wrong is now among the parser's problems.
+    """Make a settings object; None after errors, which are added to the parser's problems.
 
-    `flags` are those that have other names than their settings."""
+    `flags` has the settings whose flags have other names."""
     try:
-        return kind(**given)
+        return cls(**values)
     except TwostrokeError as error:
         found = [str(error)]
-    for name, value in given.items():  # each alone, so that all wrong ones are told
+    for name, value in values.items():  # each alone, to report every invalid value
         try:
-            kind(**{name: value})
+            cls(**{name: value})
         except TwostrokeError as error:
-            others = [one for one in given if one != name and "_" in one and one in str(error)]
-            if str(error).startswith(name) and not others:  # else it may be right beside them
+            others = [other for other in values if other != name and "_" in other]
+            named = any(other in str(error) for other in others)
+            # An error that names another setting may not occur with the value of that setting.
+            if str(error).startswith(name) and not named:
                 found.append(str(error))
-    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for message in found:
         parser.problem(_with_flags(message, fields, flags or {}))
     return None
 
 
 def _with_flags(message: str, fields: list[str], flags: dict[str, str]) -> str:
-    """The same with the flags' names for the settings'."""
+    """Replace the names of settings in a message by the names of flags."""
 
     def flag(match: re.Match[str]) -> str:
         return "--" + flags.get(match[0], match[0]).replace("_", "-")
@@ -196,10 +205,10 @@ def _with_flags(message: str, fields: list[str], flags: dict[str, str]) -> str:
     return re.sub(rf"(?<![-\w])({'|'.join(several)})(?!\w)", flag, message)
 
 
-def checked(args: argparse.Namespace) -> EngineConfig:
-    """The engine's settings; what is wrong with them, or with the sampling, ends the program."""
+def require_engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Return the engine's settings. Errors in them or in the sampling end the program."""
     config = engine_config(args)
-    settings(args.parser, SamplingParams, given_of(args, SamplingParams))
+    settings(args.parser, SamplingParams, chosen_settings(args, SamplingParams))
     args.parser.finish()
     assert config is not None
     return config
@@ -208,15 +217,16 @@ def checked(args: argparse.Namespace) -> EngineConfig:
 def sampling_params(
     args: argparse.Namespace, recommended: SamplingParams | None = None
 ) -> SamplingParams:
-    """What the user gave, over what the model's makers recommend, over the likeliest token."""
+    """Return the user's sampling over the recommendation of the model's makers. Without a
+    recommendation the likeliest token is selected."""
     if recommended is None or recommended == SamplingParams():
         recommended = SamplingParams(temperature=0)
-    given = {"max_tokens": MAX_TOKENS} | given_of(args, SamplingParams)
+    given = {"max_tokens": MAX_TOKENS} | chosen_settings(args, SamplingParams)
     return dataclasses.replace(recommended, **given)
 
 
 def parse_bytes(text: str) -> int:
-    """`4096`, `512M` and `4GiB` (powers of 1024), `4GB` (powers of 1000)."""
+    """Read `4096`, `512M` and `4GiB` (powers of 1024), and `4GB` (powers of 1000)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?b)?", text.strip().lower())
     if match is None or (match[3] == "ib" and not match[2]):
         raise argparse.ArgumentTypeError("expected a size such as 512M or 4GiB")
@@ -225,7 +235,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_threads(text: str) -> int | None:
-    """Return a number of threads; with 0 or -1, as llama-server has it, the default."""
+    """Return a number of threads; None, the default, for 0 and -1, as in llama-server."""
     try:
         return int(text) if int(text) not in (0, -1) else None
     except ValueError:
@@ -243,7 +253,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 class MergeJson(argparse.Action):
-    """Objects that are given one after the other are one."""
+    """Merges the objects of an option that is given several times."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -253,13 +263,15 @@ class MergeJson(argparse.Action):
 
 
 def merged(one: Any, other: Any) -> Any:
+    """Merge objects by key, and append lists; another value replaces `one`."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {**one, **{key: merged(one.get(key), value) for key, value in other.items()}}
     return [*one, *other] if isinstance(one, list) and isinstance(other, list) else other
 
 
-def given_of(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(settings)]
+def chosen_settings(args: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
+    """Return the fields of a settings class that the user gave."""
+    names = [field.name for field in dataclasses.fields(cls)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -268,23 +280,23 @@ def _add(
 ) -> None:
     option = "--" + field.name.replace("_", "-")
     names = ["-m", option] if field.name == "model" else [option]
-    kind = str(field.type).removesuffix(" | None")
+    type_name = str(field.type).removesuffix(" | None")
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
-    if kind == "bool":
+    if type_name == "bool":
         options["action"] = argparse.BooleanOptionalAction
         if default is not None:
             text += f" (default: {'yes' if default else 'no'})"
-    elif kind == "dict[str, Any]":
+    elif type_name == "dict[str, Any]":
         options |= {"type": json_object, "action": MergeJson, "metavar": "JSON"}
-    elif kind == "tuple[int, ...]":
+    elif type_name == "tuple[int, ...]":
         options |= {"type": int, "nargs": "+", "action": "extend", "metavar": "N"}
     elif field.name == "stop":
         options |= {"action": "append", "metavar": "TEXT"}
     elif field.name in ("threads", "threads_batch"):
         options |= {"type": parse_threads, "metavar": "N"}
     else:
-        options["type"] = parse_bytes if field.name.endswith("_bytes") else TYPES[kind]
-        options["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[kind]
+        options["type"] = parse_bytes if field.name.endswith("_bytes") else TYPES[type_name]
+        options["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[type_name]
         if default is not None:
             text += f" (default: {default})"
     group.add_argument(*names, help=text, **options)

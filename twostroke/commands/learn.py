@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from twostroke.commands.flags import add_model_argument, checked, take_model
+from twostroke.commands.flags import add_model_argument, require_engine_config, resolve_model
 from twostroke.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ DESCRIPTION = (
     "prompt step by step, and experiments. It starts a server for this machine alone."
 )
 OPERANDS = " [MODEL]"
-TELLS_ALL = True
+COLLECT_ERRORS = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    take_model(args)
-    config = checked(args)
+    resolve_model(args)
+    config = require_engine_config(args)
     from twostroke.serve.settings import ServeSettings
 
     settings = ServeSettings(

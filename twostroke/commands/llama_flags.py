@@ -1,9 +1,9 @@
-"""llama-server's flags: those of the same meaning are taken, the others refused by name.
+"""The flags of llama-server. A flag with the same meaning is accepted, another is refused by name.
 
-llama-server -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7        the line as it is …
-twostroke serve -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7     … with another first word
+llama-server -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7
+twostroke serve -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7     the same server
 
-`foreign.py` says what the tables mean.
+`foreign.py` explains the tables.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.commands.flags import json_object, merged
-from twostroke.commands.foreign import Foreign, Only, Table, add_hidden, negations, table
+from twostroke.commands.foreign import (
+    ForeignOption,
+    Restrictions,
+    Table,
+    add_hidden,
+    negations,
+    table,
+)
 from twostroke.commands.parser import Parser
 
-ALL_LAYERS = 99  # -ngl: so many, or more, are written for "all"
-USUAL_QUANT = "Q4_K_M"  # of a repository of GGUF files, if none is named
+ALL_LAYERS = 99  # -ngl 99 or more means all layers
+DEFAULT_QUANT = "Q4_K_M"  # of a repository of GGUF files
 KV_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8"}
 METADATA_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 SAMPLING = {
@@ -35,7 +42,7 @@ SAMPLING = {
 
 
 def _number(text: str) -> int | None:
-    """0 or less leaves the choice to the server."""
+    """Return a number; None for 0 or less, with which the server chooses."""
     return int(text) if int(text) > 0 else None
 
 
@@ -48,7 +55,7 @@ def _words(text: str) -> list[str]:
 
 
 def _repository(text: str) -> str:
-    return text if ":" in text else f"{text}:{USUAL_QUANT}"
+    return text if ":" in text else f"{text}:{DEFAULT_QUANT}"
 
 
 def _origins(text: str) -> list[list[str]]:
@@ -59,30 +66,30 @@ def _lines(text: str) -> list[str]:
     try:
         lines = [line.strip() for line in Path(text).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"it cannot be read ({error})") from None
+        raise argparse.ArgumentTypeError(f"the file cannot be read ({error})") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise argparse.ArgumentTypeError("it holds no key; write one a line")
+        raise argparse.ArgumentTypeError("the file has no key; write one key on each line")
     return keys
 
 
 def _kv_type(text: str) -> str:
     if text not in KV_TYPES:
         raise argparse.ArgumentTypeError(
-            "the cache is f32, f16, bf16 or q8_0; give one of these, or leave it out"
+            "the KV cache supports f32, f16, bf16 and q8_0; give one of these, or leave it out"
         )
     return KV_TYPES[text]
 
 
 def _layers(text: str) -> str | None:
-    """A device: with some layers the GPU if there is one, with none of them the CPU."""
+    """Return the device for a number of layers on the GPU: the CPU for 0, else the default."""
     if text in ("auto", "all") or int(text) != 0:
         return None
     return "cpu"
 
 
 def device(text: str) -> str:
-    """`cuda:1` of llama-server's `CUDA1`, `cpu` of its `none`."""
+    """Return `cuda:1` for llama-server's `CUDA1`, and `cpu` for `none`."""
     name = text.lower()
     if name == "none":
         return "cpu"
@@ -94,10 +101,12 @@ def _seconds(text: str) -> float:
 
 
 def _thinking(text: str) -> dict[str, Any] | None:
-    """A variable of the chat template: `--reasoning off`, `--reasoning-budget 0`."""
+    """Return a chat template variable for `--reasoning off` and `--reasoning-budget 0`."""
     if text in ("on", "off", "auto", "-1", "0"):
         return {"enable_thinking": False} if text in ("off", "0") else None
-    raise argparse.ArgumentTypeError("thinking is not limited in tokens; only 0 and -1 are taken")
+    raise argparse.ArgumentTypeError(
+        "the tokens of thinking cannot be limited; only 0 and -1 are supported"
+    )
 
 
 def _reasoning_format(text: str) -> str:
@@ -109,8 +118,7 @@ def _reasoning_format(text: str) -> str:
 def _rope(
     name: str, read: Callable[[str], float] = float, inverse: bool = False
 ) -> Callable[[str], dict[str, Any] | None]:
-    """Return a reader of one setting of the rope. With 0 or less llama-server takes the model's
-    own."""
+    """Return a reader of one setting of the rope. 0 or less means the model's setting."""
 
     def setting(text: str) -> dict[str, Any] | None:
         value = read(text)
@@ -122,7 +130,7 @@ def _rope(
 
 
 def _metadata(text: str) -> dict[str, Any]:
-    """Entries of a GGUF file's metadata: `KEY=TYPE:VALUE`, several with commas between."""
+    """Return entries of a GGUF file's metadata from `KEY=TYPE:VALUE,…`."""
     found: dict[str, Any] = {}
     for entry in text.split(","):
         match = re.fullmatch(r"([\w.-]+)=(int|float|bool|str):(.*)", entry.strip())
@@ -131,12 +139,12 @@ def _metadata(text: str) -> dict[str, Any]:
                 "expected KEY=TYPE:VALUE with the type int, float, bool or str, such as "
                 "llama.context_length=int:8192"
             )
-        name, kind, value = match.groups()
+        name, type_name, value = match.groups()
         if name.startswith("tokenizer."):
             raise argparse.ArgumentTypeError(
-                f"the tokenizer is read as it stands; leave {name} out"
+                f"settings of the tokenizer cannot be replaced; leave {name} out"
             )
-        found[name] = value == "true" if kind == "bool" else METADATA_TYPES[kind](value)
+        found[name] = value == "true" if type_name == "bool" else METADATA_TYPES[type_name](value)
     return found
 
 
@@ -144,9 +152,9 @@ def _effort(text: str) -> dict[str, Any] | None:
     return None if text == "default" else {"reasoning_effort": text}
 
 
-# What they set under our names. A reader that gives None asks for what happens anyway; a list is
-# added to what was given before, and an object is merged with it.
-_TAKEN: list[tuple[str, str, Callable[[str], Any]]] = [
+# Flags, the setting of ours that they set, and the reader of the value. If the reader returns None
+# the setting stays as it is. A list is appended to an earlier value, an object merged with it.
+_RENAMED: list[tuple[str, str, Callable[[str], Any]]] = [
     ("-c --ctx-size", "max_model_len", _number),
     ("-np --parallel", "max_num_seqs", _number),
     ("-b --batch-size", "max_num_batched_tokens", _number),
@@ -179,69 +187,71 @@ _TAKEN: list[tuple[str, str, Callable[[str], Any]]] = [
     ("--cors-origins", "allowed_origins", _origins),
     ("-to --timeout", "write_timeout_s", _seconds),
 ]
-TAKEN = {flag: (name, read) for flags, name, read in _TAKEN for flag in flags.split()}
+RENAMED = {flag: (name, read) for flags, name, read in _RENAMED for flag in flags.split()}
 EXPECTED = {"write_timeout_s": "a number of seconds", "hf_overrides": "a number"}
 NO_CACHE = "--no-cache-prompt"
-NODES_OR_TOKENS = "-n"  # vLLM's --nnodes, llama-server's --predict
+NODES_OR_TOKENS = "-n"  # --nnodes of vLLM, --predict of llama-server
 
-ANYWAY: Table = table(
+REDUNDANT: Table = table(
     {
-        "chat templates are always Jinja's": "--jinja",
-        "requests always join the running batch and share one cache": "-cb --cont-batching -kvu "
+        "chat templates are always Jinja templates": "--jinja",
+        "requests always join the running batch and share one KV cache": "-cb --cont-batching -kvu "
         "--kv-unified --cache-prompt",
-        "a text that fills the context ends there": "--no-context-shift",
-        "/metrics is always there": "--metrics",
-        "there are no such routes": "--no-slots --no-mmproj --no-mmproj-auto --no-agent -no-ag",
-        "files are mapped, and packed into memory once": "--mmap --no-mmap --repack",
+        "a text ends when it fills the context": "--no-context-shift",
+        "/metrics is always available": "--metrics",
+        "there are no such features": "--no-slots --no-mmproj --no-mmproj-auto --no-agent -no-ag",
+        "files are memory-mapped and packed once": "--mmap --no-mmap --repack",
         "kernels are ready before the first request": "--warmup --no-warmup",
-        "every answer has its timings": "--perf --no-perf",
-        "as it is": "--escape -e --no-escape --kv-offload -kvo --op-offload --no-skip-chat-parsing "
-        "--no-prefill-assistant",
+        "every answer has timings": "--perf --no-perf",
+        "twostroke works that way": "--escape -e --no-escape --kv-offload -kvo --op-offload "
+        "--no-skip-chat-parsing --no-prefill-assistant",
     }
 )
-ONLY: Only = {
-    "-sm --split-mode": (("none", "layer", "row"), "--tensor-parallel-size splits it"),
+RESTRICTED: Restrictions = {
+    "-sm --split-mode": (("none", "layer", "row"), "--tensor-parallel-size splits a model"),
     "-mg --main-gpu": (("0",), "--device cuda:1 names another GPU"),
 }
-NOTED: Table = table(
+IGNORED: Table = table(
     {
-        "a step is computed whole; -b is its size": "-ub= --ubatch-size=",
-        "attention never holds the scores of a whole context": "-fa=? --flash-attn=?",
-        "weights are ordinary memory": "--mlock -lm= --load-mode= -lzm= --lazy-mode= "
+        "-b is the size of a step, which is computed as a whole": "-ub= --ubatch-size=",
+        "attention never stores the scores of a whole context": "-fa=? --flash-attn=?",
+        "weights are in ordinary memory": "--mlock -lm= --load-mode= -lzm= --lazy-mode= "
         "--check-tensors --no-repack -nr --no-host --no-op-offload",
-        "threads are scheduled by the system": "--cpu-strict= --cpu-strict-batch= --prio= "
+        "the operating system schedules threads": "--cpu-strict= --cpu-strict-batch= --prio= "
         "--prio-batch= --poll= --poll-batch= --numa= --threads-http=",
         "memory is planned before the start": "-fit=? --fit=? -fitt= --fit-target= -fitc= "
         "--fit-ctx=",
-        "the prefix cache has its own ways": "--cache-reuse= -cram= --cache-ram= -sps= "
+        "the prefix cache has no such settings": "--cache-reuse= -cram= --cache-ram= -sps= "
         "--slot-prompt-similarity= -ctxcp= --ctx-checkpoints= --swa-checkpoints= -cms= "
         "--checkpoint-min-step= --swa-full --cache-idle-slots --kv-unified-per-slot= -no-kvu "
         "--no-kv-unified -nocb --no-cont-batching -dt= --defrag-thold= -bs --backend-sampling",
-        "a text that fills the context ends there": "--keep=",
-        "text only": "--mmproj-auto --mmproj-offload --no-mmproj-offload -mmdev= --mmproj-device= "
-        "--image-min-tokens= --image-max-tokens= --mtmd-batch-max-tokens= --video-fps= "
-        "--video-timestamp-interval= --video-ffmpeg-dir=",
+        "a text ends when it fills the context": "--keep=",
+        "models read and write text only": "--mmproj-auto --mmproj-offload --no-mmproj-offload "
+        "-mmdev= --mmproj-device= --image-min-tokens= --image-max-tokens= --mtmd-batch-max-tokens= "
+        "--video-fps= --video-timestamp-interval= --video-ffmpeg-dir=",
         "the chat page keeps its settings in the browser": "--ui-config= --webui-config= "
         "--ui-config-file= --webui-config-file= --slots --tags= --ui-mcp-proxy --webui-mcp-proxy",
         "logs go to stderr": "-v --verbose --log-verbose -lv= --verbosity= --log-verbosity= "
         "--log-disable --log-file= --log-jsonl --log-colors=? --log-prefix --log-timestamps",
-        "a stream sends its tokens as they are written": "--sse-ping-interval= "
+        "a stream sends a token as soon as it is generated": "--sse-ping-interval= "
         "--sleep-idle-seconds=",
-        "penalties look at the whole text": "--repeat-last-n=",
-        "--reasoning-parser parts thinking from the answer": "--reasoning-preserve "
+        "penalties always consider the whole text": "--repeat-last-n=",
+        "--reasoning-parser separates reasoning from the answer": "--reasoning-preserve "
         "--reasoning-budget-message=",
         "GET and POST are allowed, and all headers": "--cors-methods= --cors-headers=",
     }
 )
 REFUSED: Table = table(
     {
-        "download the file and give its path": "-mu= --model-url= -dr= --docker-repo=",
-        "a model is on one device, or in equal parts on several (--tensor-parallel-size)": "-ts= "
+        "URLs are not supported; download the file and give its path": "-mu= --model-url= -dr= "
+        "--docker-repo=",
+        "a model runs on one device, or in equal parts on several (--tensor-parallel-size)": "-ts= "
         "--tensor-split= -ot= --override-tensor= -cmoe --cpu-moe -ncmoe= "
         "--n-cpu-moe= -ncffn= --n-cpu-ffn= --rpc= -nkvo --no-kv-offload",
-        "use taskset or numactl": "-C= --cpu-mask= -Cr= --cpu-range= -Cb= --cpu-mask-batch= -Crb= "
-        "--cpu-range-batch=",
-        "speculative decoding is not there yet; leave it out, the answers are the same": (
+        "use taskset or numactl to select cores": "-C= --cpu-mask= -Cr= --cpu-range= -Cb= "
+        "--cpu-mask-batch= -Crb= --cpu-range-batch=",
+        "speculative decoding is not supported yet; leave the option out, the answers are the "
+        "same": (
             "-md= --model-draft= --spec-draft-model= -hfd= -hfrd= --hf-repo-draft= "
             "--spec-draft-hf= --spec-type= --spec-default --spec-draft-n-max= --spec-draft-n-min= "
             "--draft= --draft-n= --draft-max= --draft-min= --draft-n-min= --draft-p-min= "
@@ -267,55 +277,56 @@ REFUSED: Table = table(
             "--spec-ngram-map-k4v-min-hits= --spec-ngram-size-n= --spec-ngram-size-m= "
             "--spec-ngram-min-hits= --fim-qwen-7b-spec --fim-qwen-14b-spec"
         ),
-        "LoRA adapters and control vectors are not there yet; merge them into the model": (
+        "LoRA adapters and control vectors are not supported yet; merge them into the model": (
             "--lora= --lora-scaled= --lora-init-without-apply --control-vector= "
             "--control-vector-scaled= --control-vector-layer-range=+"
         ),
-        "models read and write text only; leave it out": "-mm= --mmproj= -mmu= --mmproj-url= "
-        "--media-path= --vision-gemma-4b-default --vision-gemma-12b-default",
-        "the server generates text: no embeddings, scores or classes": "--embedding --embeddings "
-        "--rerank --reranking --pooling= --embd-normalize= --embd-gemma-default",
-        "this sampler is not there; temperature, top-k, top-p, min-p and penalties are": (
+        "models read and write text only; leave the option out": "-mm= --mmproj= -mmu= "
+        "--mmproj-url= --media-path= --vision-gemma-4b-default --vision-gemma-12b-default",
+        "the server only generates text: no embeddings, scores or classes": "--embedding "
+        "--embeddings --rerank --reranking --pooling= --embd-normalize= --embd-gemma-default",
+        "this sampler is not supported; temperature, top-k, top-p, min-p and penalties are": (
             "--samplers= --sampler-seq= --sampling-seq= --mirostat= --mirostat-lr= "
             "--mirostat-ent= --xtc-probability= --xtc-threshold= --typical= --typical-p= "
             "--top-nsigma= --top-n-sigma= --dry-multiplier= --dry-base= --dry-allowed-length= "
             "--dry-penalty-last-n= --dry-sequence-breaker= --dynatemp-range= --dynatemp-exp= "
             "--adaptive-target= --adaptive-decay="
         ),
-        "a request asks for this itself": "--grammar= --grammar-file= -j= --json-schema= -jf= "
+        "give this setting in the request": "--grammar= --grammar-file= -j= --json-schema= -jf= "
         "--json-schema-file= -l= --logit-bias= --ignore-eos --reverse-prompt= -sp --special "
         "--prefill-assistant",
-        "chat templates are always Jinja's": "--no-jinja",
-        "answers are read by the model's template; leave it out": "--skip-chat-parsing",
-        "a text that fills the context ends there; leave it out": "--context-shift",
-        "KV blocks are not written to disk yet; leave it out": "--slot-save-path=",
+        "chat templates are always Jinja templates": "--no-jinja",
+        "the model's template selects the parser of answers; leave the option "
+        "out": "--skip-chat-parsing",
+        "a text ends when it fills the context; leave the option out": "--context-shift",
+        "KV blocks are not written to disk yet; leave the option out": "--slot-save-path=",
         "there is no such route": "--props --spm-infill",
-        "--root-path is the prefix that a proxy in front strips": "--api-prefix=",
-        "there are no files to serve": "--path=",
-        "no text of a prompt or an answer is ever logged; leave it out": "--log-prompts-dir=",
+        "use --root-path for the prefix that a proxy strips": "--api-prefix=",
+        "the server serves no files": "--path=",
+        "prompts and answers are never logged; leave the option out": "--log-prompts-dir=",
         "one server has one address": "--reuse-port",
-        "--allowed-origins is all there is of CORS; cookies are never allowed": (
+        "--allowed-origins is the only setting of CORS; cookies are never allowed": (
             "--cors-credentials"
         ),
-        "clients bring their own tools": "--tools= --tools-runtime= --mcp-servers-config= "
-        "--mcp-servers-json= --agent -ag",
-        "a server has one model; name it": "--models-dir= --models-preset= --models-max= "
+        "clients define and run tools, not the server": "--tools= --tools-runtime= "
+        "--mcp-servers-config= --mcp-servers-json= --agent -ag",
+        "a server has one model; give --model": "--models-dir= --models-preset= --models-max= "
         "--models-autoload --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
         "--fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default",
-        "there is no such list": "-cl --cache-list --list-devices --completion-bash",
+        "there is no such command": "-cl --cache-list --list-devices --completion-bash",
     }
 )
-# `--no-warmup` and its like are in the tables themselves.
-ANYWAY |= {
+# Negations that are not in the tables.
+REDUNDANT |= {
     flag: option
-    for flag, option in negations(REFUSED, NOTED).items()
-    if not (flag in NOTED or flag in REFUSED or flag in ANYWAY)
+    for flag, option in negations(REFUSED, IGNORED).items()
+    if not (flag in IGNORED or flag in REFUSED or flag in REDUNDANT)
 }
 
 
-class _Take(Foreign):
-    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
-        name, read = TAKEN[flag]
+class _RenamedOption(ForeignOption):
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
+        name, read = RENAMED[flag]
         try:
             setting = read(value)
         except argparse.ArgumentTypeError as error:
@@ -326,38 +337,39 @@ class _Take(Foreign):
             parser.problem(f"{flag} {value}: expected {expected}")
             return
         if read is _layers and value.isdigit() and 0 < int(value) < ALL_LAYERS:
-            parser.note(f"{flag} {value}", "a model runs on one device, with all its layers")
+            parser.note(f"{flag} {value}", "all layers of a model run on one device")
         if setting is None:
             return
-        before = getattr(given, name, None)
+        before = getattr(args, name, None)
         if isinstance(setting, list):
             setting = [*(before or ()), *setting]
         elif isinstance(setting, dict):
             setting = merged(before or {}, setting)
         elif name == "kv_cache_dtype" and before not in (None, setting):
-            parser.problem(f"{flag} {value}: keys and values have one type; give both the same")
-        setattr(given, name, setting)
+            parser.problem(
+                f"{flag} {value}: keys and values have the same type; give both options one type"
+            )
+        setattr(args, name, setting)
         if read is _seconds:
-            given.body_timeout_s = setting
+            args.body_timeout_s = setting
 
 
-class _Sample(Foreign):
-    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+class _SamplingOption(ForeignOption):
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         name = SAMPLING[flag]
         try:
             setting: float = int(value) if name == "top_k" else float(value)
         except ValueError:
             parser.problem(f"{flag} {value}: expected a number")
             return
-        before = getattr(given, "override_generation_config", {})
-        given.override_generation_config = {**before, name: setting}
+        before = getattr(args, "override_generation_config", {})
+        args.override_generation_config = {**before, name: setting}
 
 
-class _RopeScaling(Foreign):
-    """The type of the rope's scaling, or, as earlier versions of vLLM have it, all its settings as
-    JSON."""
+class _RopeScaling(ForeignOption):
+    """The type of the rope's scaling or, as in earlier versions of vLLM, all settings as JSON."""
 
-    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         scaling: dict[str, Any] = {"rope_type": "default" if value == "none" else value}
         if value.startswith("{"):
             try:
@@ -368,41 +380,41 @@ class _RopeScaling(Foreign):
         elif value not in ("none", "linear", "yarn"):
             parser.problem(f"{flag} {value}: expected none, linear, yarn or a JSON object")
             return
-        before = getattr(given, "hf_overrides", None) or {}
-        given.hf_overrides = merged(before, {"rope_scaling": scaling})
+        before = getattr(args, "hf_overrides", None) or {}
+        args.hf_overrides = merged(before, {"rope_scaling": scaling})
 
 
-class _YarnExtFactor(Foreign):
-    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+class _YarnExtFactor(ForeignOption):
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         if value not in ("-1", "-1.0", "1", "1.0"):
             parser.problem(
-                f"{flag} {value}: yarn always extrapolates in full; give 1, or leave it out"
+                f"{flag} {value}: yarn always extrapolates fully; give 1, or leave the option out"
             )
 
 
-class _NoCache(Foreign):
-    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
-        given.enable_prefix_caching = False
+class _NoCache(ForeignOption):
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
+        args.enable_prefix_caching = False
 
 
-class _NodesOrTokens(Foreign):
-    """One node is what there is, and an answer of one token nobody asks a server for."""
+class _NodesOrTokens(ForeignOption):
+    """`-n 1` is vLLM's one node. A larger number is llama-server's limit of output tokens."""
 
-    def apply(self, parser: Parser, given: argparse.Namespace, flag: str, value: str) -> None:
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         try:
             tokens = _number(value)
         except ValueError:
             parser.problem(f"{flag} {value}: expected a whole number")
             return
         if tokens is not None and tokens > 1:
-            given.max_output_tokens = tokens
+            args.max_output_tokens = tokens
             parser.note(f"{flag} {value}", "read as llama-server's --n-predict")
 
 
 def add_llama_arguments(parser: Parser) -> None:
-    """In the help they have vLLM's names."""
-    add_hidden(parser, TAKEN, _Take)
-    add_hidden(parser, SAMPLING, _Sample)
+    """Add llama-server's options. The help shows vLLM's names of these settings."""
+    add_hidden(parser, RENAMED, _RenamedOption)
+    add_hidden(parser, SAMPLING, _SamplingOption)
     add_hidden(parser, [NO_CACHE], _NoCache, nargs=0)
     add_hidden(parser, ["--rope-scaling"], _RopeScaling)
     add_hidden(parser, ["--yarn-ext-factor"], _YarnExtFactor)

@@ -1,4 +1,4 @@
-"""`Parser`: a command's options, read so that everything wrong with a line is told at once."""
+"""`Parser`: an argument parser that reports all errors of a command line at once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from shutil import get_terminal_size
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from twostroke.commands.terminal import LEAST_COLUMNS, columns, wrapped
+from twostroke.commands.terminal import MIN_COLUMNS, columns, wrapped
 from twostroke.errors import MAX_SHOWN_CHARS, shortened
 
 NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
-NARROW_COLUMNS = 60  # below, an option's help stands under it
-KINDS = {int: "a whole number", float: "a number"}
+NARROW_COLUMNS = 60  # on narrower terminals an option's help is printed below the option
+TYPE_NAMES = {int: "a whole number", float: "a number"}
 
 
-class Help(argparse.HelpFormatter):
-    """Help that fits the terminal: no word is broken, and a switch's two forms are one word."""
+class HelpFormatter(argparse.HelpFormatter):
+    """Formats help for the width of the terminal. It breaks no word and shows `--[no-]x` for a
+    switch."""
 
     def __init__(self, prog: str) -> None:
-        width = max(LEAST_COLUMNS, get_terminal_size().columns) - 2
+        width = max(MIN_COLUMNS, get_terminal_size().columns) - 2
         self._narrow = width < NARROW_COLUMNS
         super().__init__(prog, max_help_position=6 if self._narrow else 24, width=width)
 
@@ -42,49 +43,50 @@ class Help(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """An example stands on lines of its own, so that it can be copied."""
-        said, example, command = text.partition(" Example: ")
-        lines = self._split_lines(said, width - len(indent))
+        """Put the example on its own lines, so that it can be copied."""
+        description, example, command = text.partition(" Example: ")
+        lines = self._split_lines(description, width - len(indent))
         if example:
             lines += ["", *self._split_lines(f"Example: {command}", width - len(indent))]
         return "\n".join(indent + line for line in lines)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that collects problems for `finish` if `tells_all`, and else stops at the first;
-    remarks on options that are taken are collected for the log (`notice`)."""
+    """An argument parser. With `collects_errors` it collects the errors of a line until `finish`
+    reports them; else it stops at the first. It also collects notes on options for the log
+    (`notice`)."""
 
-    tells_all = False
-    lines: tuple[str, ...] = ()  # options whose values are lines of options
-    usual: tuple[str, ...] = ()  # the options that help shows; none: it shows all
-    other_groups: Mapping[str, str] = MappingProxyType({})  # other servers' names of groups → ours
+    collects_errors = False
+    line_options: tuple[str, ...] = ()  # options whose values are command lines
+    usual: tuple[str, ...] = ()  # the options that --help shows; empty: all options
+    group_aliases: Mapping[str, str] = MappingProxyType({})  # vLLM's names of groups → ours
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **options})
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
         self.problems: list[str] = []
-        self.notes: dict[str, str] = {}  # flags, and a remark on each
-        self.without_effect: dict[str, list[str]] = {}  # a reason, and the flags it holds for
+        self.notes: dict[str, str] = {}  # flag → note
+        self.without_effect: dict[str, list[str]] = {}  # reason → the flags without effect
 
     def format_help(self) -> str:
         if not self.usual:
             return super().format_help()
         shown = [self._option_string_actions[flag] for flag in self.usual]
-        groups = [name for group in self._action_groups if (name := self._shown(group))]
+        groups = [name for group in self._action_groups if (name := self._group_name(group))]
         ends = (
-            f"`{self.prog} --help=all` shows all options, `--help=GROUP` those of a group "
-            f"({', '.join(groups)}), `--help=WORD` those with the word in their name."
+            f"`{self.prog} --help=all` shows all options, `--help=GROUP` the options of a group "
+            f"({', '.join(groups)}), `--help=WORD` the options with the word in their name."
         )
         return self._help_of("usual options", shown, ends)
 
     def help_about(self, word: str) -> str:
-        """Return the help of all options, of a group, or of the options with a word in their
+        """Return the help of all options, of one group, or of the options with a word in their
         names."""
         wanted = word.strip().lower().replace("_", "-")
         if wanted == "all":
             return super().format_help()
-        wanted = self.other_groups.get(wanted, wanted)
+        wanted = self.group_aliases.get(wanted, wanted)
         for group in self._action_groups:
-            if self._shown(group) == wanted:
+            if self._group_name(group) == wanted:
                 return self._help_of(str(group.title), group._group_actions)
         found = [
             action
@@ -96,8 +98,8 @@ class Parser(argparse.ArgumentParser):
             return f"no group or option matches {shortened(word)}; try `{self.prog} --help`\n"
         return self._help_of(f"options with {wanted!r} in their names", found)
 
-    def _shown(self, group: argparse._ArgumentGroup) -> str:
-        """Return the name of a group with options, as `--help=GROUP` takes it."""
+    def _group_name(self, group: argparse._ArgumentGroup) -> str:
+        """Return the name of a group for `--help=GROUP`; an empty name if it has no options."""
         flags = any(action.option_strings for action in group._group_actions)
         return str(group.title).partition(" (")[0].partition(",")[0] if flags else ""
 
@@ -115,8 +117,8 @@ class Parser(argparse.ArgumentParser):
         if message not in self.problems:
             self.problems.append(message)
 
-    def note(self, flag: str, remark: str) -> None:
-        self.notes[flag] = remark
+    def note(self, flag: str, text: str) -> None:
+        self.notes[flag] = text
 
     def note_without_effect(self, flag: str, reason: str) -> None:
         flags = self.without_effect.setdefault(reason, [])
@@ -124,16 +126,16 @@ class Parser(argparse.ArgumentParser):
             flags.append(flag)
 
     def notice(self) -> str:
-        """Return one line about all notes and forget them; empty if there are none."""
+        """Return all notes in one line and forget them. Without notes the line is empty."""
         groups = [f"{', '.join(flags)} ({why})" for why, flags in self.without_effect.items()]
-        found = [f"{flag}: {remark}" for flag, remark in self.notes.items()]
+        found = [f"{flag}: {text}" for flag, text in self.notes.items()]
         if groups:
             found.insert(0, f"options without effect: {', '.join(groups)}")
         self.notes, self.without_effect = {}, {}
         return "; ".join(found)
 
     def finish(self) -> None:
-        """Ends the program with status 2 if anything is wrong."""
+        """End the program with status 2 if the command line has errors."""
         problems, self.problems = self.problems, []
         if not problems:
             return
@@ -142,19 +144,19 @@ class Parser(argparse.ArgumentParser):
         if len(problems) == 1:
             text = wrapped(f"twostroke: error: {problems[0]}", width, "  ")
         else:
-            head = f"twostroke: error: {len(problems)} things in this line cannot be taken:"
+            head = f"twostroke: error: this command line has {len(problems)} errors:"
             lines = [wrapped(f"  {problem}", width, "    ") for problem in problems]
             text = "\n".join([wrapped(head, width, "  "), *lines])
         self.exit(2, f"{text}\nTry `{self.prog} --help`.\n")
 
     def error(self, message: str) -> NoReturn:
-        """For what makes it useless to read on."""
+        """Report an error after which the rest of the line cannot be read."""
         self.problem(message)
         self.finish()
         raise AssertionError("unreachable")
 
     def without_unknown(self, words: Sequence[str]) -> list[str]:
-        """The words less the options that there are not, each of which is a problem."""
+        """Return the words without unknown options. Each unknown option is reported."""
         kept: list[str] = []
         value_of_unknown = False
         for at, word in enumerate(words):
@@ -166,47 +168,48 @@ class Parser(argparse.ArgumentParser):
                 value_of_unknown = False
                 continue
             flag, equals, _ = word.partition("=")
-            # `-O3` and `-c4096`, but no other word: argparse would ask which of several is meant.
+            # A short option with a joined value, `-O3` or `-c4096`. Letters after a short option
+            # are an unknown option.
             joined = not word[2:].isalpha() and word[:2] in self._option_string_actions
             joined = joined and not word.startswith("--")
             value_of_unknown = False
             if flag in self._option_string_actions or joined:
                 kept.append(word)
                 continue
-            self.problem(f"{shortened(flag)}: there is no such option{self.nearest(flag)}")
+            self.problem(f"{shortened(flag)}: unknown option{self.nearest(flag)}")
             value_of_unknown = not equals
         return kept
 
     def nearest(self, flag: str) -> str:
-        """`; did you mean --x?`, of the options in the help before the others."""
+        """Return `; did you mean --x?`. Options that the help shows go before hidden options."""
         shown: list[str] = []
         hidden: list[str] = []
         for option, action in self._option_string_actions.items():
-            if getattr(action, "unwanted", False):
+            if getattr(action, "is_refused", False):
                 continue
             (hidden if action.help == argparse.SUPPRESS else shown).append(option)
         found = nearest_flag(flag, shown) or nearest_flag(flag, hidden)
         return f"; did you mean {found}?" if found else ""
 
-    # ── argparse calls these where it would end the program at the first mistake ────────────
+    # ── overrides of the methods in which argparse ends the program at the first error ──────
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
             return super()._match_argument(action, arg_strings_pattern)
         except argparse.ArgumentError:
-            if not self.tells_all:
+            if not self.collects_errors:
                 raise
             self.problem(f"{_flag(action)}: a value is missing")
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         missing = action.option_strings and not arg_strings and action.nargs in (None, "+")
-        if self.tells_all and missing:
-            return argparse.SUPPRESS  # which `_match_argument` has told of
+        if self.collects_errors and missing:
+            return argparse.SUPPRESS  # `_match_argument` has reported it
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            if not self.tells_all:
+            if not self.collects_errors:
                 raise
             given = shortened(" ".join(arg_strings))
             self.problem(f"{_flag(action)} {given}: {_reason(action, error)}")
@@ -214,29 +217,29 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
-    """What a misspelt flag was meant to be: one that begins like it, or differs by few letters."""
+    """Return the known flag that begins like a misspelt flag or differs from it by few letters."""
     known = list(known)
     if len(flag) > MAX_SHOWN_CHARS:
         return None
-    begun = [one for one in known if one.startswith(flag)] if len(flag) > 4 else []
-    if len(begun) == 1:
-        return begun[0]
-    distances = {one: _distance(flag, one) for one in known}
-    best = min(distances, key=lambda one: distances[one], default=None)
+    longer = [name for name in known if name.startswith(flag)] if len(flag) > 4 else []
+    if len(longer) == 1:
+        return longer[0]
+    distances = {name: _distance(flag, name) for name in known}
+    best = min(distances, key=lambda name: distances[name], default=None)
     if best is not None and distances[best] <= max(1, len(_stem(flag)) // 4):
         return best
-    stems = {_stem(one): one for one in known}
+    stems = {_stem(name): name for name in known}
     near = get_close_matches(_stem(flag), stems, n=1, cutoff=0.75)
     return stems[near[0]] if near else None
 
 
 def _stem(flag: str) -> str:
-    """Return the part of a flag's name that tells it from other switches."""
+    """Return a flag's name without `--no-`, `--enable-` and `--disable-`."""
     return re.sub(r"^-+(no-)?((enable|disable)-)?", "", flag)
 
 
 def _distance(one: str, other: str) -> int:
-    """Letters added, left out, changed, or swapped with the next."""
+    """Return the number of letters that are added, removed, changed or swapped with the next."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
@@ -250,12 +253,14 @@ def _distance(one: str, other: str) -> int:
 
 
 def _flag(action: argparse.Action) -> str:
-    """Its longest name."""
+    """Return the longest name of an option."""
     return max(action.option_strings, key=len, default=str(action.metavar or action.dest))
 
 
 def _reason(action: argparse.Action, error: argparse.ArgumentError) -> str:
     if action.choices is not None:
         return f"expected one of {', '.join(map(str, action.choices))}"
-    kind: Any = action.type
-    return f"expected {KINDS[kind]}" if kind in KINDS else error.message
+    value_type: Any = action.type
+    if value_type in TYPE_NAMES:
+        return f"expected {TYPE_NAMES[value_type]}"
+    return error.message

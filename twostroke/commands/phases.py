@@ -6,7 +6,7 @@ import argparse
 import asyncio
 
 from twostroke.commands.bench import NOT_CERTIFIED, add_server_url, api_key
-from twostroke.commands.results import add_result_arguments, check_output, tell
+from twostroke.commands.output import add_result_arguments, check_output, tell
 
 DESCRIPTION = (
     "Send one controlled request (fixed prompt, fixed output, nobody else) to any server that "

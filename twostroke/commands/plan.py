@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.bench import api_key
-from twostroke.commands.results import check_output, tell, write
+from twostroke.commands.output import check_output, tell, write
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import asyncio
 import json
 
 from twostroke.commands.bench import add_server_url, api_key
-from twostroke.commands.results import add_result_arguments, check_output, tell, write
+from twostroke.commands.output import add_result_arguments, check_output, tell, write
 
 DESCRIPTION = (
     "Profile a running twostroke server for some seconds without restarting it: on a CPU the "

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.commands.flags import (
-    OF_A_SERVER,
+    SERVER_ONLY,
     add_engine_arguments,
     add_model_argument,
     engine_settings,
+    resolve_model,
     settings,
-    take_model,
 )
+from twostroke.commands.output import add_result_arguments, check_output, tell
 from twostroke.commands.parser import Parser
-from twostroke.commands.results import add_result_arguments, check_output, tell
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 
@@ -46,12 +46,12 @@ SHARED = {
     "enforce_eager",
 }
 # What measuring sets itself, and what has no part in it.
-NOT_HERE = OF_A_SERVER | {"max_model_len", "max_num_seqs", "enable_prefix_caching"}
+NOT_HERE = SERVER_ONLY | {"max_model_len", "max_num_seqs", "enable_prefix_caching"}
 NOT_HERE |= {"tensor_parallel_size"}
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.lines = ("--try", "--against")
+    parser.line_options = ("--try", "--against")
     add = parser.add_argument
     add_model_argument(parser)
     add("--against", metavar="BASE", help="a model, or '[MODEL] OPTIONS'; default: MODEL alone")
@@ -71,7 +71,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    take_model(args)
+    resolve_model(args)
     check_output(args.html)
     for name, least in (("context", 2), ("tokens", 2)):
         if getattr(args, name) < least:
@@ -129,7 +129,7 @@ def _parsed(line: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{line!r} is no line of options: {error}") from None
     args = parser.parse_args(words)
-    take_model(args)
+    resolve_model(args)
     parser.finish()
     return engine_settings(args)
 

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 
 from twostroke.commands.bench import api_key
-from twostroke.commands.results import add_result_arguments, check_output, tell
+from twostroke.commands.output import add_result_arguments, check_output, tell
 from twostroke.commands.trace import fetch_records
 from twostroke.errors import ConfigError
 

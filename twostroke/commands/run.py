@@ -15,14 +15,14 @@ from twostroke.commands.answer import (
     noticing_interrupts,
     written_words,
 )
+from twostroke.commands.answer_report import as_json, print_report
 from twostroke.commands.flags import (
-    OF_A_SERVER,
+    SERVER_ONLY,
     add_engine_arguments,
     add_sampling_arguments,
-    checked,
+    require_engine_config,
     sampling_params,
 )
-from twostroke.commands.report import as_json, print_report
 from twostroke.errors import RequestError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ DESCRIPTION = (
     "cache took follows below it, or on stderr if stdout is not a terminal."
 )
 OPERANDS = " [MODEL] PROMPT ..."
-TELLS_ALL = True  # that is wrong with a line and its settings, at once
+COLLECT_ERRORS = True  # that is wrong with a line and its settings, at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object instead, once it is done"
     )
     add_sampling_arguments(parser)
-    add_engine_arguments(parser, leave_out=OF_A_SERVER)
+    add_engine_arguments(parser, leave_out=SERVER_ONLY)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace) -> int:
         args.parser.problem("--system is part of a chat, which --raw leaves out; give one of them")
     if not hasattr(args, "model") and args.prompt and names_a_model(args.prompt[0]):
         args.model = args.prompt.pop(0)
-    config = checked(args)
+    config = require_engine_config(args)
     if config.model is not None:
         check_path(config.model)
     text = _read_prompt(args)

@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING
 
 from twostroke.commands.banner import INDENT, banner
 from twostroke.commands.parser import Parser
-from twostroke.commands.serve_flags import add_server_arguments, settle, start_logging
-from twostroke.commands.terminal import columns, glued, wrapped
+from twostroke.commands.serve_flags import add_server_arguments
+from twostroke.commands.serve_settings import resolve_settings, start_logging
+from twostroke.commands.terminal import columns, unbreakable, wrapped
 
 if TYPE_CHECKING:
     from twostroke.engine.remote import RemoteEngine
-    from twostroke.route.client import RoutedEngine
     from twostroke.route.on_ray import RayCluster
+    from twostroke.route.routed_engine import RoutedEngine
 
 DESCRIPTION = (
     "Serve a model over HTTP with OpenAI's API. Flags and their names are those of `vllm serve`; "
     "one that twostroke does not have is refused with the reason."
 )
 OPERANDS = " [MODEL]"
-TELLS_ALL = True  # that is wrong with a line and its settings, at once
+COLLECT_ERRORS = True  # that is wrong with a line and its settings, at once
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     started_s = monotonic()
-    config, settings, args = settle(args)
+    config, settings, args = resolve_settings(args)
     settings = replace(settings, engine=config)
     start_logging(args, settings)
     from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn
@@ -71,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
             ) as one:
                 yield one
             return
-        from twostroke.route.client import RoutedEngine
+        from twostroke.route.routed_engine import RoutedEngine
 
         where = DEFAULT_BUILDER, spawned, *limits, cluster
         async with await RoutedEngine.start(engines, *where) as several:
@@ -85,7 +86,7 @@ def execute(args: argparse.Namespace) -> int:
         several = args.pools.summary
         text = banner(client.info, where, len(settings.api_keys), exposed, ready_s, several)
         with contextlib.suppress(OSError):  # a full disk for the log is no reason not to serve
-            text = wrapped(text.replace(" GiB", glued(" GiB")), columns(sys.stderr), INDENT)
+            text = wrapped(text.replace(" GiB", unbreakable(" GiB")), columns(sys.stderr), INDENT)
             print(text, file=sys.stderr, flush=True)
 
     try:

@@ -1,4 +1,4 @@
-"""Text for people: as wide as their terminal, broken between words only."""
+"""Text for a terminal: wrapped at the terminal's width, between words only."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ import textwrap
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
-GLUE = "\u00a0"
-LEAST_COLUMNS = 20  # narrower, a flag's name would not fit
+from twostroke.environment import terminal_columns
+
+NO_BREAK_SPACE = "\u00a0"
+MIN_COLUMNS = 20  # the name of a flag fits
 
 
 def columns(stream: TextIO | None) -> int | None:
-    """The terminal's width; None for a file or a pipe, where lines may have any length."""
-    if stream is None or not stream.isatty():  # None: it was closed before the start
+    """Return the terminal's width; None for a file or a pipe, where lines may have any length."""
+    if stream is None or not stream.isatty():  # None: the stream was closed before the start
         return None
-    said = os.environ.get("COLUMNS", "")
-    if said.isdigit() and int(said) > 0:
-        return max(LEAST_COLUMNS, int(said))
+    if chosen := terminal_columns():
+        return max(MIN_COLUMNS, chosen)
     try:
-        # 0: a terminal that does not know its size
-        return max(LEAST_COLUMNS, os.get_terminal_size(stream.fileno()).columns or 80)
+        # 0: the terminal does not know its size
+        return max(MIN_COLUMNS, os.get_terminal_size(stream.fileno()).columns or 80)
     except (OSError, ValueError):
         return 80
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> str:
-    """The text in lines of at most `width` columns, all but the first indented. Its own line
-    breaks stay, a word that is wider than a line keeps one to itself, and words that are `glued`
-    stay together."""
+    """Wrap a text at `width` columns and indent all lines but the first. Line breaks of the text
+    stay. A word that is wider than a line has a line of its own. `unbreakable` texts are not
+    wrapped."""
     if width is None:
-        return text.replace(GLUE, " ")
+        return text.replace(NO_BREAK_SPACE, " ")
     lines = (
         textwrap.fill(
             line,
@@ -41,16 +42,16 @@ def wrapped(text: str, width: int | None, indent: str = "") -> str:
         )
         for line in text.split("\n")
     )
-    return "\n".join(lines).replace(GLUE, " ")
+    return "\n".join(lines).replace(NO_BREAK_SPACE, " ")
 
 
-def glued(text: str) -> str:
-    return text.replace(" ", GLUE)
+def unbreakable(text: str) -> str:
+    return text.replace(" ", NO_BREAK_SPACE)
 
 
 class WordWriter:
-    """Text as it is written, in lines of at most `width` columns: a word that would cross the edge
-    begins the next line. A word is shown once it is complete."""
+    """Writes a stream of text in lines of at most `width` columns. A word that would cross the edge
+    begins the next line. A word is written when it is complete."""
 
     def __init__(self, stream: TextIO, width: int) -> None:
         self._stream, self._width = stream, width
@@ -59,7 +60,7 @@ class WordWriter:
 
     def write(self, text: str) -> None:
         for char in text:
-            wide = east_asian_width(char) in "WF"  # written without spaces; a line may end anywhere
+            wide = east_asian_width(char) in "WF"  # a line may end after any of these characters
             if not (char.isspace() or wide):
                 self._word += char
                 continue
@@ -69,7 +70,7 @@ class WordWriter:
             elif wide:
                 self._word = char
                 self._put_word()
-            elif self._column < self._width:  # a space at the edge is the end of the line
+            elif self._column < self._width:  # a space at the edge is dropped
                 self._put(char, 8 - self._column % 8 if char == "\t" else 1)
         self._stream.flush()
 

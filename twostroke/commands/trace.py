@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.commands.bench import add_server_url, api_key
-from twostroke.commands.results import check_output
+from twostroke.commands.output import check_output
 from twostroke.errors import ConfigError
 
 DESCRIPTION = (

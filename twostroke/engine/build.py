@@ -115,7 +115,7 @@ class Engine:
             family=self.spec.family,
             num_parameters=self.spec.num_parameters(),
             file_format=self.file_format,
-            kv_layout=self.core.scheduler.kv_layout,
+            kv_layout=self.core.scheduler.offers.layout,
             figures=model_figures(self.spec, self.core.cost),
             **self._ceilings()._asdict(),
         )
@@ -213,7 +213,7 @@ def _kept_in(
         kept = asked if stored.lower() in DENSE else model.dtype if quantized else stored
     elif config.phases_differ:
         phases = ("prefill", "decode")
-        kept = " + ".join(f"{one} {config.of_phase(one).quantization or dtype}" for one in phases)
+        kept = " + ".join(f"{one} {config.for_phase(one).quantization or dtype}" for one in phases)
     elif any(phase_formats(model.spec, model.weights, config, blocks=triton)):
         kept = stored if quantized or asked is None else asked
     else:

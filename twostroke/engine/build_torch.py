@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twostroke.config import EngineConfig, visible_gpu
+from twostroke.config import EngineConfig
 from twostroke.engine.assembly import Started, config_sharing, scheduler_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import engines_on_gpu, find_device
+from twostroke.environment import visible_gpu
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.executor import Executor

@@ -11,7 +11,7 @@ from time import monotonic
 
 import zmq
 
-from twostroke.engine.clocks import Clock, clock_id
+from twostroke.engine.clocks import RemoteClock, clock_id
 from twostroke.engine.spawn import Launched
 from twostroke.engine.wire import (
     STEPS_AHEAD,
@@ -54,7 +54,7 @@ class Child:
         self.ready_s = 0.0
         self.heard_s = monotonic()  # when its last message came
         self.step_s = 0.0  # how long the step that it ran then had taken so far
-        self.clock = Clock(clock_id())  # the engine's
+        self.clock = RemoteClock(clock_id())  # the engine's
         self.on_message: Callable[[FromEngine], None] | None = None
         self._heard_any = False
         self._launched, self._hang_timeout_s = launched, hang_timeout_s
@@ -156,7 +156,7 @@ class Child:
             self.clock.heard(message.now_s)
             return
         if isinstance(message, Ready):
-            self.clock = Clock(message.clock)
+            self.clock = RemoteClock(message.clock)
             self.clock.heard(message.now_s)
             if not self._ready.done():
                 self._ready.set_result(message)

@@ -1,5 +1,8 @@
-"""`Clock`: another process's monotonic clock. On one machine all have the same; that of another
-machine began at another time, so what it dates is moved to ours, and the other way round."""
+"""`RemoteClock`: the monotonic clock of another process.
+
+All processes of one machine share one monotonic clock. The clock of another machine began at
+another time, so times are converted when messages arrive and when requests are sent.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def clock_id() -> str:
         return "one machine"
 
 
-class Clock:
+class RemoteClock:
     """`ahead_s`: how far ours is ahead of theirs. The message that took the least time to come
     tells best."""
 

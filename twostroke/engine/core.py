@@ -2,10 +2,10 @@
 
     plan n+1 ─▶ forward ─▶ sample ─▶ wait for n ─▶ commit n
 
-With an executor that runs one step at a time this is plan, run, commit. With one that takes
-several, a step is planned and launched while the one before it still runs. What a grammar allows
-next depends on the token before, so where a step has such a sample, its forward is launched as
-ever, then n is waited for and committed, and only then is n+1 sampled, with the masks:
+With an executor that runs one step at a time, the loop is: plan, run, commit. With an executor that
+takes several steps, a step is planned and launched while the step before it still runs. A grammar
+needs the token before. So if a step samples with a grammar, its forward is launched as usual, then
+step n is waited for and committed, and only then is step n+1 sampled, with the masks:
 
     plan n+1 ─▶ forward ─▶ wait for n ─▶ commit n ─▶ masks ─▶ sample
 """
@@ -17,19 +17,20 @@ from time import monotonic
 from typing import Any
 
 from twostroke.engine.profiler import Profiler
+from twostroke.engine.step_recorder import StepRecorder
 from twostroke.errors import EngineError, RequestError
 from twostroke.exec.executor import ChunkLogits, Executor
 from twostroke.exec.grammar import End, Grammars
 from twostroke.exec.profile import Profile
 from twostroke.model.describe.cost import CostModel
-from twostroke.observe.blame import Ledger
-from twostroke.observe.record import Causes, FirstToken, PhaseRecord, Records, StepRecord
-from twostroke.plan import StepResult
+from twostroke.observe.blame import GapLedger
+from twostroke.observe.record import Records
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Committed, Scheduler, Update
+from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import StepInFlight
+from twostroke.sched.updates import Update
 
-COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar is deaf to all else
+COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar handles nothing else
 
 
 class EngineCore:
@@ -44,22 +45,23 @@ class EngineCore:
         self.scheduler = scheduler
         self.records = Records()
         self.profiler = Profiler(begin_profile, self.records)
-        self.ledger = Ledger(scheduler.pacer.times)
+        self.ledger = GapLedger(scheduler.pacer.times)
+        self.recorder = StepRecorder(cost, self.ledger, self.records, scheduler.config.block_size)
         self._executor = executor
         self.cost = cost
         self._grammars = grammars
-        self._compiling: dict[str, EngineRequest] = {}  # by name; their grammars are not ready
+        # Requests whose grammars are not ready, by id, and how many tokens each may write.
+        self._compiling: dict[str, tuple[EngineRequest, int]] = {}
         self._idle_step = False  # the last step had nothing to launch
-        self._device_free_s = 0.0  # when the executor last had nothing left to do
 
     def warm(self) -> None:
-        """Make ready what the first request of its kind would wait for."""
+        """Prepare what the first request with a grammar would else wait for."""
         if self._grammars is not None:
             self._grammars.warm()
 
-    def hear_chunk_logits(self, hear: ChunkLogits | None) -> None:
-        """Give `hear` the logits of all positions that are prefilled from now on."""
-        self._executor.on_chunk_logits = hear
+    def on_chunk_logits(self, listener: ChunkLogits | None) -> None:
+        """Give `listener` the logits of every position that is prefilled from now on."""
+        self._executor.on_chunk_logits = listener
 
     @property
     def has_work(self) -> bool:
@@ -70,43 +72,42 @@ class EngineCore:
     def num_waiting(self) -> int:
         return self.scheduler.num_waiting + len(self._compiling)
 
-    def add(self, given: EngineRequest) -> None:
-        if given.params.structured_outputs is None and given.thinking is None:
-            self.scheduler.add(given)
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; raise `RequestError` if it can never run (`Scheduler.check`)."""
+        max_outputs = self.scheduler.check(request)
+        if request.request_id in self._compiling:
+            raise RequestError(f"a request with the id {request.request_id!r} is already running")
+        if request.params.structured_outputs is None and request.thinking is None:
+            self.scheduler.add(request, max_outputs)
             return
         if self._grammars is None:
             raise RequestError(
                 "structured_outputs and thinking_token_budget need a tokenizer, and none is loaded"
             )
-        self.scheduler.check(given)
-        if given.request_id in self._compiling:
-            raise RequestError(f"a request with the id {given.request_id!r} is already running")
-        if self._grammars.add(given):
-            self.scheduler.add(given)
+        if self._grammars.add(request):
+            self.scheduler.add(request, max_outputs)
         else:
-            self._compiling[given.request_id] = given
+            self._compiling[request.request_id] = request, max_outputs
 
     def _take_compiled(self) -> list[Update]:
-        """Requests whose grammar is ready enter the schedule. Those whose grammar failed end."""
-        if self._grammars is None or not self._compiling:
-            return []
+        """Schedule the requests whose grammar is ready; end those whose grammar failed."""
+        grammars = self._grammars
+        assert grammars is not None
         idle = not self.scheduler.has_requests and not self.scheduler.in_flight
         ends = []
-        for name, error in self._grammars.take_compiled(COMPILE_POLL_S if idle else 0.0):
-            given = self._compiling.pop(name, None)
-            if given is None:  # aborted meanwhile
-                self._grammars.drop(name)
+        for name, error in grammars.take_compiled(COMPILE_POLL_S if idle else 0.0):
+            if name not in self._compiling:  # aborted meanwhile
+                grammars.drop(name)
                 continue
-            self.scheduler.add(given)
+            self.scheduler.add(*self._compiling.pop(name))
             if error:
                 ends.append(self._end(name, End(error)))
         self._note_ends(ends)
         return ends
 
     def abort(self, request_id: str) -> Update | None:
-        compiling = self._compiling.pop(request_id, None)
-        if compiling is not None:  # it enters the schedule to leave it, with a record
-            self.scheduler.add(compiling)
+        if request_id in self._compiling:  # it enters the schedule to leave it, with a record
+            self.scheduler.add(*self._compiling.pop(request_id))
         update = self.scheduler.abort(request_id)
         if update is not None:
             self._note_ends([update])
@@ -114,59 +115,52 @@ class EngineCore:
 
     @property
     def is_stalled(self) -> bool:
-        """All that is left waits for blocks that other engines have not fetched yet."""
+        """Whether all requests wait for blocks that other engines have not fetched yet."""
         scheduler = self.scheduler
         return self._idle_step and scheduler.kv.num_held > 0 and not scheduler.in_flight
 
     @property
     def awaits_fetch(self) -> bool:
-        """All that is left waits for blocks that are on their way here."""
+        """Whether all requests wait for blocks that are being fetched."""
         scheduler = self.scheduler
         return self._idle_step and scheduler.kv.num_receiving > 0 and not scheduler.in_flight
 
-    def fetch_ahead(self, given: EngineRequest) -> None:
+    def fetch_ahead(self, request: EngineRequest) -> None:
         """See `Scheduler.fetch_ahead`."""
-        self.scheduler.fetch_ahead(given)
+        self.scheduler.fetch_ahead(request)
 
     def release_offers(self, numbers: list[int]) -> None:
-        """Other engines have fetched these blocks, or will not. Numbers that are not known, of an
-        engine that was here before this one, are ignored."""
+        """Free blocks that other engines have fetched or do not need."""
         for number in numbers:
-            self.scheduler.release_offer(number)
-
-    def tidy(self) -> None:
-        """Let go what engines shared with this one that have ended."""
-        self.scheduler.tidy()
+            self.scheduler.offers.release(number)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; running requests keep their blocks."""
+        """Drop every cached prefix; running requests keep their blocks."""
         self.scheduler.reset_prefixes()
 
     def step(self) -> list[Update]:
-        """Launch a step if there is one to launch; take in the oldest that must be waited for."""
-        return [*self._take_compiled(), *self._step()]
-
-    def _step(self) -> list[Update]:
+        """Launch a step if there is work, and collect the oldest step if it must be waited for."""
+        updates = self._take_compiled() if self._compiling else []
         step = self.scheduler.plan(self._held())
         self._idle_step = step is None
-        updates: list[Update] = []
         try:
             if step is not None:
                 self._launch(step, updates)
-            most = 0 if step is None else self._executor.max_in_flight - 1
-            if len(self.scheduler.in_flight) > most:
-                updates += self._land()
+            max_in_flight = 0 if step is None else self._executor.max_in_flight - 1
+            if len(self.scheduler.in_flight) > max_in_flight:
+                updates += self.collect_step()
         except Exception as error:
             updates += self._fail(error)
         return updates
 
     def _held(self) -> frozenset[str]:
-        """Return the requests that wait a step for the masks of others."""
+        """Return the requests that skip a step because other requests wait for masks."""
         grammars = self._grammars
         return grammars.held() if grammars is not None and grammars.active else frozenset()
 
     def _launch(self, step: StepInFlight, updates: list[Update]) -> None:
-        """`updates`: gets those of steps that are waited for before this one can be sampled."""
+        """Launch a step. Appends the updates of the steps that are waited for before it can be
+        sampled."""
         grammars, in_flight = self._grammars, self.scheduler.in_flight
         step.launched_s = monotonic()
         handle = self._executor.forward(step.plan)
@@ -174,17 +168,18 @@ class EngineCore:
         if grammars is not None and grammars.active:
             samples = grammars.samples(step.plan)
             while samples and in_flight[0] is not step:
-                updates += self._land()
+                updates += self.collect_step()
             masks = grammars.masks(samples)
         step.pending = self._executor.sample(handle, masks)
 
-    def _land(self) -> list[Update]:
+    def collect_step(self) -> list[Update]:
+        """Wait for the oldest step in flight, commit it and record it."""
         step = self.scheduler.in_flight[0]
         assert step.pending is not None
         result = step.pending.wait()
         now = monotonic()
         committed = self.scheduler.commit(result, now)
-        self._record(step, result, committed, now)
+        self.recorder.add(step, result, committed, now)
         updates = committed.updates
         if self._grammars is not None and self._grammars.active:
             updates = self._follow(self._grammars, updates)
@@ -192,16 +187,16 @@ class EngineCore:
         return updates
 
     def _follow(self, grammars: Grammars, updates: list[Update]) -> list[Update]:
-        """Grammars move on by the tokens committed. A request whose grammar has come to its end
-        ends there, whatever min_tokens and ignore_eos say."""
+        """Advance grammars by the committed tokens. A request whose grammar is complete ends there,
+        regardless of min_tokens and ignore_eos."""
         followed = []
         for update in updates:
             ended = update.finish_reason not in (None, FinishReason.PREFILLED)
             end = None
             if update.tokens:
                 end = grammars.advance(update.request_id, update.tokens, ended)
-            if end is not None and update.offer is not None:  # nobody need go on with it
-                self.scheduler.release_offer(update.offer.number)
+            if end is not None and update.offer is not None:  # no engine need continue it
+                self.scheduler.offers.release(update.offer.number)
                 followed.append(self._end(update.request_id, end, update))
                 continue
             if end is None or not ended:
@@ -211,7 +206,8 @@ class EngineCore:
         return followed
 
     def _end(self, request_id: str, end: End, last: Update | None = None) -> Update:
-        """`last`: the update that ended it already, if one did."""
+        """Make the final update of a request that its grammar ends. `last`: the update that ended
+        the request already, if one did."""
         last = last or self.scheduler.abort(request_id)
         assert last is not None
         assert last.record is not None
@@ -229,7 +225,7 @@ class EngineCore:
                     self._grammars.drop(update.request_id)
 
     def _fail(self, error: Exception) -> list[Update]:
-        """A step could not run. Whose fault it was is found out, and the engine goes on."""
+        """Continue after a step that could not run; `Scheduler.fail` finds the request at fault."""
         reason = f"{type(error).__name__}: {error}"
         if not self.scheduler.in_flight:
             raise EngineError(f"the engine failed with no step running ({reason})") from error
@@ -237,74 +233,3 @@ class EngineCore:
         self._executor.reset()
         self._note_ends(updates)
         return updates
-
-    def _record(
-        self, step: StepInFlight, result: StepResult, committed: Committed, now: float
-    ) -> None:
-        plan, cost = step.plan, self.cost
-        chunks, slots = plan.prefill, plan.decode
-        samples = len(step.sampled) - len(slots)
-        prefill, decode = plan.prefill_work, plan.decode_work
-        prefill_bytes, decode_bytes = cost.kv_bytes(prefill), cost.kv_bytes(decode)
-        tokens = prefill.tokens + decode.tokens
-        weights = cost.of_step(prefill.tokens).weight_bytes(len(result.tokens), tokens)
-        if slots:
-            decode_bytes += weights
-        else:
-            prefill_bytes += weights
-        started = max(step.launched_s, self._device_free_s)
-        gap = started - self._device_free_s if self._device_free_s else 0.0
-        gap = gap if result.idle_s is None else result.idle_s
-        self._device_free_s = now
-        prefill_flops = cost.prefill_flops(prefill, samples)
-        decode_flops = cost.decode_flops(decode)
-        ledger = self.ledger
-        since = ledger.add_step(
-            plan.step,
-            step.planned_s,
-            now,
-            result.device_s,
-            prefill,
-            decode,
-            decode_flops / (prefill_flops + decode_flops),
-            result.comm_s,
-        )
-        for record in committed.first:
-            ledger.open(record)
-        late = [ledger.late(*one) for one in committed.late]
-        for record, since_s in committed.resumed:
-            ledger.open(record)
-            late.append(Causes(preemption=now - since_s))
-        block_size = self.scheduler.config.block_size
-        self.records.add_step(
-            StepRecord(
-                plan.step,
-                step.planned_s,
-                step.launched_s,
-                now,
-                result.device_s,
-                gap,
-                PhaseRecord(
-                    prefill.rows, prefill.tokens, prefill.kv_tokens, prefill_flops, prefill_bytes
-                ),
-                PhaseRecord(
-                    decode.rows, decode.tokens, decode.kv_tokens, decode_flops, decode_bytes
-                ),
-                chunks,
-                slots,
-                step.waiting,
-                step.running,
-                step.preempted,
-                step.kv,
-                step.recomputed,
-                since,
-                committed.regular,
-                tuple(late),
-                tuple([FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in committed.first]),
-                step.predicted_s or None,
-                committed.drafted,
-                result.comm_s,
-                result.comm_bytes,
-                sum(one.stop - one.start for one in plan.evicted) * block_size,
-            )
-        )

@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 
-from twostroke.config import EngineConfig, hides_gpus
+from twostroke.config import EngineConfig
+from twostroke.environment import hides_gpus
 from twostroke.errors import ConfigError
 
 DRIVERS = {"linux": "libcuda.so.1", "win32": "nvcuda.dll"}  # torch finds no GPU without

@@ -1,7 +1,7 @@
 """Users' grammars are compiled here first, in a process that may crash.
 
 Some grammars take llguidance minutes, some overflow its stack, and their text does not show it. A
-worker (`limited.py`) compiles with the model's own tokenizer, as the engine will, and with less
+worker (`sandbox.py`) compiles with the model's own tokenizer, as the engine will, and with less
 stack than the engine has. The processes are started with the first request that has a grammar. No
 torch.
 """
@@ -16,9 +16,9 @@ from hashlib import sha256
 from typing import Final
 
 from twostroke.errors import RequestError
-from twostroke.limited import LimitedPool, Limits, OverLimit, Work
 from twostroke.model.text.grammar_tokenizer import make_tokenizer
 from twostroke.request import StructuredOutputs
+from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 from twostroke.structured import check_size, compile_grammar
 
 WORKERS: Final = 2
@@ -36,8 +36,8 @@ class GrammarCheck:
     """Checks grammars, and remembers what was wrong with them. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, end_ids: list[int]) -> None:
-        hello = json.dumps([tokenizer_json, end_ids]).encode()
-        self._pool = LimitedPool("twostroke.engine.grammar_check:checker", hello, WORKERS, LIMITS)
+        setup = json.dumps([tokenizer_json, end_ids]).encode()
+        self._pool = SandboxPool("twostroke.engine.grammar_check:checker", setup, WORKERS, LIMITS)
         self._lock = threading.Lock()
         self._found: OrderedDict[bytes, str] = OrderedDict()  # what is wrong with it, if anything
 
@@ -68,12 +68,12 @@ class GrammarCheck:
     def _ask(self, request: bytes) -> str:
         try:
             return self._pool.ask(request).decode()
-        except OverLimit as error:
+        except LimitExceeded as error:
             problem = (
                 f"structured_outputs: the grammar is too complex ({error}); simplify it: less "
                 "nesting, fewer patterns, references and alternatives"
             )
-            if error.by_chance:
+            if error.transient:
                 raise RequestError(problem) from None
             return problem
 
@@ -81,9 +81,9 @@ class GrammarCheck:
         self._pool.close()
 
 
-def checker(hello: bytes) -> Work:
+def checker(setup: bytes) -> Work:
     """In the worker: a grammar → its error, or nothing."""
-    tokenizer = make_tokenizer(*json.loads(hello))
+    tokenizer = make_tokenizer(*json.loads(setup))
 
     def check(request: bytes) -> bytes:
         try:

@@ -18,7 +18,7 @@ from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
 from twostroke.outputs import CompletionOutput, Deltas, Logprobs, RequestOutput, snapshot
 from twostroke.request import EngineRequest, FinishReason, SamplingParams
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 OnOutput = Callable[[RequestOutput], None]
 OnError = Callable[[Exception], None]

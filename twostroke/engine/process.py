@@ -64,7 +64,7 @@ from twostroke.network_auth import (
     protect_listener,
 )
 from twostroke.observe.record import StepRecord
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 if TYPE_CHECKING:  # the builder decides what is imported
     from twostroke.engine.core import EngineCore
@@ -159,7 +159,7 @@ class EngineServer:
                 if not self._handle(self._unhandled.popleft()):
                     return False
                 continue
-            while not self._core.has_work and self._core.scheduler.make_ready():
+            while not self._core.has_work and self._core.scheduler.offers.prepare_memory():
                 if self._inbox.poll(0):
                     break
             if not self._core.has_work and not self._inbox.poll(ORPHAN_CHECK_MS):
@@ -214,7 +214,7 @@ class EngineServer:
 
     def _tidy(self) -> None:
         if monotonic() - self._tidied_s > TIDY_S:
-            self._core.tidy()
+            self._core.scheduler.offers.release_memory_of_ended_engines()
             self._tidied_s = monotonic()
 
     def _add(self, message: Add) -> None:
@@ -283,7 +283,7 @@ class EngineServer:
                 del self._names[self._handles.pop(update.request_id)]
 
     def _send_fetched(self) -> None:
-        for fetched in self._core.scheduler.take_fetched():
+        for fetched in self._core.scheduler.received.take_fetched():
             name, num_bytes, seconds, problem, waited_s, way, ahead = fetched
             handle = self._ahead.pop(name) if ahead else self._handles[name]
             self._send(FetchedOffer(handle, num_bytes, seconds, problem, waited_s, way))

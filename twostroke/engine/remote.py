@@ -39,7 +39,7 @@ from twostroke.model.load import chat_template_source, find_model, open_tokenize
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 MAX_ATTEMPTS = 4  # engines that one request may be sent to: it may be what kills them
 

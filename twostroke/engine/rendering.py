@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from twostroke.errors import RequestError
-from twostroke.limited import LimitedPool, Limits, OverLimit
 from twostroke.model.text.template_source import template_name
+from twostroke.sandbox import LimitExceeded, Limits, SandboxPool
 
 # In a program that renders for its own user: a conversation may be as long as its memory allows.
 OWN_USER: Final = Limits(cpu_s=5.0, wall_s=60.0, memory_bytes=256 * 1024**2)
@@ -33,7 +33,7 @@ class TemplateRenderer:
 
     def __init__(self, workers: int = 1, limits: Limits = OWN_USER) -> None:
         work = "twostroke.model.text.chat_template:renderer"
-        self._pool = LimitedPool(work, b"", workers, limits)
+        self._pool = SandboxPool(work, b"", workers, limits)
 
     def start(self) -> None:
         """Start the processes without waiting for them; else the first rendering does."""
@@ -50,7 +50,7 @@ class TemplateRenderer:
         param = "chat_template" if template.of_request else None
         try:
             answer = self._pool.ask(b"[%b,%b,%b]" % (head, conversation, tail))
-        except OverLimit as error:
+        except LimitExceeded as error:
             message = f"{name} cannot be rendered for these messages: {error}"
             raise RequestError(message, param=param) from None
         except RequestError as error:

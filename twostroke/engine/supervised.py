@@ -47,7 +47,7 @@ from twostroke.errors import EngineError
 from twostroke.kv.cache import KVUsage
 from twostroke.observe.record import Records
 from twostroke.request import EngineRequest
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
 STEADY_S = 30.0

@@ -23,7 +23,7 @@ from twostroke.kv.transfer import Offer
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 # ── to the engine ───────────────────────────────────────────────────────────────────────────────
 
@@ -105,7 +105,7 @@ class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
     message: str
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
+class PackedRecord(msgspec.Struct, array_like=True, frozen=True):
     """`RequestRecord` with its arrays as bytes."""
 
     request_id: str
@@ -142,7 +142,7 @@ class FullUpdate(msgspec.Struct, array_like=True, frozen=True):
     finish_reason: FinishReason | None
     stop_reason: int | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
-    record: Record | None
+    record: PackedRecord | None
     error: str
     progress: int
     impossible: bool
@@ -276,19 +276,19 @@ def unpack_step(step: Step, names: Mapping[int, str]) -> list[Update]:
     return updates
 
 
-_RECORD_FIELDS = Record.__struct_fields__
+_RECORD_FIELDS = PackedRecord.__struct_fields__
 
 
-def _pack_record(record: RequestRecord) -> Record:
+def _pack_record(record: RequestRecord) -> PackedRecord:
     values = {name: getattr(record, name) for name in _RECORD_FIELDS}
     values["token_s"] = record.token_s.tobytes()
     values["token_step"] = record.token_step.tobytes()
     if record.gap_causes is not None:
         values["gap_causes"] = record.gap_causes.tobytes()
-    return Record(**values)
+    return PackedRecord(**values)
 
 
-def _unpack_record(packed: Record) -> RequestRecord:
+def _unpack_record(packed: PackedRecord) -> RequestRecord:
     values = {name: getattr(packed, name) for name in _RECORD_FIELDS}
     values["token_s"] = array("d", packed.token_s)
     values["token_step"] = array("q", packed.token_step)

@@ -27,9 +27,9 @@ from twostroke.errors import RequestError
 from twostroke.exec.samples import decode_tokens, samples_of
 from twostroke.exec.thinking import ThinkingState
 from twostroke.exec.token_mask import Mask, mask_from_bytes, mask_of
-from twostroke.limited import run_when_idle
 from twostroke.plan import StepPlan
 from twostroke.request import EngineRequest, StructuredOutputs
+from twostroke.sandbox import run_when_idle
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

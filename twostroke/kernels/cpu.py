@@ -1,4 +1,4 @@
-"""The native kernels, where the package was installed with them."""
+"""The native module, if the package was installed with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ISAS = ("auto", "amx", "avx512", "avx512bw", "avx2", "neon", "portable")
 
 
 def _load() -> ModuleType | None:
-    """None where they could not be built at the installation: torch, if it is there, remains."""
+    """Return the native module, or None if the installation could not build it."""
     try:
         from twostroke import _native
     except ImportError:
@@ -22,7 +22,8 @@ def _load() -> ModuleType | None:
 
 
 def _load_installed() -> ModuleType | None:
-    """Of the installed package, where the folder of its sources comes first on the path."""
+    """Return the module of the installed package. Needed when a source folder precedes it on the
+    path."""
     spec = PathFinder.find_spec("twostroke._native", extend_path([], "twostroke"))
     if spec is None or spec.loader is None:
         return None

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
+from twostroke.environment import visible_gpus
 from twostroke.kv.shared_memory import OthersMemory, SharedMemory, SharedPools
 from twostroke.kv.transfer import (
     Address,
@@ -155,8 +156,7 @@ class DeviceMemory(Way):
         """Devices are named by number, so that both must see the same ones."""
         if self._blocks.device.type == "cpu":
             return f"{this_host()} cpu"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        return f"{this_host()} cuda {visible}"
+        return f"{this_host()} cuda {visible_gpus()}"
 
     def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
         self._others.check_stands(address.at, offer.number)

@@ -125,7 +125,7 @@ class BlockServer:
     def _run(self) -> None:
         while True:
             try:
-                parts = receive_parts(self._socket, most=2)
+                parts = receive_parts(self._socket, max_parts=2)
             except zmq.ContextTerminated:
                 self._socket.close()
                 return

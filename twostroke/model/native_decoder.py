@@ -1,8 +1,9 @@
-"""`NativeDecoder`: the decoder of `decoder.py` in C++ (`native/`), for CPUs.
+"""`NativeDecoder`: the decoder in C++ (`native/`), for CPUs.
 
-Weights stay as the file packs them, in an order that the CPU likes: nothing is lost. Activations
-are rounded to blocks of 8 bits before each product with a packed matrix, and attention is computed
-in fp16 or bfloat16 where the machine does that, unless `exact`.
+The decoder receives the fields of `ModelSpec` and the weights by canonical name. Weights keep the
+values of the file; only their order is adapted to the CPU. Activations are rounded to int8 blocks
+before each matmul with a packed matrix, and attention is computed in fp16 or bfloat16 where the
+machine supports it, unless `exact`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -34,19 +36,20 @@ from twostroke.model.gguf.iq_grids import grid_of
 from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite
 from twostroke.model.weights.rounding import rounded_blocks
 
-BLOCK = 32  # weights that share a scale
+BLOCK = 32  # columns of a matrix that share a scale
 DENSE = {BlockType.F32, BlockType.F16, BlockType.BF16}
 DTYPES = {"bfloat16": BlockType.BF16, "float16": BlockType.F16}
 QUANTIZATION = {"int4": "q4", "int8": "q8"}
-ROUNDED = {"q4": BlockType.Q4_1, "q8": BlockType.Q8_0}  # what is as these formats are
-ELEMENTS_AT_ONCE = 1 << 22  # of a matrix that is read as floats
+ROUNDED = {"q4": BlockType.Q4_1, "q8": BlockType.Q8_0}  # block types of equal precision
+ELEMENTS_AT_ONCE = 1 << 22  # elements of a dense matrix that are read at one time
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Weights = dict[str, Any]  # canonical name → Matrix or Floats
 
 
 class Packing:
-    """Which matrices are kept side by side, and in which format each is."""
+    """The choice of the matrices that are packed together, and of the format of each."""
 
     def __init__(
         self,
@@ -57,17 +60,17 @@ class Packing:
         isa: str = "auto",
         importance: Mapping[str, Floats] | None = None,
     ) -> None:
-        """`importance`: what the errors of a matrix's columns count where it is rounded."""
+        """`importance`: for matrices that are rounded, the weight of the error of each column."""
         self.spec, self.source, self._isa = spec, source, isa
         self.importance = importance or {}
         self._dense = DTYPES.get(dtype, BlockType.F32)
-        self._sizes: dict[str, float] = {}  # bytes of a weight in each format
+        self._sizes: dict[str, float] = {}  # format → bytes of an element
         self._quantised = None if quantization is None else QUANTIZATION[quantization]
 
     def format(self, names: Sequence[str]) -> str:
-        """One for all of them: the smallest that loses nothing of what the file has, or the one
-        that is asked for. kv_b, of which prefill has one form and decode another, is never rounded:
-        the two would differ."""
+        """Return one format for all of these matrices: the smallest format that keeps the values of
+        the file, or the requested quantization. kv_b is never rounded, because prefill and decode
+        use two forms of kv_b, whose rounded values would differ."""
         types = {self.source.stored_type(name) or self._dense for name in names}
         dense, packed = types & DENSE, types - DENSE
         kept = names[0].rpartition(".")[2] in LATENT_EXPANDING
@@ -80,20 +83,21 @@ class Packing:
         return formats.pop() if len(formats) == 1 else "f32"
 
     def transposed_format(self, name: str) -> str:
-        """Of a matrix whose columns are to be rows: blocks of a row do not hold them."""
+        """Return the format of a matrix that is packed transposed, which cannot keep blocks."""
         type = self.source.stored_type(name) or self._dense
         return self._dense_format({type}) if type in DENSE else "f32"
 
     def _dense_format(self, types: set[BlockType]) -> str:
-        """In fp16, which some machines multiply, bfloat16 loses only the last bits of weights
-        below 10^-7."""
+        """Return f16 where the machine multiplies fp16: there, bfloat16 loses only the last bits of
+        weights below 10^-7."""
         type = types.pop() if len(types) == 1 else BlockType.F32
         if type != BlockType.F32 and cpu.module().has_fp16_products(self._isa):
             return "f16"
         return "bf16" if type == BlockType.BF16 else "f32"
 
     def matrices(self) -> list[list[str]]:
-        """All but the routers, which are kept in floats."""
+        """Return the names of the matrices, grouped as they are packed together, without the
+        routers, which stay in fp32."""
         found = [
             [f"layers.{n}.{name}" for name in names]
             for n, layer in enumerate(self.spec.layers)
@@ -102,24 +106,26 @@ class Packing:
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
     def refuse_quantised(self, quantization: str) -> None:
-        """Raise `ConfigError` if the file has a matrix of a layer in blocks already: `quantization`
-        would leave that matrix as it is. (Embedding and head may be in blocks, as for torch.)"""
+        """Raise `ConfigError` if a matrix of a layer is quantised in the file already: it would
+        keep its format under `quantization`. (Embedding and head may be quantised, as with torch.)
+        """
         for names in self.matrices():
             if names[0].startswith("layers."):
                 refuse_quantised(self.source, names, quantization)
 
     def weight_bytes(self) -> dict[str, float]:
-        """Of each matrix, in the format that it is kept in."""
+        """Return the bytes of each matrix in its packed format."""
         shapes = self.spec.weight_shapes()
         sizes: dict[str, float] = {}
         for names in self.matrices():
             each = self._bytes_of(self.format(names))
             sizes |= {name: each * math.prod(shapes[name]) for name in names}
         for n, layer in enumerate(self.spec.layers):
-            part = layer.attention
-            if part.latent is not None:  # its keys' rows once more
-                name = f"layers.{n}." + ("k_b" if part.latent.split else "kv_b")
-                count = part.num_heads * part.nope_dim * part.latent.kv_lora_rank
+            attention = layer.attention
+            if attention.latent is not None:  # the rows of the keys are packed twice
+                name = f"layers.{n}." + ("k_b" if attention.latent.split else "kv_b")
+                rank = attention.latent.kv_lora_rank
+                count = attention.num_heads * attention.nope_dim * rank
                 sizes[name] += count * self._bytes_of(self.transposed_format(name))
         routers = [name for name in shapes if name.endswith(".router")]
         return sizes | {name: 4.0 * math.prod(shapes[name]) for name in routers}
@@ -128,15 +134,17 @@ class Packing:
         return int(sum(self.weight_bytes().values()))
 
     def _bytes_of(self, format: str) -> float:
-        """A weight's, which the instruction set has a say in."""
+        """Return the bytes of one element, which depend on the instruction set."""
         if format not in self._sizes:
-            rows = 64  # whole groups of every instruction set
+            rows = 64  # a multiple of the lanes of every instruction set
             matrix = cpu.module().Matrix(format, rows, BLOCK, self._isa)
             self._sizes[format] = float(matrix.num_bytes / (rows * BLOCK))
         return self._sizes[format]
 
 
 class NativeDecoder:
+    """The native decoder of one model, with its weights."""
+
     def __init__(
         self,
         packing: Packing,
@@ -147,34 +155,18 @@ class NativeDecoder:
         exact: bool = False,
         scale_keys: bool = False,
     ) -> None:
-        """`scale_keys`: channels of keys and queries are scaled for a KV cache in int8
+        """`scale_keys`: scale the channels of keys and queries for an int8 KV cache
         (`key_scales.py`)."""
         self.spec = spec = packing.spec
         self.isa = isa
         self._logits = np.empty((0, spec.vocab_size), np.float32)
-        load = _Loader(packing, isa, scale_keys)
-        with ThreadPoolExecutor(max(threads, threads_prefill)) as pool:
-            embed = pool.submit(load.matrix, ["embed"])
-            layers = list(pool.map(load.layer, range(spec.num_layers)))
-            tied = spec.tie_embeddings
-            head = embed if tied else pool.submit(load.matrix, ["head"], spec.head_bias)
         self.model = cpu.module().Model(
-            isa=isa,
-            layers=layers,
-            embed=embed.result(),
-            head=head.result(),
-            final_norm=load.vector("final_norm"),
-            final_norm_bias=load.vector("final_norm_bias") if spec.norm_bias else None,
-            positions=load.vector("positions", max_len) if spec.learned_positions else None,
-            layer_norms=spec.norm == "layer",
+            spec=spec_record(spec),
+            weights=load_weights(packing, isa, max_len, max(threads, threads_prefill), scale_keys),
             ropes=[
                 (*rope_tables(rope, max_len), query_scales(rope, max_len)) for rope in spec.ropes()
             ],
-            eps=spec.norm_eps,
-            embed_scale=spec.embed_scale,
-            residual_scale=spec.residual_scale,
-            logit_scale=spec.logit_scale,
-            logit_softcap=spec.logit_softcap,
+            isa=isa,
             threads=threads,
             threads_prefill=threads_prefill,
             exact=exact,
@@ -190,19 +182,19 @@ class NativeDecoder:
         which: Ints,
         keep_all: bool = False,
     ) -> Floats:
-        """The logits of a step's tokens `which`, in memory that the next step reuses.
+        """Return the logits of the tokens `which` of a step, in memory that the next step reuses.
 
-        `tables` and `caches` have one entry for each KV group. Slots are [n, (row, position,
-        index)], several of one row if it has drafts; chunks [n, (row, start, size, index)]. The
-        index is the (first) token's place in the cache, the position its place in the text.
-        `keep_all`: `logits` of others may be asked for, so the last layer works for all of them.
+        `tables` and `caches` have one entry per KV group. Slots are [n, (row, position, index)];
+        a row with drafts has several. Chunks are [n, (row, start, size, index)]. The index is the
+        place of the (first) token in the cache, the position its place in the text. `keep_all`:
+        keep the hidden states of all tokens, so that `logits` can compute more of them.
         """
         out = self._rows(len(which))
         self.model.forward(tokens, tables, caches, slots, chunks, which, out, keep_all)
         return out
 
     def logits(self, which: Ints) -> Floats:
-        """Of more tokens of the last step, which was kept."""
+        """Return the logits of more tokens of the last step, which was run with `keep_all`."""
         out = self._rows(len(which))
         self.model.logits(which, out)
         return out
@@ -213,82 +205,97 @@ class NativeDecoder:
         return self._logits[:count]
 
 
+def spec_record(spec: ModelSpec) -> dict[str, Any]:
+    """Return the specification as the native decoder reads it: the fields of `ModelSpec` with the
+    number of each layer's rope table and its place among the KV groups. `native/src/spec.h` lists
+    the fields."""
+    ropes = spec.ropes()
+    places = {
+        layer_index: {"kv_group": number, "index_in_group": place}
+        for number, group in enumerate(spec.kv_groups())
+        for place, layer_index in enumerate(group.layers)
+    }
+    record = asdict(spec)
+    record["layers"] = [fields | places[index] for index, fields in enumerate(record["layers"])]
+    for layer, fields in zip(spec.layers, record["layers"], strict=True):
+        rope = layer.attention.rope
+        fields["attention"]["rope"] = {"table": ropes.index(rope), "dim": rope.dim}
+        if isinstance(layer.mlp, ExpertsSpec):
+            fields["experts"] = fields.pop("mlp")
+    return record
+
+
+def load_weights(
+    packing: Packing, isa: str, max_len: int, threads: int, scale_keys: bool = False
+) -> Weights:
+    """Return all weights of the model by canonical name. Matrices of one matmul are one weight:
+    `qkv`, `gate_up`."""
+    spec, load = packing.spec, _Loader(packing, isa, scale_keys)
+    weights: Weights = {"final_norm": load.vector("final_norm")}
+    if spec.norm_bias:
+        weights["final_norm_bias"] = load.vector("final_norm_bias")
+    if spec.learned_positions:
+        weights["positions"] = load.vector("positions", max_len)
+    with ThreadPoolExecutor(threads) as pool:
+        matrices = {"embed": pool.submit(load.matrix, ["embed"])}
+        layers = list(pool.map(load.layer, range(spec.num_layers)))
+        if not spec.tie_embeddings:
+            matrices["head"] = pool.submit(load.matrix, ["head"], spec.head_bias)
+    for layer in layers:
+        weights |= layer
+    return weights | {name: matrix.result() for name, matrix in matrices.items()}
+
+
 class _Loader:
-    """Reads weights and packs them; nothing of it is needed afterwards."""
+    """Reads weights from the source and packs them."""
 
     def __init__(self, packing: Packing, isa: str, scale_keys: bool) -> None:
         self._scale_keys = scale_keys
         self._packing, self._isa, self._native = packing, isa, cpu.module()
-        self._ropes, self._shapes = packing.spec.ropes(), packing.spec.weight_shapes()
-        self._places = {  # layer → its KV group, and which layer of it
-            layer: (number, place)
-            for number, group in enumerate(packing.spec.kv_groups())
-            for place, layer in enumerate(group.layers)
-        }
+        self._shapes = packing.spec.weight_shapes()
 
-    def layer(self, index: int) -> Any:
+    def layer(self, index: int) -> Weights:
         spec, at = self._packing.spec, f"layers.{index}."
         layer = spec.layers[index]
         attention, mlp = layer.attention, layer.mlp
         names = layer.weight_shapes(spec.hidden_size, spec.norm_bias)
-        vectors = [name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
-        group, in_group = self._places[index]
-        return self._native.Layer(
-            qkv=self.matrix([at + name for name in projections(attention)], attention.qkv_bias),
-            latent=self._latent(attention, at),
-            o=self.matrix([at + "o"], attention.output_bias),
-            **self._experts(mlp, at) if isinstance(mlp, ExpertsSpec) else self._mlp(mlp, at),
-            **{name: self.vector(at + name) for name in vectors if "_a_" not in name},
-            heads=attention.num_heads,
-            kv_heads=attention.num_kv_heads,
-            dim=attention.head_dim,
-            **self._key_scales(index),
-            scale=attention.scale,
-            softcap=attention.softcap,
-            window=attention.window or 0,
-            parallel=layer.parallel,
-            rope=self._ropes.index(attention.rope),
-            rope_dim=attention.rope.dim,
-            group=group,
-            in_group=in_group,
-        )
+        vectors = [at + name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
+        weights: Weights = {name: self.vector(name) for name in vectors}
+        qkv = [at + name for name in projections(attention)]
+        weights[at + "qkv"] = self.matrix(qkv, attention.qkv_bias)
+        weights[at + "o"] = self.matrix([at + "o"], attention.output_bias)
+        weights |= self._latent(attention, at)
+        weights |= self._experts(mlp, at) if isinstance(mlp, ExpertsSpec) else self._mlp(mlp, at)
+        if self._scale_keys:
+            scales = key_scales(spec, self._packing.source, index)
+            weights[at + "key_scales"] = scales.ravel()
+        return weights
 
-    def _key_scales(self, index: int) -> dict[str, Floats]:
-        if not self._scale_keys:
-            return {}
-        return {"key_scales": key_scales(self._packing.spec, self._packing.source, index).ravel()}
-
-    def _latent(self, part: AttentionSpec, at: str) -> Any:
-        latent = part.latent
+    def _latent(self, attention: AttentionSpec, at: str) -> Weights:
+        latent = attention.latent
         if latent is None:
-            return None
-        heads, nope = part.num_heads, part.nope_dim
+            return {}
+        heads, nope = attention.num_heads, attention.nope_dim
         if latent.split:
-            made = {
-                "keys_transposed": self._by_head(at + "k_b", heads),
-                "keys": self._by_head(at + "k_b", heads, transposed=True),
-                "values": self._by_head(at + "v_b", heads),
-            }
+            keys_transposed = self._by_head(at + "k_b", heads)
+            keys = self._by_head(at + "k_b", heads, transposed=True)
+            values = self._by_head(at + "v_b", heads)
         else:
-            made = {
-                "keys": self._by_head(at + "kv_b", heads, slice(nope)),
-                "keys_transposed": self._by_head(at + "kv_b", heads, slice(nope), transposed=True),
-                "values": self._by_head(at + "kv_b", heads, slice(nope, None)),
-            }
-        return self._native.Latent(
-            q_b=self.matrix([at + "q_b"]) if latent.q_lora_rank else None,
-            **made,
-            q_a_norm=self.vector(at + "q_a_norm") if latent.q_lora_rank else None,
-            kv_a_norm=self.vector(at + "kv_a_norm"),
-            eps=latent.norm_eps,
-            value_dim=latent.value_dim,
-        )
+            name, rows = at + "kv_b", slice(nope)
+            keys = self._by_head(name, heads, rows)
+            keys_transposed = self._by_head(name, heads, rows, transposed=True)
+            values = self._by_head(name, heads, slice(nope, None))
+        parts = {"keys": keys, "keys_transposed": keys_transposed, "values": values}
+        weights: Weights = {f"{at}kv_b.{name}": matrix for name, matrix in parts.items()}
+        if latent.q_lora_rank:
+            weights[at + "q_b"] = self.matrix([at + "q_b"])
+        return weights
 
     def _by_head(
         self, name: str, heads: int, rows: slice = ALL_ROWS, transposed: bool = False
     ) -> Any:
-        """Some rows (or columns, `transposed`) of each head of a weight, each head's from a whole
-        group of rows on."""
+        """Pack some rows of each head of a weight (or columns, `transposed`). The rows of each head
+        begin at a multiple of `head_rows`."""
         source = self._packing.source
         weight = self.vector(name)
         floats = weight.reshape(heads, -1, weight.shape[1])[:, rows]
@@ -310,7 +317,7 @@ class _Loader:
         type: BlockType | None = None,
         blocks: npt.NDArray[np.uint8] | None = None,
     ) -> Any:
-        """[heads, rows, columns]; `blocks`: the same in blocks of that type."""
+        """Pack a weight [heads, rows, columns], given as floats or as blocks of a type."""
         heads, rows, cols = floats.shape
         each = -(-rows // self._native.head_rows) * self._native.head_rows
         places = (np.arange(heads)[:, None] * each + np.arange(rows)).astype(np.int32).reshape(-1)
@@ -325,31 +332,24 @@ class _Loader:
             return self._packed_heads("f32", floats)
         return matrix
 
-    def _mlp(self, mlp: MLPSpec, at: str) -> dict[str, Any]:
+    def _mlp(self, mlp: MLPSpec, at: str) -> Weights:
         return {
-            "gate_up": self.matrix([at + name for name in mlp.gate_up], mlp.bias),
-            "down": self.matrix([f"{at}down"], mlp.bias),
-            **_activation(mlp),
+            at + "gate_up": self.matrix([at + name for name in mlp.gate_up], mlp.bias),
+            at + "down": self.matrix([at + "down"], mlp.bias),
         }
 
-    def _experts(self, mlp: ExpertsSpec, at: str) -> dict[str, Any]:
-        """The layer's own MLP is the shared one, if there is any."""
-        each = [self._mlp(mlp.expert, f"{at}experts.{n}.") for n in range(mlp.num_experts)]
-        experts = self._native.Experts(
-            router=self._router(mlp, at),
-            gate_up=[one["gate_up"] for one in each],
-            down=[one["down"] for one in each],
-            correction=self.vector(f"{at}router_correction")
-            if mlp.routing.correction_bias
-            else None,
-            shared_gate=mlp.shared_gate,
-            **mlp.routing.rule(),
-        )
-        shared = {} if mlp.shared is None else self._mlp(mlp.shared, f"{at}shared.")
-        return _activation(mlp.expert) | shared | {"experts": experts}
+    def _experts(self, mlp: ExpertsSpec, at: str) -> Weights:
+        weights: Weights = {at + "router": self._router(mlp, at)}
+        for number in range(mlp.num_experts):
+            weights |= self._mlp(mlp.expert, f"{at}experts.{number}.")
+        if mlp.routing.correction_bias:
+            weights[at + "router_correction"] = self.vector(at + "router_correction")
+        if mlp.shared is not None:
+            weights |= self._mlp(mlp.shared, at + "shared.")
+        return weights
 
     def _router(self, mlp: ExpertsSpec, at: str) -> Any:
-        """In floats, and with the shared expert's gate as its last row."""
+        """Return the router in fp32, with the gate of the shared expert as its last row."""
         rows, hidden = mlp.num_experts, self._packing.spec.hidden_size
         matrix = self._native.Matrix("f32", rows + int(mlp.shared_gate), hidden, self._isa)
         places = np.arange(rows, dtype=np.int32)
@@ -362,7 +362,7 @@ class _Loader:
         return matrix
 
     def vector(self, name: str, count: int | None = None) -> Floats:
-        """A weight as floats, or the first `count` rows of it."""
+        """Return a weight as floats, or its first `count` rows."""
         values = np.ascontiguousarray(self._packing.source.floats(name, slice(count)))
         if not np.isfinite(values).all():
             raise not_finite(self._packing.source, name)
@@ -390,14 +390,14 @@ class _Loader:
                 self._put(matrix, format, name, places)
             except ModelError:
                 raise
-            except ValueError:  # the shapes have been checked
+            except ValueError:  # shapes are checked already, so a value is not finite
                 raise not_finite(self._packing.source, name) from None
             if biased:
                 matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
 
     def _blocks_of(self, name: str) -> PackedMatrix | None:
-        """Of what the file has in blocks."""
+        """Return the blocks of a weight that is quantised in the file."""
         source = self._packing.source
         return None if source.stored_type(name) in {None, *DENSE} else source.packed(name)
 
@@ -423,37 +423,31 @@ class _Loader:
             matrix.put_blocks(str(type), rounded_blocks(type, values, importance), places, None)
 
 
-def _attention_matrices(part: AttentionSpec) -> list[tuple[str, ...]]:
-    """Likewise. Of kv_b, keys and values are apart."""
-    if part.latent is None:
-        return [projections(part), ("o",)]
-    others = [name for name in part.weight_shapes(1) if name in ("q_b", *LATENT_EXPANDING, "o")]
-    return [projections(part), *((name,) for name in others)]
-
-
-def _activation(mlp: MLPSpec) -> dict[str, Any]:
-    how = mlp.activation
-    if isinstance(how, str):
-        return {"activation": how, "gated": mlp.gated}
-    return {"activation": how.kind, "alpha": how.alpha, "limit": how.limit, "gated": mlp.gated}
+def _attention_matrices(attention: AttentionSpec) -> list[tuple[str, ...]]:
+    """Return the names of the matrices of attention, grouped as they are packed together."""
+    if attention.latent is None:
+        return [projections(attention), ("o",)]
+    shapes = attention.weight_shapes(1)
+    others = [name for name in shapes if name in ("q_b", *LATENT_EXPANDING, "o")]
+    return [projections(attention), *((name,) for name in others)]
 
 
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:
-    """Those that are kept side by side."""
+    """Return the names of the matrices of an MLP, grouped as they are packed together."""
     if isinstance(mlp, MLPSpec):
         return [[*mlp.gate_up], ["down"]]
-    found = {f"experts.{n}.": mlp.expert for n in range(mlp.num_experts)}
-    found |= {} if mlp.shared is None else {"shared.": mlp.shared}
+    mlps = {f"experts.{n}.": mlp.expert for n in range(mlp.num_experts)}
+    mlps |= {} if mlp.shared is None else {"shared.": mlp.shared}
     return [
-        [at + name for name in names] for at, one in found.items() for names in _mlp_matrices(one)
+        [at + name for name in names] for at, spec in mlps.items() for names in _mlp_matrices(spec)
     ]
 
 
 def _places(
     names: Sequence[str], shapes: dict[str, tuple[int, ...]], in_turn: bool
 ) -> list[tuple[str, Ints]]:
-    """Where each matrix's rows go: one matrix after another, or (gate and up) a block of each in
-    turn, so that a block of both is finished at one time."""
+    """Return the places of the rows of each matrix: one matrix after another, or, for gate and up,
+    alternating blocks, so that the same task computes a block of both."""
     if not in_turn:
         ends = np.cumsum([shapes[name][0] for name in names])
         return [
@@ -462,13 +456,14 @@ def _places(
         ]
     rows = np.arange(shapes[names[0]][0])
     unit = rows // BLOCK
-    size = np.minimum(BLOCK, len(rows) - unit * BLOCK)  # the last may be smaller
+    size = np.minimum(BLOCK, len(rows) - unit * BLOCK)  # the last block may be smaller
     first = unit * 2 * BLOCK + rows % BLOCK
     return [(name, (first + n * size).astype(np.int32)) for n, name in enumerate(names)]
 
 
 def default_threads(engines: int = 1) -> int:
-    """As many as each of so many engines may use at one time: affinity, and the cgroup's share."""
+    """Return the number of threads of each of `engines` engines, from the CPU affinity and the CPU
+    limit of the cgroup."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(allowed or 1, _cgroup_cpus()) // engines)
 
@@ -478,5 +473,5 @@ def _cgroup_cpus() -> int:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
             quota, period = file.read().split()
         return max(1, round(int(quota) / int(period)))
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # no cgroup, or no limit ("max")
         return 1 << 16

@@ -1,4 +1,4 @@
-"""`Ledger`: which cause each gap between two tokens of a stream is to be blamed on.
+"""`GapLedger`: the causes of each gap between two tokens of a stream.
 
     committed    n-1                                                        n
                   │   host   │ communication │     prefill     │  decode   │
@@ -6,13 +6,13 @@
                   └── planning, committing, stalls
 
 Nearly every stream that writes in step n wrote in step n-1 too, so one split of the time between
-the two commits is the gap of all of them. What ranks spent in collectives is cut from both phases
-alike, since both send as they have tokens. The others (sent back and computed again, or without a
-free block for a while) are looked at one by one: the executor's time in steps that had no slot
-for them is the preemption's. The parts of a gap are cut from the gap, so they add up to it.
+the two commits is the gap of all of them. Time of ranks in collectives is subtracted from both
+phases in proportion to their tokens. Streams that were preempted, or that had no free block for a
+while, are handled one by one: the executor's time in steps without a slot for them counts as
+preemption. The parts of a gap always add up to the gap.
 
-Sums since the engine's start are kept for the last `KEPT` steps, so that a stream's total is one
-subtraction, whatever its length. No torch here.
+Sums since the engine's start are kept for the last `KEPT` steps, so that the total of a stream is
+one subtraction, whatever its length. No torch here.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from math import nan
 from operator import sub
 
 from twostroke.observe.record import NO_TIME, Causes, RequestRecord
-from twostroke.plan import PhaseWork
+from twostroke.plan import StepResult
+from twostroke.sched.step import StepInFlight
 from twostroke.sched.steptime import StepTimes
 
-KEPT = 1 << 16  # steps; what happened before is told with the oldest of them
+KEPT = 1 << 16  # steps; earlier steps count as the oldest of them
 
 
 @dataclass(slots=True)
-class Account:
-    """A stream that writes: the sums at its first token, and what was preemption since."""
+class StreamAccount:
+    """A running stream: the sums at its first token, and the time lost to preemption since."""
 
     decode: float
     prefill: float
@@ -43,13 +44,13 @@ class Account:
     lost_decode: float = 0.0
     lost_prefill: float = 0.0
     lost_communication: float = 0.0
-    late: dict[int, Causes] = field(default_factory=dict)  # its gaps that were its own, by step
+    late: dict[int, Causes] = field(default_factory=dict)  # gaps of this stream alone, by step
 
 
-class Ledger:
+class GapLedger:
     def __init__(self, times: StepTimes) -> None:
         self.times = times
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, StreamAccount] = {}
         self._decode, self._prefill, self._host, self._communication = self._sums = tuple(
             array("d", bytes(8 * KEPT)) for _ in range(4)
         )
@@ -58,39 +59,35 @@ class Ledger:
 
     def add_step(
         self,
-        step: int,
-        planned_s: float,
+        step: StepInFlight,
+        result: StepResult,
         committed_s: float,
-        device_s: float,
-        prefill: PhaseWork,
-        decode: PhaseWork,
         decode_share: float,
-        comm_s: float = 0.0,
     ) -> Causes:
-        """The time since the step before committed, by cause. `decode_share` is what to take for
-        decode's part of a mixed step as long as no step has decoded alone. `comm_s`: of `device_s`,
-        in collectives."""
-        gap = committed_s - (self._committed_s or planned_s)
+        """Return the time since the step before committed, by cause. `decode_share`: the share of
+        decode in a mixed step, used while no step without prefill has been timed."""
+        plan, device_s = step.plan, result.device_s
+        gap = committed_s - (self._committed_s or step.planned_s)
         busy = min(device_s, gap)
         own = busy
-        if prefill.tokens:
-            own = 0.0
+        if plan.prefill_work.tokens:
+            decode, own = plan.decode_work, 0.0
             if decode.rows:
                 alone = self.times.decode_only(decode)
                 own = busy * decode_share if alone is None else min(alone, busy)
         causes = Causes(own, busy - own, 0.0, gap - busy)
-        if comm_s and busy > 0.0:
-            share = min(comm_s / device_s, 1.0)
+        if result.comm_s and busy > 0.0:
+            share = min(result.comm_s / device_s, 1.0)
             rest = 1.0 - share
             causes = Causes(own * rest, (busy - own) * rest, 0.0, gap - busy, busy * share)
-        self._keep(step, causes)
+        self._keep(plan.step, causes)
         self._committed_s = committed_s
         return causes
 
     def _keep(self, step: int, causes: Causes) -> None:
         last = self._step
         at, before = step % KEPT, last % KEPT
-        for skipped in range(max(last + 1, step - KEPT), step):  # they failed, and never committed
+        for skipped in range(max(last + 1, step - KEPT), step):  # steps that failed
             for sums in self._sums:
                 sums[skipped % KEPT] = sums[before] if last >= 0 else 0.0
         self._decode[at] = self._decode[before] + causes.decode
@@ -100,15 +97,15 @@ class Ledger:
         self._step = step
 
     def open(self, record: RequestRecord) -> None:
-        """The newest step wrote its first token."""
+        """Open an account for a stream whose first token the newest step wrote."""
         at = self._step % KEPT
         decode, prefill, host, communication = (sums[at] for sums in self._sums)
-        account = Account(decode, prefill, host, communication)
+        account = StreamAccount(decode, prefill, host, communication)
         self._accounts[record.request_id] = account
 
     def late(self, record: RequestRecord, has_slot: bool) -> Causes:
-        """The newest step wrote a token of a stream that had none in the step before, or that was
-        computed again; `has_slot`: it decoded in the newest step."""
+        """Return the causes of a stream's newest gap, if the step before wrote no token of it, or
+        if it was recomputed. `has_slot`: the stream decoded in the newest step."""
         step = record.token_step[-1]
         at = bisect_left(record.token_step, step)  # the first of the newest step's tokens
         before = record.token_step[at - 1]
@@ -124,13 +121,13 @@ class Ledger:
         own = (self._decode[at] - self._decode[last], self._prefill[at] - self._prefill[last])
         comm = self._communication[at] - self._communication[last]
         host = self._host[at] - self._host[first]
-        # What is not known any more counts as preemption, which is why the gap is so long.
+        # Time that is too long ago to tell counts as preemption, the reason of such long gaps.
         causes = Causes(*own, max(0.0, gap - sum(own) - host - comm), host, comm)
         account.late[step] = causes
         return causes
 
     def close(self, record: RequestRecord) -> None:
-        """The request has ended: write down its sums and its worst gap."""
+        """Write the sums and the worst gap of a request that has ended into its record."""
         account = self._accounts.pop(record.request_id, None)
         if account is None:
             return
@@ -151,9 +148,8 @@ class Ledger:
             record.gap_causes = self._each_gap(record.token_step, account.late)
 
     def _each_gap(self, steps: Sequence[int], late: Mapping[int, Causes]) -> array[float]:
-        """The causes of each gap between tokens of these steps, five numbers a gap. They are made
-        column by column: for thousands of tokens that takes milliseconds, gap by gap tens of
-        them."""
+        """Return the causes of each gap between tokens of these steps, five numbers a gap. Made
+        column by column: gap by gap would take ten times as long."""
         slots = [step % KEPT for step in steps[1:]]
         decode, prefill, host, comm = (
             array("f", [sums[at] - sums[at - 1] for at in slots]) for sums in self._sums
@@ -166,7 +162,7 @@ class Ledger:
             at = 5 * (bisect_left(steps, step) - 1)
             found[at : at + 5] = array("f", causes)
         for n, (before, step) in enumerate(pairwise(steps)):
-            if before == step:  # drafted: the step wrote several tokens at one time
+            if before == step:  # drafts: the step wrote several tokens at once
                 found[5 * n : 5 * n + 5] = array("f", NO_TIME)
         return found
 

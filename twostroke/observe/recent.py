@@ -3,7 +3,7 @@ last minute and each quarter minute of the last hour, so that what any window br
 subtraction, and how times were spread in each of those slices.
 
     Records ──▶ Recent.add_step ──▶ Totals.add_step
-                  │ a new slice: Mark of the totals as they were before this step
+                  │ a new slice: TotalsSnapshot of the totals as they were before this step
                   └ always: the step's gaps and first tokens, into bins 2 % wide
 
 A second in which nothing happens costs nothing. No torch here.
@@ -72,7 +72,7 @@ def merged(spreads: Iterable[Spread]) -> Spread:
     return whole
 
 
-class Mark(NamedTuple):
+class TotalsSnapshot(NamedTuple):
     """Some of the totals, at one moment; or their growth between two."""
 
     prompt_tokens: float
@@ -101,16 +101,16 @@ class Mark(NamedTuple):
     answered_4xx: float
     answered_5xx: float
 
-    def since(self, before: Mark) -> Mark:
-        return Mark(*map(sub, self, before))
+    def since(self, before: TotalsSnapshot) -> TotalsSnapshot:
+        return TotalsSnapshot(*map(sub, self, before))
 
 
-NOTHING = Mark(*[0.0] * len(Mark._fields))
+NOTHING = TotalsSnapshot(*[0.0] * len(TotalsSnapshot._fields))
 
 
-def mark_of(totals: Totals) -> Mark:
+def totals_snapshot(totals: Totals) -> TotalsSnapshot:
     prefill, decode = totals.prefill, totals.decode
-    return Mark(
+    return TotalsSnapshot(
         totals.prompt_tokens,
         totals.cached_tokens,
         totals.generation_tokens,
@@ -126,7 +126,7 @@ def mark_of(totals: Totals) -> Mark:
 
 class Window(NamedTuple):
     seconds: float
-    work: Mark
+    work: TotalsSnapshot
     gaps: Spread
     firsts: Spread
 
@@ -150,7 +150,7 @@ class Point(NamedTuple):
     gap_p95_s: float | None
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """The work and the KV cache in use at one step of an engine, or of several together."""
 
     running: int = 0
@@ -158,14 +158,14 @@ class Load(NamedTuple):
     kv_used: int = 0
     kv_reserved: int = 0
 
-    def plus(self, other: Load) -> Load:
-        return Load(*map(add, self, other))
+    def plus(self, other: StepLoad) -> StepLoad:
+        return StepLoad(*map(add, self, other))
 
-    def most(self, other: Load) -> Load:
-        return Load(*map(max, self, other))
+    def most(self, other: StepLoad) -> StepLoad:
+        return StepLoad(*map(max, self, other))
 
 
-NO_LOAD = Load()
+NO_LOAD = StepLoad()
 
 
 @dataclass(slots=True)
@@ -174,11 +174,11 @@ class Slice:
 
     began_s: float  # when the first thing in it did
     last_s: float  # when the last did
-    before: Mark
+    before: TotalsSnapshot
     from_s: float | None = None  # when the work on its first step began; None: no step yet
     gaps: Spread = field(default_factory=Spread)
     firsts: Spread = field(default_factory=Spread)
-    load: Load = NO_LOAD  # the most of each
+    load: StepLoad = NO_LOAD  # the most of each
     quantiles: tuple[float | None, ...] | None = None  # once it has ended
 
     def find_quantiles(self) -> tuple[float | None, ...]:
@@ -210,7 +210,7 @@ class Recent:
         self.num_steps = 0  # told so far, of all engines
         self.fine: deque[Slice] = deque(maxlen=FINE[1])
         self.coarse: deque[Slice] = deque(maxlen=COARSE[1])
-        self._loads: dict[str, Load] = {}  # of each engine, at its last step
+        self._loads: dict[str, StepLoad] = {}  # of each engine, at its last step
         self._whole = Slice(started_s, started_s, NOTHING)
         # Of a window's seconds: its first and last slice that has ended, and their spreads.
         self._merged: dict[float, tuple[float, float, Spread, Spread]] = {}
@@ -227,9 +227,9 @@ class Recent:
         for first in record.first:
             current.firsts.add(first.ttft_s)
         kv = record.kv
-        load = Load(record.running, record.waiting, kv.used, kv.reserved)
+        load = StepLoad(record.running, record.waiting, kv.used, kv.reserved)
         self._loads[record.engine] = load
-        current.load = current.load.most(reduce(Load.plus, self._loads.values()))
+        current.load = current.load.most(reduce(StepLoad.plus, self._loads.values()))
         self.num_steps += 1
 
     def add_request(self, record: RequestRecord) -> None:
@@ -245,7 +245,7 @@ class Recent:
         if fine and now - fine[-1].began_s < FINE[0]:
             fine[-1].last_s = max(fine[-1].last_s, now)
             return fine[-1]
-        mark = mark_of(self.totals)
+        mark = totals_snapshot(self.totals)
         if fine:
             ended = fine[-1]
             ended.quantiles = ended.find_quantiles()
@@ -267,7 +267,7 @@ class Recent:
 
     def window(self, now: float, seconds: float | None) -> Window:
         """The last `seconds`, an hour at most, to within a slice; None: since the start."""
-        whole, up_s = mark_of(self.totals), max(now - self.started_s, 1e-9)
+        whole, up_s = totals_snapshot(self.totals), max(now - self.started_s, 1e-9)
         if seconds is None:
             spreads = self._whole.joined(self.fine[-1]) if self.fine else self._whole
             return Window(up_s, whole, spreads.gaps, spreads.firsts)
@@ -300,7 +300,7 @@ class Recent:
         """Of each slice of the last `seconds`, an hour at most, oldest first."""
         slices = self._slices(seconds)
         length_s = (FINE if seconds <= MINUTE_S else COARSE)[0]
-        after = [*(one.before for one in slices[1:]), mark_of(self.totals)]
+        after = [*(one.before for one in slices[1:]), totals_snapshot(self.totals)]
         return [
             _point(one, mark.since(one.before), now, length_s)
             for one, mark in zip(slices, after, strict=False)  # of no slice there is a mark, too
@@ -308,7 +308,7 @@ class Recent:
         ]
 
 
-def _point(one: Slice, work: Mark, now: float, length_s: float) -> Point:
+def _point(one: Slice, work: TotalsSnapshot, now: float, length_s: float) -> Point:
     """`work`: the growth of the totals in a slice of at most `length_s` seconds."""
     over_s = max(FINE[0], min(length_s, now - one.began_s))
     ended = work.ended_stop + work.ended_length + work.ended_abort + work.ended_error

@@ -1,8 +1,8 @@
-"""The two records everything that explains a run is made from, kept always, in ring buffers.
+"""`StepRecord` and `RequestRecord`: the always-on records that explain a run, in ring buffers.
 
-`StepRecord` says what a step did and took, by phase. `RequestRecord` says what happened to a
-request and when. Metrics, timelines, dashboards and the step-time model read these and nothing
-else, so that they cannot disagree. Times are seconds on the monotonic clock. No torch here.
+`StepRecord` has the work and the time of a step, by phase. `RequestRecord` has the events of a
+request and their times. Metrics, timelines, dashboards and the step-time model read only these
+records, so they cannot disagree. Times are seconds on the monotonic clock. No torch here.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import NamedTuple, Protocol
 from twostroke.kv.cache import KVUsage
 from twostroke.plan import Chunk, Slot
 
-# Where there are several engines, each has so many step numbers to itself in what the server tells.
+# With several engines, the steps of each life of an engine are numbered from a multiple of this.
 ENGINE_STEPS = 10**9
 
 
 class Causes(NamedTuple):
-    """Where the time between two tokens of a stream went, in seconds. `blame.py` makes them.
+    """The time between two tokens of a stream by cause, in seconds. Made by `blame.py`.
 
-    In a step with both phases, decode is what the same slots take alone, prefill is the rest:
-    attributed, not measured.
+    In a step with both phases, decode is the time that the same slots take alone and prefill is the
+    rest: attributed, not measured.
     """
 
-    decode: float = 0.0  # the stream's own work, and that of those it decodes with
+    decode: float = 0.0  # the work of the stream and of the streams it decodes with
     prefill: float = 0.0  # prompts that shared its steps
-    # Steps in which it had no slot: sent back, recomputed, no block free, between two engines
+    # Steps without a slot for the stream: preempted, recomputed, no free block, between two engines
     preemption: float = 0.0
-    host: float = 0.0  # the executor had nothing to do: planning, committing, stalls
-    communication: float = 0.0  # ranks summed, gathered, waited for each other
+    host: float = 0.0  # the executor was idle: planning, committing, stalls
+    communication: float = 0.0  # collectives of ranks, and waiting for each other
 
     @property
     def total_s(self) -> float:
@@ -41,14 +41,14 @@ class Causes(NamedTuple):
 NO_TIME = Causes()
 
 
-class Stay(NamedTuple):
-    """A request's time in one of several engines, until the next or its end."""
+class EngineSpan(NamedTuple):
+    """The time of a request in one of several engines, until the next span or its end."""
 
     engine: str
-    began_s: float  # when it was sent there
-    num_written: int  # tokens that others had written before
-    fetched_s: float = 0.0  # when the blocks that others computed were there; 0: there were none
-    fetch_s: float = 0.0  # what copying them took
+    began_s: float  # when the request was sent there
+    num_written: int  # tokens that other engines had written before
+    fetched_s: float = 0.0  # when its blocks had been fetched from another engine; 0: never
+    fetch_s: float = 0.0  # the duration of that fetch
     fetched_bytes: int = 0
 
 
@@ -61,41 +61,41 @@ class FirstToken(NamedTuple):
 
 
 class PhaseRecord(NamedTuple):
-    """One phase's share of a step: what it did, and what that needs at the least."""
+    """The work of one phase in a step, and the FLOPs and bytes that the work needs at least."""
 
     rows: int
     tokens: int
     kv_tokens: int  # cached positions attended to, summed over the tokens, mean over the layers
     flops: float
-    num_bytes: float  # in a mixed step the weights are read once, and counted under decode
+    num_bytes: float  # in a mixed step the weights are read once and count as decode
 
 
 class StepRecord(NamedTuple):
     step: int
     planned_s: float  # when planning began
-    launched_s: float  # when the executor was handed the plan
-    committed_s: float  # when its tokens were known to the host, which is when they are dated
-    device_s: float  # how long the executor's work took
-    host_gap_s: float  # how long the executor had nothing to do before this step
+    launched_s: float  # when the executor was given the plan
+    committed_s: float  # when the host knew its tokens: the time of these tokens
+    device_s: float  # the time of the executor's work
+    host_gap_s: float  # how long the executor was idle before this step
     prefill: PhaseRecord
     decode: PhaseRecord
-    chunks: tuple[Chunk, ...]  # which rows did what
+    chunks: tuple[Chunk, ...]
     slots: tuple[Slot, ...]
     waiting: int
     running: int
     preempted: int  # requests preempted since the step before was planned
     kv: KVUsage
-    recomputed: int = 0  # tokens of requests let in again that are now computed a second time
-    since_s: Causes = NO_TIME  # since the step before committed: each regular gap (idleness too)
-    regular: int = 0  # tokens whose stream's last one came with the step before
-    late: tuple[Causes, ...] = ()  # the gaps of the other tokens that are not their stream's first
+    recomputed: int = 0  # tokens of preempted requests that are computed a second time
+    since_s: Causes = NO_TIME  # since the last commit: the gap of each regular token
+    regular: int = 0  # tokens whose stream also got a token from the step before
+    late: tuple[Causes, ...] = ()  # gaps before tokens of streams that skipped steps
     first: tuple[FirstToken, ...] = ()
-    predicted_s: float | None = None  # what the step-time model expected of `device_s`
-    drafted: int = 0  # tokens beyond their stream's first in this step, which have no gap
-    comm_s: float = 0.0  # of `device_s`, what rank 0 spent in collectives
-    comm_bytes: float = 0.0  # that a rank sent for them, the mean over the ranks
-    kv_evicted_tokens: int = 0  # that left the KV cache before this step
-    engine: str = ""  # whose it was, where there are several
+    predicted_s: float | None = None  # the step-time model's prediction of `device_s`
+    drafted: int = 0  # tokens after the first of their stream in this step: they have no gap
+    comm_s: float = 0.0  # part of `device_s` that rank 0 spent in collectives
+    comm_bytes: float = 0.0  # bytes that a rank sent for them, the mean over the ranks
+    kv_evicted_tokens: int = 0  # tokens evicted from the KV cache before this step
+    engine: str = ""  # the name of its engine, if there are several
 
     @property
     def num_written(self) -> int:
@@ -106,34 +106,34 @@ class StepRecord(NamedTuple):
 class RequestRecord:
     request_id: str
     num_prompt: int
-    received_s: float  # by the front end, before its prompt is rendered and tokenised
+    received_s: float  # by the front end, before the prompt is rendered and tokenised
     tokenised_s: float = 0.0
-    queued_s: float = 0.0  # in the scheduler's queue
-    scheduled_s: float = 0.0  # first token of it planned
+    queued_s: float = 0.0  # added to the scheduler's queue
+    scheduled_s: float = 0.0  # its first prompt token was planned
     first_token_s: float = 0.0
     finished_s: float = 0.0
     sent_s: float = 0.0
     num_cached: int = 0  # prompt tokens taken from the prefix cache at first admission
-    kv_evicted_tokens: int = 0  # that its later tokens could not see any more
+    kv_evicted_tokens: int = 0  # tokens evicted before its end
     chunks: list[tuple[float, int, int, int]] = field(default_factory=list)  # when, step, start, n
     preempted: list[tuple[float, int]] = field(default_factory=list)  # when, tokens to recompute
     token_s: array[float] = field(default_factory=lambda: array("d"))
     token_step: array[int] = field(default_factory=lambda: array("q"))
     finish_reason: str = ""
-    max_tokens: int = 0  # as asked for; 0: as many as there is room for
-    n: int = 1  # continuations asked for, of which this is one
-    family: str = ""  # what they have in common
-    gaps: Causes = NO_TIME  # all gaps between its tokens together, once it has ended
+    max_tokens: int = 0  # as requested; 0: no limit but max_model_len
+    n: int = 1  # continuations of the request, of which this is one
+    family: str = ""  # the common name of the continuations
+    gaps: Causes = NO_TIME  # the sum of all gaps between its tokens, once it has ended
     worst_gap_s: float = 0.0
-    worst_gap: Causes | None = None  # None: there was no gap, or it is too long ago to tell
+    worst_gap: Causes | None = None  # None: there was no gap, or it is too long ago
     # The causes of each gap, five numbers a gap in the order of `Causes`, once the request has
-    # ended. NaN: the gap is too long ago. None: the request did not ask for them.
+    # ended. NaN: the gap is too long ago. None: not requested.
     gap_causes: array[float] | None = None
-    # Digests of the prompt's first 64, 128, 256, … tokens: which requests begin alike, and how far.
+    # Digests of the first 64, 128, 256, … prompt tokens: they show which prompts begin alike.
     prefix_marks: tuple[str, ...] = ()
-    route: str = ""  # where there are several engines: which had it, and why
-    stays: list[Stay] = field(default_factory=list)  # … and when
-    owner: int | None = None  # the number of the API key it was sent with
+    route: str = ""  # with several engines: the engines it was sent to, and why
+    stays: list[EngineSpan] = field(default_factory=list)  # the times in these engines
+    owner: int | None = None  # the number of its API key
 
     @property
     def queue_s(self) -> float:
@@ -149,7 +149,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float:
-        """On the engine's side: received → first token."""
+        """Time to first token on the server's side: received → first token."""
         return self.first_token_s - self.received_s
 
     @property
@@ -157,13 +157,13 @@ class RequestRecord:
         return self.decode_s / (len(self.token_s) - 1) if len(self.token_s) > 1 else 0.0
 
     def gap_steps(self) -> list[tuple[float, int, int]]:
-        """Each gap between two tokens: how long, and the steps [first, last] it spans."""
+        """Each gap between two tokens: its duration and the steps [first, last] it spans."""
         times, steps = self.token_s, self.token_step
         return [(times[n] - times[n - 1], steps[n - 1] + 1, steps[n]) for n in range(1, len(times))]
 
 
 def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
-    """One record of a request that two engines have worked on, one after the other."""
+    """Join the records of a request that two engines have run, one after the other."""
     between_s = 0.0
     if record.token_s and later.token_s:
         between_s = later.token_s[0] - record.token_s[-1]
@@ -190,13 +190,13 @@ def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
 
 
 def steps_between(before: int, last: int) -> range:
-    """Numbers of the steps after `before` up to `last`; none of two steps of different engines."""
+    """Step numbers after `before` up to `last`; empty if the steps are of different engines."""
     same = before // ENGINE_STEPS == last // ENGINE_STEPS
     return range(before + 1, last + 1) if same else range(0)
 
 
 class Listener(Protocol):
-    """Whoever is told of every record, such as `totals.Totals`."""
+    """Receives every record; for example `totals.Totals`."""
 
     def add_step(self, record: StepRecord) -> None: ...
 
@@ -204,10 +204,10 @@ class Listener(Protocol):
 
 
 class Records:
-    """The ring buffers. `requests` holds finished ones; running ones are with the scheduler.
+    """The ring buffers. `requests` has finished requests; the scheduler has the running ones.
 
-    Listeners hear of a step when it has committed, and of a request when the front end has had
-    its last word on it: a stop string may have been found.
+    Listeners are told of a step when it has committed, and of a request when the front end has
+    processed its end: a stop string may have ended it.
     """
 
     def __init__(self, steps: int = 2048, requests: int = 1024) -> None:

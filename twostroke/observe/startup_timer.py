@@ -1,4 +1,4 @@
-"""`StartupTimer`: how long each stage of a start took, in a line."""
+"""`StartupTimer`: the duration of each stage of a start, as a line of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StartupTimer:
         self._clock, self._last_s = clock, clock()
 
     def end(self, stage: str) -> None:
-        """What was done since the last stage, or the beginning, was this one."""
+        """Name the stage that lasted from the previous call, or the beginning, until now."""
         now = self._clock()
         self.stages.append((stage, now - self._last_s))
         self._last_s = now

@@ -1,9 +1,9 @@
-"""`Totals`: what the records add up to since the start. Plain numbers: no torch, no Prometheus.
+"""`Totals`: the sums of all records since the start. Plain numbers: no torch, no Prometheus.
 
     Records ──▶ add_step, add_request ──▶ counters, histograms ──▶ serve/monitor/metrics.py
 
-A server keeps it beside the records it mirrors, so that it outlives the engine's process. A
-program with an `LLM` has the same:
+A server keeps its totals beside the records that it mirrors, so they outlive the engine's process.
+A program with an `LLM` can do the same:
 
     totals = Totals(max_model_len)
     llm.engine.core.records.listeners.append(totals)
@@ -20,8 +20,8 @@ PHASES = ("prefill", "decode")
 MIXES = ("prefill", "decode", "mixed")
 CAUSES = Causes._fields
 REASONS = ("stop", "length", "abort", "error")
-REFUSED = ("429", "4xx", "5xx")  # answers over HTTP; 4xx without 429
-FINISHED = ("stop", "length")  # whose latencies are somebody's answer
+REFUSED = ("429", "4xx", "5xx")  # HTTP status; 4xx without 429
+FINISHED = ("stop", "length")  # reasons of complete answers: only their latencies count
 
 GAP_BUCKETS = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075,
@@ -57,28 +57,28 @@ class Histogram:
         self.sum += value * times
 
 
-def token_buckets(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, … up to `most`."""
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, … up to `max_tokens`."""
     buckets, unit = [], 1
-    while unit <= most:
-        buckets += [unit * m for m in (1, 2, 5) if unit * m <= most]
+    while unit <= max_tokens:
+        buckets += [unit * m for m in (1, 2, 5) if unit * m <= max_tokens]
         unit *= 10
     return tuple(buckets)
 
 
 class PhaseTotals:
-    """One phase's work. In mixed steps its device time is attributed (`record.Causes`)."""
+    """The work of one phase. In mixed steps its device time is attributed (`record.Causes`)."""
 
     __slots__ = ("comm_bytes", "comm_s", "device_s", "flops", "num_bytes", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0
         self.flops = self.num_bytes = self.device_s = 0.0
-        self.comm_s = self.comm_bytes = 0.0  # by tokens
+        self.comm_s = self.comm_bytes = 0.0  # in mixed steps divided by tokens
 
 
 class TransferTotals:
-    """KV blocks that an engine has fetched from others."""
+    """KV blocks that an engine has fetched from other engines."""
 
     __slots__ = ("failed", "fetched", "num_bytes", "seconds")
 
@@ -94,7 +94,7 @@ class TransferTotals:
 
 
 class Totals:
-    """Written by one thread; others may read at any time."""
+    """Written by one thread; other threads may read at any time."""
 
     def __init__(self, max_model_len: int) -> None:
         tokens = token_buckets(max_model_len)
@@ -123,7 +123,7 @@ class Totals:
         )
         self.most_generated, self.max_tokens = Histogram(tokens), Histogram(tokens)
         self.n = Histogram(N_BUCKETS)
-        self._families: dict[str, tuple[int, int]] = {}  # members that ended, longest of them
+        self._families: dict[str, tuple[int, int]] = {}  # ended continuations, longest of them
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────
 
@@ -144,9 +144,14 @@ class Totals:
             total.num_bytes += prefill.num_bytes
             total.device_s += device_s - own_s
         self.step_s[mix_of(record)].add(device_s)
-        prompts = sum(first.num_prompt - first.num_cached for first in record.first)
-        if tokens := prompts + record.num_written:
-            self.iteration_tokens.add(tokens)
+        iteration_tokens = num_written = record.num_written
+        for first in record.first:
+            self.ttft_s.add(first.ttft_s)
+            self.prompt_tokens += first.num_prompt
+            self.cached_tokens += first.num_cached
+            iteration_tokens += first.num_prompt - first.num_cached
+        if iteration_tokens:
+            self.iteration_tokens.add(iteration_tokens)
         self.preemptions += record.preempted
         self.recomputed_tokens += record.recomputed
         if record.comm_s:
@@ -155,15 +160,11 @@ class Totals:
                 total.comm_s += record.comm_s * phase.tokens / tokens
                 total.comm_bytes += record.comm_bytes * phase.tokens / tokens
         self.kv_evicted_tokens += record.kv_evicted_tokens
-        self.generation_tokens += record.num_written
+        self.generation_tokens += num_written
         if record.regular:
             self._add_gap(since, record.regular)
         for gap in record.late:
             self._add_gap(gap, 1)
-        for first in record.first:
-            self.ttft_s.add(first.ttft_s)
-            self.prompt_tokens += first.num_prompt
-            self.cached_tokens += first.num_cached
         if record.predicted_s is not None:
             self.predicted_s += record.predicted_s
             self.predicted_actual_s += device_s
@@ -200,12 +201,12 @@ class Totals:
         self.request_preemptions.add(len(record.preempted))
 
     def add_answer(self, status: int) -> None:
-        """What HTTP was answered: refusals and failures are counted."""
+        """Count an HTTP answer if it is a refusal or a failure."""
         if status >= 400:
             self.refused["429" if status == 429 else f"{status // 100}xx"] += 1
 
     def _add_family(self, record: RequestRecord, written: int) -> None:
-        """What is counted once for all continuations of a request, when the last has ended."""
+        """Count a request once, when the last of its continuations has ended."""
         ended, longest = self._families.pop(record.family, (0, 0)) if record.n > 1 else (0, 0)
         ended, longest = ended + 1, max(longest, written)
         if ended < record.n:
@@ -216,7 +217,7 @@ class Totals:
 
 
 def _decode_s(since: Causes) -> float:
-    """Decode's part of a mixed step, with as much of the communication as it has of the rest."""
+    """The part of decode in a mixed step, with its share of the communication."""
     if not since.communication:
         return since.decode
     rest = since.decode + since.prefill

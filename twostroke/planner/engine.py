@@ -17,8 +17,9 @@ from twostroke.observe.record import PhaseRecord, StepRecord
 from twostroke.plan import PhaseWork, StepResult
 from twostroke.planner.handover import SimulatedWay, transfer_of
 from twostroke.route.router import EngineState, Role
-from twostroke.sched.scheduler import Scheduler, Update
+from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig, StepInFlight
+from twostroke.sched.updates import Update
 
 TOKEN = 7  # that every sampled position writes
 

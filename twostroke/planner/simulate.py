@@ -18,8 +18,8 @@ from twostroke.observe.record import RequestRecord, continued
 from twostroke.planner.engine import TOKEN, SimulatedEngine
 from twostroke.request import EngineRequest, Resumed, SamplingParams
 from twostroke.route.router import EngineState, Prompt, Queued, Router
-from twostroke.sched.scheduler import Update
 from twostroke.sched.step import StepInFlight
+from twostroke.sched.updates import Update
 
 OWN_TOKENS = 1 << 31  # from here on, token ids that one request has to itself
 
@@ -63,8 +63,9 @@ class Sent:
 
 
 class Simulation:
-    """The events of one run. A hand-over is as in `route/client.py`: the prefill engine offers the
-    blocks, a decode engine fetches them, those of a long prompt while the rest is computed."""
+    """The events of one run. A hand-over is as in `route/routed_engine.py`: the prefill engine
+    offers the blocks, a decode engine fetches them, those of a long prompt while the rest is
+    computed."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class Simulation:
         name = f"{given.request_id} {offer.number}"
         tokens = given.prompt_token_ids
         if offer.num_tokens >= len(tokens):
-            engine.scheduler.release_offer(offer.number)
+            engine.scheduler.offers.release(offer.number)
             return
         self._offers[name] = engine, offer.number
         part = replace(
@@ -205,9 +206,9 @@ class Simulation:
     def _release_fetched(self, engine: SimulatedEngine) -> None:
         """Tell the senders of blocks that are here, or are not wanted, that they may go."""
         assert engine.link is not None
-        for fetched in engine.scheduler.take_fetched():
+        for fetched in engine.scheduler.received.take_fetched():
             sender, number = self._offers.pop(fetched.request_id)
-            sender.scheduler.release_offer(number)
+            sender.scheduler.offers.release(number)
             if not fetched.ahead:
                 sent = self._sent[fetched.request_id]
                 sent.fetch_s = fetched.num_bytes / engine.link.bytes_per_s

@@ -184,7 +184,7 @@ def measured_model(records: dict[str, Any], source: str) -> StepModel:
         FittedSteps(steps),
         f"{len(steps):,} measured steps: {source}",
         drift,
-        fmean(abs(ratio - 1.0) for of_phase in ratios.values() for ratio in of_phase),
+        fmean(abs(ratio - 1.0) for for_phase in ratios.values() for ratio in for_phase),
         _trimmed_mean(gaps),
         _low_quartile(starts),
         float(records.get("outside_s") or 0.0),

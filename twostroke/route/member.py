@@ -1,4 +1,4 @@
-"""`Member`: one of several engines; `Placed`: where a request stands that is in one of them."""
+"""`Member`: one of several engines; `RoutedRequest`: a request and the engine that has it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from twostroke.engine.spawn import Launcher
 from twostroke.engine.supervised import SupervisedEngine
 from twostroke.engine.wire import FetchedOffer, Ready
 from twostroke.kv.transfer import Offer
-from twostroke.observe.record import RequestRecord, Stay, StepRecord
+from twostroke.observe.record import EngineSpan, RequestRecord, StepRecord
 from twostroke.observe.totals import Totals, TransferTotals
 from twostroke.request import EngineRequest
 from twostroke.route.router import NOTHING, EngineState, Queued, Role
-from twostroke.sched.scheduler import Update
+from twostroke.sched.updates import Update
 
 
-class Owner(Protocol):
+class MemberOwner(Protocol):
     """Whoever knows the requests."""
 
     def on_updates(self, member: Member, updates: list[Update]) -> None: ...
@@ -45,7 +45,7 @@ class Member(SupervisedEngine):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: MemberOwner,
         state: EngineState,
         launcher: Launcher,
         child: Child,
@@ -136,7 +136,7 @@ class Member(SupervisedEngine):
 
 
 @dataclass(slots=True, eq=False)
-class Standing:
+class ActiveOffer:
     """An offer that a request's next engine has not fetched yet."""
 
     member: Member  # who made it
@@ -144,7 +144,7 @@ class Standing:
 
 
 @dataclass(slots=True, eq=False)
-class Placed:
+class RoutedRequest:
     """One continuation of a request, from its acceptance to its end."""
 
     given: EngineRequest  # as it was accepted
@@ -152,7 +152,7 @@ class Placed:
     queued: Queued = NOTHING  # what is counted as queued there, until its first token
     attempts: int = 0  # engines that died with it
     record: RequestRecord | None = None  # of the engines that had it before
-    standing: Standing | None = None
+    standing: ActiveOffer | None = None
     ahead: Member | None = None  # who fetches its blocks while the rest is computed
     promised: bool = False  # it is counted as one that will come there
     ahead_bytes: int = 0  # that have come there
@@ -160,4 +160,4 @@ class Placed:
     fetch_s: float = 0.0  # what its next engine took to fetch its blocks
     last_s: float = 0.0  # when its last token came
     route: list[str] = field(default_factory=list)  # what was decided, and why
-    stays: list[Stay] = field(default_factory=list)
+    stays: list[EngineSpan] = field(default_factory=list)

@@ -27,7 +27,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.process import run_engine
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.errors import ConfigError, EngineError
-from twostroke.route.pools import PooledEngine
+from twostroke.route.pool_settings import PooledEngine
 
 try:
     import ray

@@ -23,7 +23,7 @@ from twostroke.engine.spawn import Launcher
 from twostroke.engine.wire import Ready
 from twostroke.errors import ConfigError, RequestError
 from twostroke.route.member import Member
-from twostroke.route.pools import MAX_ENGINES, Places, PooledEngine
+from twostroke.route.pool_settings import MAX_ENGINES, Places, PooledEngine
 from twostroke.route.router import Role
 
 LOOK_S = 0.05  # how often a draining engine is looked at
@@ -38,7 +38,7 @@ class StartedEngine(NamedTuple):
     ready: Ready
 
 
-class Owner(Protocol):
+class PoolOwner(Protocol):
     """Whoever has the engines."""
 
     members: list[Member]
@@ -107,7 +107,11 @@ def check_layouts(layouts: Mapping[str, str]) -> None:
 
 class Scaling:
     def __init__(
-        self, owner: Owner, engines: Sequence[PooledEngine], places: Places, hang_timeout_s: float
+        self,
+        owner: PoolOwner,
+        engines: Sequence[PooledEngine],
+        places: Places,
+        hang_timeout_s: float,
     ) -> None:
         """`engines`: those of the start; the first of each pool is what others will be like."""
         self._owner, self._places, self._hang_timeout_s = owner, places, hang_timeout_s

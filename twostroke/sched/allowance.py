@@ -1,13 +1,15 @@
-"""`Allowance`: how many tokens of prefill one step has time for.
+"""`Allowance`: the prefill tokens that one step has time for.
 
-As many as keep the step within its time, but not less than a floor, so that no goal stops a prompt:
+The chunk is as large as keeps the step within its time limit. It is at least the larger of two
+floors, so that no goal stops a prompt:
 
-  - a quarter more than what the step takes with a single token of the prompt, up to `FLOOR_TOKENS`;
-  - `MIN_CHUNK` tokens, and so many that the prompt takes at most `MAX_PREFILL_STEPS` steps.
+  - the tokens that fit in 1.25 times the time of a step with one prompt token, at most
+    `FLOOR_TOKENS`;
+  - `MIN_CHUNK` tokens, or more if the prompt would else take over `MAX_PREFILL_STEPS` steps.
 
-So the first prompt in order is computed within that many steps whatever the goal, and a gap is at
-most the longest of the goal, a quarter more than a step with one token of prefill, and a step with
-that part of a prompt; beyond that only by what the model of step times did not foresee.
+So the first prompt in order is computed within that many steps, whatever the goal. A gap is at most
+the longest of the goal and of the steps that these floors make, plus the error of the step-time
+model.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 from twostroke.sched.work import AttentionWork
 
-FLOOR_SHARE = 0.25
+FLOOR_SHARE = 0.25  # of the time of a step with one prompt token
 FLOOR_TOKENS = 64
 MIN_CHUNK = 2
 MAX_PREFILL_STEPS = 2048
-UNTIMED_CHUNK = 32  # at most, while no step has been timed; later twice the largest seen
-CHUNK_MULTIPLE = 4  # tokens that kernels take together: one more costs as much as four
-MIN_SECOND_CHUNK = 8  # a second chunk that time cuts below this is left for the next step
+UNTIMED_CHUNK = 32  # limit while no step has been timed; later twice the largest chunk seen
+CHUNK_MULTIPLE = 4  # tokens that kernels process together: one costs as much as four
+MIN_SECOND_CHUNK = 8  # a second chunk that would be shorter is left for the next step
 
 
 class Allowance:
-    """What is left of one step's time for prefill."""
+    """The time of one step that is left for prefill."""
 
     def __init__(
         self,
@@ -37,48 +39,48 @@ class Allowance:
         halve: bool = False,
         spent: bool = False,
     ) -> None:
-        self.limit_s = limit_s  # for the whole step on the device, as the model counts it
-        self.spent = spent  # a chunk was cut: nothing more fits
+        self.limit_s = limit_s  # device time of the whole step, by the step-time model
+        self.spent = spent  # a chunk was cut: no more prefill fits
         self._halve = halve
         self._times = times
         self._decode = decode
         self._work = work
 
-    def fit(self, before: PhaseWork, start: int, most: int, length: int) -> int:
-        """How many tokens from `start` on, of a prompt of `length`, fit beside what the step has
-        by now; at most `most`."""
+    def fit(self, before: PhaseWork, start: int, max_tokens: int, length: int) -> int:
+        """Return how many tokens from `start` on, of a prompt of `length`, fit in addition to the
+        prefill work `before`."""
         first = not before.tokens
-        known = max(UNTIMED_CHUNK, 2 * self._times.largest) - before.tokens
-        count = min(most, known)
+        max_known = max(UNTIMED_CHUNK, 2 * self._times.largest) - before.tokens
+        count = min(max_tokens, max_known)
         one = self._seconds(before, start, 1)
         if one is None:
             count = min(count, self._untimed_chunk()) if first else 0
         else:
             count = self._largest(self.limit_s, before, start, count)
             if first and count < FLOOR_TOKENS:
+                floor = min(max_tokens, max_known, FLOOR_TOKENS)
                 limit_s = (1 + FLOOR_SHARE) * one
-                count = max(
-                    count, self._largest(limit_s, before, start, min(most, known, FLOOR_TOKENS))
-                )
-            if self._halve and count < most:
+                count = max(count, self._largest(limit_s, before, start, floor))
+            if self._halve and count < max_tokens:
                 count //= 2
-            if FLOOR_TOKENS // 4 <= count < most:
+            if FLOOR_TOKENS // 4 <= count < max_tokens:
                 count -= count % CHUNK_MULTIPLE
             if first:
-                count = min(most, max(count, MIN_CHUNK, -(-length // MAX_PREFILL_STEPS)))
-        self.spent = count < most
+                count = min(max_tokens, max(count, MIN_CHUNK, -(-length // MAX_PREFILL_STEPS)))
+        self.spent = count < max_tokens
         return 0 if self.spent and not first and count < MIN_SECOND_CHUNK else count
 
     def _untimed_chunk(self) -> int:
-        """While no step with prefill has been timed: as if each token took a step of decode."""
+        """The chunk while no step with prefill has been timed: a token counts as a decode step."""
         alone = self._times.decode_only(self._decode)
         tokens = UNTIMED_CHUNK if not alone else int(self.limit_s / alone)
         return min(max(tokens, MIN_CHUNK), UNTIMED_CHUNK)
 
-    def _largest(self, limit_s: float, before: PhaseWork, start: int, most: int) -> int:
-        if most <= 0 or (self._seconds(before, start, most) or 0.0) <= limit_s:
-            return max(0, most)
-        fits, too_many = 0, most
+    def _largest(self, limit_s: float, before: PhaseWork, start: int, max_tokens: int) -> int:
+        """Return the largest chunk that keeps the step within `limit_s`, to within 1/64 of it."""
+        if max_tokens <= 0 or (self._seconds(before, start, max_tokens) or 0.0) <= limit_s:
+            return max(0, max_tokens)
+        fits, too_many = 0, max_tokens
         while too_many - fits > 1 + fits // 64:
             middle = (fits + too_many) // 2
             if (self._seconds(before, start, middle) or 0.0) <= limit_s:

@@ -1,4 +1,4 @@
-"""The decode side of the schedule: the requests that write, one slot each a step, oldest first."""
+"""The decode side of the schedule: requests that write, one slot each a step, in their order."""
 
 from __future__ import annotations
 
@@ -6,48 +6,49 @@ from bisect import insort
 from collections.abc import Callable
 
 from twostroke.kv.cache import KVCache
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepBuilder
 
 
-def by_order(request: Request) -> tuple[float, int]:
+def by_order(request: ScheduledRequest) -> tuple[float, int]:
     return request.order
 
 
 class DecodeSet:
     def __init__(self, kv: KVCache) -> None:
-        self.requests: list[Request] = []  # sorted by order
+        self.requests: list[ScheduledRequest] = []  # sorted by order
         self._kv = kv
 
-    def add(self, request: Request) -> None:
+    def add(self, request: ScheduledRequest) -> None:
         insort(self.requests, request, key=by_order)
 
     def remove_inactive(self) -> None:
-        """Forget the requests that have left the phase."""
+        """Remove the requests that have left the phase."""
         self.requests = [r for r in self.requests if r.phase is Phase.DECODE]
 
     def plan(
         self,
         step: StepBuilder,
-        preempt_for: Callable[[Request], bool],
+        preempt_for: Callable[[ScheduledRequest], bool],
         held: frozenset[str] = frozenset(),
     ) -> None:
-        """A slot for every request that can use one and is not `held`.
+        """Give a slot to every request that can use one and is not `held`.
 
-        `preempt_for` frees blocks by preempting the last request in order; it says False when
-        that is the very request that asked. Preempted requests come later in the list than the
-        one that asks, so no slot already given is lost.
+        `preempt_for(request)` frees blocks by preempting the last request in order; it returns
+        False if that is `request` itself. Preempted requests come later in the list than the
+        request that needs blocks, so no slot that was already given is lost.
         """
         kv, windowed = self._kv, any(self._kv.windows)
         evicts = kv.eviction is not None
-        chosen: list[Request] = []
+        chosen: list[ScheduledRequest] = []
+        sequences = []
         index = 0
         while index < len(self.requests):
             request = self.requests[index]
             index += 1
             if request.remaining <= 0:  # its last token is in flight
                 continue
-            if held and request.given.request_id in held:
+            if held and request.request_id in held:
                 continue
             seq = request.kv
             if windowed:
@@ -56,22 +57,27 @@ class DecodeSet:
                 self._evict(step, request)
             if seq.num_computed >= seq.capacity and not self._grow(step, request, preempt_for):
                 continue
-            request.plan_sample()
+            request.pending += 1  # `plan_sample` without its call: this runs for every token
+            request.remaining -= 1
             chosen.append(request)
-        step.add_slots(chosen, evicts)
-        kv.advance_each([request.kv for request in chosen], step.step)
+            sequences.append(seq)
+        step.add_slots(chosen, sequences, evicts)
+        kv.advance_each(sequences, step.step)
 
-    def _evict(self, step: StepBuilder, request: Request) -> None:
-        gone = self._kv.excess(request.kv, request.scores)
-        if gone:
-            request.note_eviction(gone)
-            self._kv.evict(request.kv, gone)
-            step.add_evictions(request, gone)
+    def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
+        evicted = self._kv.excess(request.kv, request.scores)
+        if evicted:
+            request.note_eviction(evicted)
+            self._kv.evict(request.kv, evicted)
+            step.add_evictions(request, evicted)
 
     def _grow(
-        self, step: StepBuilder, request: Request, preempt_for: Callable[[Request], bool]
+        self,
+        step: StepBuilder,
+        request: ScheduledRequest,
+        preempt_for: Callable[[ScheduledRequest], bool],
     ) -> bool:
-        """One more block. False if it waits for blocks in flight, or was itself preempted."""
+        """Take one more block. False: the request waits for blocks in flight, or was preempted."""
         kv, seq = self._kv, request.kv
         grown = kv.reserve(seq, seq.num_computed + 1)
         while grown is None and not kv.awaits_blocks and preempt_for(request):

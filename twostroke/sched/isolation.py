@@ -1,40 +1,43 @@
-"""After a step that failed: which of its requests was it?
+"""`IsolatedRetries`: finds the request that made a step fail.
 
-A step runs many requests, and a failure does not say whose fault it was. Everything that ran waits
-again with its tokens kept; those that were in the failed step are then run one by one, alone.
-Whoever writes a token goes back to the others; whoever fails alone was the one.
+A step runs many requests, and a failure does not say which request caused it. All running requests
+wait again with their tokens kept. Those of the failed step are then run alone, one by one. A
+request that writes a token alone goes back to the queue; a request that fails alone ends with the
+error.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 
 
 class IsolatedRetries:
-    """The requests of a failed step, in the order in which they are run alone."""
+    """The requests of a failed step, in the order in which they run alone."""
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-        self._current: Request | None = None  # runs alone, or waits to go on alone
+        self._queue: deque[ScheduledRequest] = deque()
+        self._current: ScheduledRequest | None = None  # runs alone, or waits to run alone
 
     def __len__(self) -> int:
-        """How many wait for their turn, or to go on with it."""
+        """The number of requests that wait here."""
+        if not self._queue and self._current is None:
+            return 0
         return sum(request.phase is Phase.WAITING for request in self._members())
 
-    def __contains__(self, request: Request) -> bool:
+    def __contains__(self, request: ScheduledRequest) -> bool:
         return self.active and any(request is member for member in self._members())
 
     @property
     def active(self) -> bool:
         return self._current is not None or bool(self._queue)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: ScheduledRequest) -> None:
         self._queue.append(request)
 
-    def next(self) -> Request | None:
-        """The request that is to run alone now; None if none has to."""
+    def next(self) -> ScheduledRequest | None:
+        """Return the request that must run alone now, if there is one."""
         while self._current is None or self._current.phase is Phase.FINISHED:
             if not self._queue:
                 self._current = None
@@ -42,12 +45,12 @@ class IsolatedRetries:
             self._current = self._queue.popleft()
         return self._current
 
-    def passed(self, request: Request) -> bool:
-        """It has written a token without harm. True if it ran alone."""
+    def passed(self, request: ScheduledRequest) -> bool:
+        """Note that a request has written a token. Return True if it ran alone."""
         if request is not self._current:
             return False
         self._current = None
         return True
 
-    def _members(self) -> list[Request]:
+    def _members(self) -> list[ScheduledRequest]:
         return [*self._queue, *([] if self._current is None else [self._current])]

@@ -1,4 +1,4 @@
-"""The prefill side of the schedule: who waits, who is let in, and how prompts are cut in chunks."""
+"""The prefill side of the schedule: waiting requests, admission, and the chunks of prompts."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from twostroke.kv.cache import KVCache, table_length
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import by_order
 from twostroke.sched.isolation import IsolatedRetries
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
 
 class WaitingQueue:
-    """Requests by order. A request that ends while it waits is skipped when it comes up."""
+    """Waiting requests by order. A request that finishes while it waits is skipped later."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, int], Request]] = []
+        self._heap: list[tuple[tuple[float, int], ScheduledRequest]] = []
         self._num_finished = 0
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_finished
 
-    def push(self, request: Request) -> None:
+    def push(self, request: ScheduledRequest) -> None:
         heapq.heappush(self._heap, (request.order, request))
 
-    def peek(self, now: float) -> Request | None:
+    def peek(self, now: float) -> ScheduledRequest | None:
         while self._heap and self._heap[0][1].phase is not Phase.WAITING:
             heapq.heappop(self._heap)
             self._num_finished -= 1
         return self._heap[0][1] if self._heap else None
 
-    def pop(self) -> Request:
+    def pop(self) -> ScheduledRequest:
         return heapq.heappop(self._heap)[1]
 
     def note_finished(self) -> None:
-        """A waiting request has finished. Sweep when most of the heap is of that kind."""
+        """Count a waiting request that has finished. Sweep when most entries are finished."""
         self._num_finished += 1
         if self._num_finished > 64 and self._num_finished * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[1].phase is Phase.WAITING]
@@ -53,47 +53,54 @@ class PrefillQueue:
         if config.ttft_slo_s is not None:
             self.waiting = DeadlineQueue(config.ttft_slo_s, self._left_s)
         self.isolated = IsolatedRetries()
-        self.requests: list[Request] = []  # admitted, prompt not yet computed; sorted by order
+        self.requests: list[
+            ScheduledRequest
+        ] = []  # admitted, prompt not yet computed; sorted by order
         self._config = config
         self._kv = kv
         self._rows = rows  # free rows, shared with the scheduler
         self._pacer = pacer
 
     def remove_inactive(self) -> None:
+        """Remove the requests that have left the phase."""
         self.requests = [r for r in self.requests if r.phase is Phase.PREFILL]
 
     def plan(
         self,
         step: StepBuilder,
-        decoding: list[Request],
-        preempt: Callable[[Request], None],
-        to_decode: Callable[[Request], None],
+        decoding: list[ScheduledRequest],
+        preempt: Callable[[ScheduledRequest], None],
+        to_decode: Callable[[ScheduledRequest], None],
     ) -> None:
-        """Chunks for the prompts under way, then new prompts, while the budget lasts. With a goal
-        for the first token, whoever is more urgent comes before."""
+        """Add chunks of the prompts under way, then of new prompts, while the budget lasts. With a
+        goal for the first token, more urgent new prompts come first."""
         queue, now = self.waiting, step.now
         if isinstance(queue, DeadlineQueue):
             for rank, request in sorted((queue.rank(r, now), r) for r in self.requests):
                 self._admit(step, decoding, before=rank)
-                if request not in step.chunk_requests:  # else preempted and let in again
+                if request not in step.chunk_requests:  # else it was preempted and admitted again
                     self._continue(step, request, preempt)
         else:
             for request in list(self.requests):
                 self._continue(step, request, preempt)
         self._admit(step, decoding)
         for request in step.last_chunks:
-            request.become(Phase.DECODE)
+            request.set_phase(Phase.DECODE)
             request.plan_sample()
             to_decode(request)
-        self.remove_inactive()
+        if self.requests:
+            self.remove_inactive()
 
     def _continue(
-        self, step: StepBuilder, request: Request, preempt: Callable[[Request], None]
+        self,
+        step: StepBuilder,
+        request: ScheduledRequest,
+        preempt: Callable[[ScheduledRequest], None],
     ) -> None:
-        """The next chunk, as long as budget, time and blocks allow.
+        """Add the next chunk of a prompt, as long as budget, time and blocks allow.
 
-        Requests that decode have their slots by now and keep them. Without a single free block
-        the last of the prompts under way gives way, so that the first can always go on.
+        Requests that decode have their slots by now and keep them. If no block is free, the last of
+        the prompts under way is preempted, so that the first can always continue.
         """
         if step.full or request.phase is not Phase.PREFILL:
             return
@@ -106,7 +113,7 @@ class PrefillQueue:
                 step.budget,
                 request.num_to_prefill,
                 available,
-                self._longest(request, seq.num_computed),
+                self._max_chunk(request, seq.num_computed),
             )
             if count > 0:
                 break
@@ -120,9 +127,9 @@ class PrefillQueue:
             self._add_chunk(step, request, count)
 
     def _admit(
-        self, step: StepBuilder, decoding: list[Request], before: Rank | None = None
+        self, step: StepBuilder, decoding: list[ScheduledRequest], before: Rank | None = None
     ) -> None:
-        """Let in who waits; only those more urgent than `before`, if given."""
+        """Admit waiting requests; only those more urgent than `before`, if it is given."""
         while not step.full and self._rows:
             request = self._next(step.now)
             if request is None or request.pending:  # tokens of it are still in flight
@@ -136,7 +143,7 @@ class PrefillQueue:
                 return
             if not self.has_room(request, tables, decoding):
                 return
-            count = min(step.budget, uncached, self._longest(request, num_cached))
+            count = min(step.budget, uncached, self._max_chunk(request, num_cached))
             count = step.fit(request, num_cached, count)
             if not count:
                 return
@@ -148,22 +155,22 @@ class PrefillQueue:
                 return
             self._add_chunk(step, request, count)
 
-    def _next(self, now: float) -> Request | None:
-        """Who is to be let in next. While somebody is to run alone, nobody else is."""
-        alone = self.isolated.next()
-        if alone is None:
+    def _next(self, now: float) -> ScheduledRequest | None:
+        """Return the next request to admit. While a request must run alone, no other is."""
+        isolated = self.isolated.next() if self.isolated.active else None
+        if isolated is None:
             return self.waiting.peek(now)
-        return alone if alone.phase is Phase.WAITING else None
+        return isolated if isolated.phase is Phase.WAITING else None
 
-    def _is_before(self, request: Request, rank: Rank, now: float) -> bool:
+    def _is_before(self, request: ScheduledRequest, rank: Rank, now: float) -> bool:
         queue = self.waiting
         return isinstance(queue, DeadlineQueue) and queue.rank(request, now) < rank
 
-    def _left_s(self, request: Request) -> float:
+    def _left_s(self, request: ScheduledRequest) -> float:
         return self._pacer.prefill_s(request.kv.num_computed, request.num_to_prefill)
 
-    def _start(self, step: StepBuilder, request: Request, tables: list[list[int]]) -> None:
-        request.become(Phase.PREFILL)
+    def _start(self, step: StepBuilder, request: ScheduledRequest, tables: list[list[int]]) -> None:
+        request.set_phase(Phase.PREFILL)
         request.row = self._rows.pop()
         num_cached = self._kv.open(request.kv, tables)
         insort(self.requests, request, key=by_order)
@@ -176,72 +183,79 @@ class PrefillQueue:
         elif record.preempted:
             step.recomputed += max(0, record.preempted[-1][1] - num_cached)
 
-    def _add_chunk(self, step: StepBuilder, request: Request, count: int) -> None:
+    def _add_chunk(self, step: StepBuilder, request: ScheduledRequest, count: int) -> None:
         seq = request.kv
         grown = self._kv.reserve(seq, seq.num_computed + count)
-        assert grown is not None, "a chunk was cut to the blocks there are"
+        assert grown is not None, "a chunk is larger than the free blocks"
         step.add_blocks(request, grown)
         request.record.chunks.append((step.now, step.step, seq.num_computed, count))
         step.add_chunk(request, count)
         self._kv.advance(seq, count, step.step)
         self._kv.register(seq, request.tokens)
 
-    def _match(self, request: Request) -> list[list[int]]:
-        asked = request.given.params.prompt_logprobs is not None
-        if asked and len(request.prompt_logprobs) < request.num_prompt - 1:
+    def _match(self, request: ScheduledRequest) -> list[list[int]]:
+        wanted = request.engine_request.params.prompt_logprobs is not None
+        if wanted and len(request.prompt_logprobs) < request.num_prompt - 1:
             return [[] for _ in self._kv.windows]  # every prompt position must be computed
         tokens = request.tokens
-        if self._kv.eviction is not None:  # what others computed in full sight is not ours there
+        if self._kv.eviction is not None:  # behind its first eviction it computes other values
             tokens = tokens[: self._kv.next_eviction(request.kv, request.num_prompt)]
         return self._kv.match(request.kv, tokens)
 
-    def _evict(self, step: StepBuilder, request: Request) -> None:
-        """Tokens that a preempted request had written are computed once more as they were: without
-        what had been evicted by then."""
+    def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
+        """Evict as before the preemption, so that the tokens that a request had already written are
+        recomputed from the same cache entries."""
         kv, seq = self._kv, request.kv
         if kv.eviction is None or seq.num_computed < request.num_prompt:
             return
-        gone = kv.excess(seq)
-        if not gone:
+        evicted = kv.excess(seq)
+        if not evicted:
             return
         if seq.num_computed in request.evictions:
-            gone = request.evictions[seq.num_computed]
-        else:  # it was written by an engine that is no more
-            request.note_eviction(gone)
-        kv.evict(seq, gone)
-        step.add_evictions(request, gone)
+            evicted = request.evictions[seq.num_computed]
+        else:  # the tokens were written by an engine that has died
+            request.note_eviction(evicted)
+        kv.evict(seq, evicted)
+        step.add_evictions(request, evicted)
 
-    def _longest(self, request: Request, start: int) -> int:
-        """A chunk's longest, from `start` on: half a step's budget where the log-probabilities of
-        all its positions are asked for, so that with the head for each of them the step is no
-        longer than others; and no further than to the next eviction."""
-        most, kv = self._config.max_num_batched_tokens, self._kv
+    def _max_chunk(self, request: ScheduledRequest, start: int) -> int:
+        """Return the largest chunk from `start` on. A chunk ends at the next eviction. A chunk with
+        log-probabilities of all positions has half of the budget: the output head runs for each of
+        them, and the step must not take longer than other steps."""
+        limit, kv = self._config.max_num_batched_tokens, self._kv
         if kv.eviction is not None:
-            most = min(most, kv.next_eviction(request.kv, request.num_prompt) - start)
-        if request.given.params.prompt_logprobs is None or not self._config.chunked_prefill:
-            return most
-        return max(1, most // 2)
+            limit = min(limit, kv.next_eviction(request.kv, request.num_prompt) - start)
+        params = request.engine_request.params
+        if params.prompt_logprobs is None or not self._config.chunked_prefill:
+            return limit
+        return max(1, limit // 2)
 
-    def has_room(self, request: Request, tables: list[list[int]], decoding: list[Request]) -> bool:
-        """Whether the request can be let in without soon preempting it or another."""
+    def has_room(
+        self, request: ScheduledRequest, tables: list[list[int]], decoding: list[ScheduledRequest]
+    ) -> bool:
+        """Whether the request can be admitted without soon preempting it or another one."""
         return all(
             self._group_has_room(group, request, table, decoding)
             for group, table in enumerate(tables)
         )
 
     def _group_has_room(
-        self, group: int, request: Request, table: list[int], decoding: list[Request]
+        self,
+        group: int,
+        request: ScheduledRequest,
+        table: list[int],
+        decoding: list[ScheduledRequest],
     ) -> bool:
-        """Kept free are the rest of every admitted prompt and, for each request that will write,
-        `lookahead` tokens of growth (less if it may write less). `table`: its cached prefix."""
+        """Keep free: the rest of every admitted prompt and, for each request that will write,
+        `lookahead` tokens of growth (fewer if it may write fewer). `table`: the cached prefix."""
         kv, lookahead, pool = self._kv, self._config.lookahead, self._kv.pools[group]
         hits = [block for block in table if block != NULL_BLOCK]
-        # Of the hits, those without an owner are still counted as available.
+        # Cached blocks without an owner are still counted as available.
         available = pool.num_available - sum(pool.refs[block] == 0 for block in hits)
         length = len(request.tokens)
         if not decoding and not self.requests:
-            # Alone it always fits: `Scheduler.add` has refused what cannot. Blocks still owned
-            # by steps in flight, by offers and by what is on its way here are freed first.
+            # Alone it always fits: `Scheduler.check` has refused requests that cannot. Blocks of
+            # steps in flight, of offers and of fetches under way are freed first.
             awaited = kv.awaits_blocks or kv.num_held or kv.num_receiving
             needed = kv.blocks_for(group, length, request.num_prompt)
             return needed - len(hits) <= available or not awaited
@@ -251,7 +265,7 @@ class PrefillQueue:
             growth = len(other.tokens) + min(other.remaining, lookahead)
             need += kv.blocks_missing(group, other.kv, growth, other.num_prompt)
         if need + len(decoding) * kv.blocks_for(group, lookahead + kv.block_size) <= available:
-            return True  # whatever those that write may need, there is enough
+            return True  # enough for the largest growth of the requests that write
         for other in decoding:
             growth = other.kv.num_computed + min(other.remaining, lookahead)
             need += kv.blocks_missing(group, other.kv, growth, other.num_prompt, decodes=True)

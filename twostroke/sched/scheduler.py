@@ -2,8 +2,8 @@
 
     add, abort ──▶ plan() ──▶ StepInFlight ──▶ (an executor) ──▶ StepResult ──▶ commit() ──▶ updates
 
-`plan` may run ahead of `commit`: what it planned counts as done, tokens still unknown are
-`pending`, and blocks that a planned step touches stay owned until that step commits.
+`plan` may run ahead of `commit`. Planned work counts as done, tokens that are not known yet are
+`pending`, and blocks that a planned step uses stay owned until that step commits.
 """
 
 from __future__ import annotations
@@ -12,69 +12,38 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import NamedTuple
 
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
-from twostroke.kv.transfer import KVTransfer, Offer
+from twostroke.kv.transfer import KVTransfer
 from twostroke.observe.record import RequestRecord
 from twostroke.plan import BROKEN_LOGITS, BlockEvict, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
+from twostroke.sched.offers import OfferTable
 from twostroke.sched.prefill import PrefillQueue
-from twostroke.sched.received import Fetched, ReceivedQueue
-from twostroke.sched.request import Phase, Request
+from twostroke.sched.received import ReceivedQueue
+from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder, StepInFlight
+from twostroke.sched.updates import CommitResult, Update, join_drafted
 from twostroke.sched.work import AttentionWork
 
-PRIORITY_AGE_S = 10.0  # waited so long, a request goes before one of the next better priority
-# Blocks of a prompt are offered before all of it is computed when there are so many tokens more,
-# and this share more: whoever fetches them is sent the prompt up to there each time.
-AHEAD_TOKENS, AHEAD_SHARE = 256, 8
-
-
-class Update(NamedTuple):
-    """What became known of a request: new tokens, or its end, or both."""
-
-    request_id: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token
-    record: RequestRecord | None = None  # with the end
-    error: str = ""
-    progress: int = 0  # prompt tokens computed so far, while it is prefilled
-    impossible: bool = False  # the error is the request's own: it asks what cannot be
-    # With the end of a request that another engine goes on with; without one: of what is computed
-    # so far of its prompt.
-    offer: Offer | None = None
-
-
-class Committed(NamedTuple):
-    """What a commit brought, and whose tokens, by what came before them."""
-
-    updates: list[Update]
-    regular: int  # streams that the commit before brought a token, too
-    late: list[tuple[RequestRecord, bool]]  # others that go on; whether they had a slot
-    first: list[RequestRecord]
-    drafted: int  # tokens beyond the first of their stream in this step
-    # First tokens of streams that began elsewhere, and since when those wait.
-    resumed: list[tuple[RequestRecord, float]]
+PRIORITY_AGE_S = 10.0  # waiting time that is worth one level of priority
 
 
 class Scheduler:
+    """`offers` has the blocks that other engines may fetch; `received` fetches blocks from them."""
+
     def __init__(
         self,
         config: SchedulerConfig,
         clock: Callable[[], float] = monotonic,
         transfer: KVTransfer | None = None,
     ) -> None:
-        """`transfer`: where blocks can be fetched from other engines, or offered to them."""
+        """`transfer`: fetches blocks from other engines and offers blocks to them."""
         self.config = config
-        self._transfer = transfer
         self.in_flight: deque[StepInFlight] = deque()  # planned and not committed, oldest first
         self.kv = KVCache(
             config.groups,
@@ -83,27 +52,27 @@ class Scheduler:
             max_chunk=config.max_num_batched_tokens,
             eviction=config.eviction,
         )
+        self.offers = OfferTable(config, self.kv, transfer)
         self._work = AttentionWork(config.groups)
         self.pacer = Pacer(config, self._work)
         self._clock = clock
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, ScheduledRequest] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
         self._evicted: list[BlockEvict] = []  # since the newest step was planned
         self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
         self._decode = DecodeSet(self.kv)
-        self._received = ReceivedQueue(self.kv, self._rows, transfer)
-        self._ahead: dict[int, Request] = {}  # by the offer of what is computed so far
+        self.received = ReceivedQueue(self.kv, self._rows, transfer)
         self._step = 0
         self._arrivals = 0
         self._preempted = 0  # requests, since the newest step was planned
-        self._committed = -1  # the newest step that has
+        self._committed_step = -1  # the newest step that has committed
 
-    # ── what is there ───────────────────────────────────────────────────────────────────────
+    # ── state ───────────────────────────────────────────────────────────────────────────────
 
     @property
     def num_waiting(self) -> int:
-        return len(self._prefill.waiting) + len(self._prefill.isolated) + len(self._received)
+        return len(self._prefill.waiting) + len(self._prefill.isolated) + len(self.received)
 
     @property
     def num_running(self) -> int:
@@ -111,24 +80,25 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Or blocks to fetch that a request will need."""
-        return bool(self._requests) or self._received.has_work
+        """Whether there are requests, or blocks to fetch for a request that will come."""
+        return bool(self._requests) or self.received.has_work
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    @property
-    def kv_layout(self) -> str:
-        """What a KV block holds: the same in all engines between which blocks travel."""
-        return "" if self._transfer is None else self._transfer.layout
-
     # ── requests come and go ────────────────────────────────────────────────────────────────
 
-    def check(self, given: EngineRequest) -> int:
-        """Raises `RequestError` if `add` would; how many tokens the request may write."""
-        config, prompt = self.config, given.prompt_token_ids
-        if given.request_id in self._requests:
-            raise RequestError(f"a request with the id {given.request_id!r} is already running")
+    def check(self, engine_request: EngineRequest) -> int:
+        """Return how many tokens the request may write; raise `RequestError` if it can never run.
+
+        The second of the two length checks: `InputProcessor.check_length` refuses long prompts
+        before they are tokenised; this check holds for every request, whoever sends it.
+        """
+        config, prompt = self.config, engine_request.prompt_token_ids
+        if engine_request.request_id in self._requests:
+            raise RequestError(
+                f"a request with the id {engine_request.request_id!r} is already running"
+            )
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         if len(prompt) >= config.max_model_len:
@@ -137,76 +107,83 @@ class Scheduler:
                 f"{config.max_model_len} and one must be left to write; shorten the prompt or "
                 "raise max_model_len"
             )
-        if given.hand_over and (self._transfer is None or not self._transfer.offers):
+        if engine_request.hand_over and not self.offers.enabled:
             raise RequestError("this engine cannot hand requests over: its KV cache is not shared")
-        if config.eviction is not None and given.params.prompt_logprobs is not None:
+        params = engine_request.params
+        if config.eviction is not None and params.prompt_logprobs is not None:
             raise RequestError(
-                "prompt_logprobs are of a sequence that is kept whole, and this engine evicts "
-                "(kv_eviction); leave them out, or run an engine without kv_eviction"
+                "prompt_logprobs need every token of the sequence, and this engine evicts tokens "
+                "(kv_eviction); leave prompt_logprobs out, or run an engine without kv_eviction"
             )
         room = config.max_model_len - len(prompt)
-        max_outputs = (
-            room if given.params.max_tokens is None else min(given.params.max_tokens, room)
-        )
+        max_outputs = room if params.max_tokens is None else min(params.max_tokens, room)
         for index, group in enumerate(config.groups):
             blocks = self.kv.blocks_for(index, len(prompt) + max_outputs - 1, len(prompt))
             if blocks > group.num_blocks:
-                which = "" if len(config.groups) == 1 else f" for layers of {_window(group.window)}"
+                layers = ""
+                if len(config.groups) > 1:
+                    layers = f" for layers of {_window_name(group.window)}"
                 raise RequestError(
                     f"{len(prompt)} prompt tokens and up to {max_outputs} output tokens need "
-                    f"{blocks} KV blocks of {config.block_size} tokens{which}, but the cache has "
+                    f"{blocks} KV blocks of {config.block_size} tokens{layers}, but the cache has "
                     f"{group.num_blocks}; lower max_tokens, shorten the prompt, or enlarge the "
                     "cache (kv_cache_memory_bytes)"
                 )
         return max_outputs
 
-    def add(self, given: EngineRequest) -> None:
-        request = self._requests[given.request_id] = self._new_request(given, self.check(given))
-        if given.resumed is not None and given.resumed.offer is not None:
-            self._received.push(request)
+    def add(self, engine_request: EngineRequest, max_outputs: int | None = None) -> None:
+        """Queue a request. `max_outputs`: the result of `check`, if the caller has called it."""
+        if max_outputs is None:
+            max_outputs = self.check(engine_request)
+        request = self._new_request(engine_request, max_outputs)
+        self._requests[engine_request.request_id] = request
+        if engine_request.resumed is not None and engine_request.resumed.offer is not None:
+            self.received.push(request)
         else:
             self._prefill.waiting.push(request)
 
-    def fetch_ahead(self, given: EngineRequest) -> None:
-        """Fetch what another engine has computed so far of a prompt, which its request is to find
-        as a cached prefix when it comes. `given`: ends where that does, with one token written."""
-        self._received.push_ahead(self._new_request(given, max_outputs=1))
+    def fetch_ahead(self, engine_request: EngineRequest) -> None:
+        """Fetch the part of a prompt that another engine has computed so far. Its request finds
+        the blocks as a cached prefix when it comes. `engine_request` ends where the part ends, with
+        one token written."""
+        self.received.push_ahead(self._new_request(engine_request, max_outputs=1))
 
-    def _new_request(self, given: EngineRequest, max_outputs: int) -> Request:
-        config, prompt, now = self.config, given.prompt_token_ids, self._clock()
+    def _new_request(self, engine_request: EngineRequest, max_outputs: int) -> ScheduledRequest:
+        config, prompt, now = self.config, engine_request.prompt_token_ids, self._clock()
         record = RequestRecord(
-            given.request_id,
+            engine_request.request_id,
             len(prompt),
-            given.received_s or now,
+            engine_request.received_s or now,
             queued_s=now,
-            max_tokens=given.params.max_tokens or 0,
-            n=given.params.n,
-            family=given.family,
-            gap_causes=array("f") if given.gap_causes else None,
+            max_tokens=engine_request.params.max_tokens or 0,
+            n=engine_request.params.n,
+            family=engine_request.family,
+            gap_causes=array("f") if engine_request.gap_causes else None,
         )
-        # Who waits gains a level every PRIORITY_AGE_S, so nobody starves. Whom a request then
-        # overtakes depends on when both came, not on the moment of asking: the order is fixed.
-        aged = given.priority + now / PRIORITY_AGE_S if config.policy == "priority" else 0
-        request = Request(
-            given,
+        # A waiting request gains a level every PRIORITY_AGE_S, so no request starves. The order of
+        # two requests depends on their priorities and arrivals alone, so it never changes.
+        aged = engine_request.priority + now / PRIORITY_AGE_S if config.policy == "priority" else 0
+        resumed = engine_request.resumed
+        request = ScheduledRequest(
+            engine_request,
             order=(aged, self._arrivals),
             max_outputs=max_outputs,
-            tokens=[*prompt, *(() if given.resumed is None else given.resumed.tokens)],
-            kv=KVSequence(self._seed(given)),
+            tokens=[*prompt, *(() if resumed is None else resumed.tokens)],
+            kv=KVSequence(self._prefix_seed(engine_request)),
             record=record,
         )
         self._arrivals += 1
         return request
 
-    def _seed(self, given: EngineRequest) -> bytes | None:
-        """Where the request's digest chain starts: by salt; without prefix caching only the
-        siblings of one `n > 1` request share, and nothing outlives them."""
+    def _prefix_seed(self, engine_request: EngineRequest) -> bytes | None:
+        """Return the start of the request's chain of block digests. It contains the salt. Without
+        prefix caching only the continuations of one `n > 1` request share blocks."""
         if self.config.prefix_caching:
-            return seed_digest("salt", given.salt)
-        return seed_digest("family", given.family) if given.family else None
+            return seed_digest("salt", engine_request.salt)
+        return seed_digest("family", engine_request.family) if engine_request.family else None
 
     def abort(self, request_id: str) -> Update | None:
-        """End a request at any moment. None if there is no such request (any more)."""
+        """End a request in any phase. None: there is no such request (any more)."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -216,52 +193,30 @@ class Scheduler:
             self._remove_inactive()
         return self._update(request)
 
-    def release_offer(self, number: int) -> None:
-        """Blocks that were offered are needed no more."""
-        assert self._transfer is not None
-        self._transfer.release(number)
-        self.kv.release_held(number)
-        if number in self._ahead:
-            self._ahead.pop(number).offered_ahead = False
-
     def reset_prefixes(self) -> None:
-        """Forget every cached prefix; running requests keep their blocks."""
+        """Drop every cached prefix; running requests keep their blocks."""
         self.kv.reset_prefixes()
-        self._received.drop_ahead("all cached prefixes are forgotten")
-
-    def tidy(self) -> None:
-        """Let go what engines shared with this one that have ended."""
-        if self._transfer is not None:
-            self._transfer.tidy()
-
-    def make_ready(self) -> bool:
-        """Do some of what blocks that come here would wait for; whether there is more."""
-        return self._transfer is not None and self._transfer.make_ready()
-
-    def take_fetched(self) -> list[Fetched]:
-        """Offers of other engines that have been fetched, or given up, since the last time."""
-        fetched, self._received.fetched = self._received.fetched, []
-        return fetched
+        self.received.drop_ahead("the prefix cache was reset")
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
     def plan(self, held: frozenset[str] = frozenset()) -> StepInFlight | None:
-        """The next step, or None if nothing can run before a step in flight commits. `held`:
-        requests that write nothing in it."""
+        """Return the next step; None if nothing can run before a step in flight commits. `held`:
+        requests that get no slot in this step."""
         budget = self.config.max_num_batched_tokens
         builder = StepBuilder(self._step, budget, self._work, self._clock(), self._evicted)
 
-        def preempt(victim: Request) -> None:
+        def preempt(victim: ScheduledRequest) -> None:
             self._preempted += 1
             self._preempt(victim, builder.now)
 
-        def preempt_for(request: Request) -> bool:
+        def preempt_for(request: ScheduledRequest) -> bool:
             victim = self._last_in_order()
             preempt(victim)
             (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
             return victim is not request
 
-        if self._received.has_work:
+        if self.received.has_work:
             self._plan_received(builder)
         self._decode.plan(builder, preempt_for, held)
         builder.allowance = self.pacer.allowance(builder, self.in_flight)
@@ -272,16 +227,16 @@ class Scheduler:
         self._retired.clear()
         self._evicted.clear()
         step = StepInFlight(
-            plan,
-            builder.sampled,
-            builder.chunk_requests,
-            builder.now,
-            self.pacer.expected_s(plan),
-            self._preempted,
-            builder.recomputed,
-            self.num_waiting,
-            self.num_running,
-            self.kv.usage(),
+            plan=plan,
+            sampled=builder.sampled,
+            chunked=builder.chunk_requests,
+            planned_s=builder.now,
+            predicted_s=self.pacer.expected_s(plan),
+            preempted=self._preempted,
+            recomputed=builder.recomputed,
+            waiting=self.num_waiting,
+            running=self.num_running,
+            kv=self.kv.usage(),
         )
         self._step += 1
         self._preempted = 0
@@ -289,52 +244,80 @@ class Scheduler:
         return step
 
     def _plan_received(self, builder: StepBuilder) -> None:
-        if self._prefill.isolated.active:  # whoever runs alone does
+        if self._prefill.isolated.active:  # an isolated request runs alone
             return
         decode = self._decode
 
-        def has_room(request: Request, tables: list[list[int]]) -> bool:
+        def has_room(request: ScheduledRequest, tables: list[list[int]]) -> bool:
             return self._prefill.has_room(request, tables, decode.requests)
 
-        self._received.plan(builder, has_room, decode, self._prefill.waiting.push)
+        self.received.plan(builder, has_room, decode, self._prefill.waiting.push)
 
-    def _last_in_order(self) -> Request:
+    def _last_in_order(self) -> ScheduledRequest:
         ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
         return max(ends, key=lambda request: request.order)
 
-    def _preempt(self, request: Request, now: float) -> None:
-        """Finish and re-add with the tokens kept. What the prefix cache still has is not lost."""
+    def _preempt(self, request: ScheduledRequest, now: float) -> None:
+        """Free the blocks and queue the request again with its tokens. Its blocks that stay in the
+        prefix cache are not recomputed."""
         self._requeue(request, now)
         self._prefill.waiting.push(request)
 
-    def _requeue(self, request: Request, now: float) -> None:
+    def _requeue(self, request: ScheduledRequest, now: float) -> None:
         request.record.preempted.append((now, request.kv.num_computed))
         self._release(request)
-        request.become(Phase.WAITING)
+        request.set_phase(Phase.WAITING)
 
     # ── committing ──────────────────────────────────────────────────────────────────────────
 
-    def commit(self, result: StepResult, now: float | None = None) -> Committed:
-        """The oldest step in flight has run: append its tokens, end what has ended. `now`: when
-        the tokens were known."""
-        in_flight = self.in_flight.popleft()
-        plan, sampled = in_flight.plan, in_flight.sampled
-        now, step = self._clock() if now is None else now, plan.step
-        self.pacer.commit(in_flight, result.device_s, now)
-        for request, shares in zip(sampled, result.shares, strict=False):
-            request.add_shares(shares)
-        before, num_slots = self._committed, len(plan.decode)
+    def commit(self, result: StepResult, now: float | None = None) -> CommitResult:
+        """Commit the oldest step in flight: append its tokens and end the requests that are done.
+        `now`: when the tokens were known."""
+        step = self.in_flight.popleft()
+        now = self._clock() if now is None else now
+        self.pacer.commit(step, result.device_s, now)
+        if result.shares:
+            for request, shares in zip(step.sampled, result.shares, strict=False):
+                request.add_shares(shares)
+        sampled, num_slots = step.sampled, len(step.plan.decode)
         if result.counts is not None:
-            sampled, num_slots = self._take_back_drafts(in_flight, result.counts)
-        skipped = drafted = 0
-        first: list[RequestRecord] = []
-        resumed: list[tuple[RequestRecord, float]] = []
-        late: list[tuple[RequestRecord, bool]] = []
-        updates, any_finished = self._commit_chunks(in_flight, result), False
-        logprobs, register = result.logprobs, self.kv.register
-        # The host's hottest loop: once for every token that is written. Python takes long to look
-        # up a member of an enum and to call a tuple's class, so neither is done in it.
-        finished, decodes, no_more = Phase.FINISHED, Phase.DECODE, Update("", ())[2:]
+            sampled, num_slots = self._take_back_drafts(step, result.counts)
+        committed = CommitResult()
+        if step.chunked:
+            self._commit_chunks(step, result, committed.updates)
+        any_finished = self._append_tokens(committed, sampled, num_slots, result, step, now)
+        isolated = self._prefill.isolated
+        if isolated.active:
+            for request in sampled:
+                if isolated.passed(request) and request.phase is Phase.DECODE:
+                    self._preempt(request, now)
+                    any_finished = True
+        if any_finished:
+            self._remove_inactive()
+        self.kv.commit(step.plan.step)
+        self._committed_step = step.plan.step
+        if result.counts is not None:
+            committed.updates = join_drafted(committed.updates)
+        return committed
+
+    def _append_tokens(
+        self,
+        committed: CommitResult,
+        sampled: list[ScheduledRequest],
+        num_slots: int,
+        result: StepResult,
+        in_flight: StepInFlight,
+        now: float,
+    ) -> bool:
+        """Append each token to its request; return whether any request has ended.
+
+        This is the host's hottest loop: it runs once for every token that is written. Python takes
+        long to look up a member of an enum and to call a tuple's class, so the loop does neither.
+        """
+        step, before = in_flight.plan.step, self._committed_step
+        skipped, any_finished = 0, False
+        updates, logprobs, register = committed.updates, result.logprobs, self.kv.register
+        finished, decodes, defaults = Phase.FINISHED, Phase.DECODE, Update("", ())[2:]
         new_tuple: Callable[..., Update] = tuple.__new__
         for index, (request, token) in enumerate(zip(sampled, result.tokens, strict=True)):
             phase = request.phase
@@ -350,15 +333,8 @@ class Scheduler:
                 continue
             tokens.append(token)
             steps = record.token_step
-            if not steps and request.given.resumed is not None:
-                resumed.append((record, request.given.resumed.last_s))
-            elif not steps:
-                first.append(record)
-            elif steps[-1] != before or index >= num_slots:
-                if steps[-1] == step:
-                    drafted += 1
-                else:
-                    late.append((record, index < num_slots))
+            if not steps or steps[-1] != before or index >= num_slots:
+                committed.add_irregular(request, step, index < num_slots)
             steps.append(step)
             record.token_s.append(now)
             if seq.num_computed >= seq.register_at and phase is decodes:
@@ -371,24 +347,16 @@ class Scheduler:
                 entry = logprobs.get(index)
                 updates.append(self._update(request, (token,), (entry,) if entry else ()))
             else:
-                whole = (request.request_id, (token,)) + no_more  # noqa: RUF005 - the faster way
-                updates.append(new_tuple(Update, whole))
-        for request in sampled if self._prefill.isolated.active else ():
-            if self._prefill.isolated.passed(request) and request.phase is Phase.DECODE:
-                self._preempt(request, now)
-                any_finished = True
-        if any_finished:
-            self._remove_inactive()
-        self.kv.commit(step)
-        self._committed = step
-        regular = len(sampled) - skipped - len(first) - len(late) - len(resumed) - drafted
-        if result.counts is not None:
-            updates = _joined(updates)
-        return Committed(updates, regular, late, first, drafted, resumed)
+                fields = (request.request_id, (token,)) + defaults  # noqa: RUF005 - faster
+                updates.append(new_tuple(Update, fields))
+        committed.regular = len(sampled) - skipped - committed.num_irregular
+        return any_finished
 
-    def _take_back_drafts(self, step: StepInFlight, counts: list[int]) -> tuple[list[Request], int]:
-        """Forget what was planned for drafts that were rejected. Returns the request of each token,
-        and how many tokens are of slots."""
+    def _take_back_drafts(
+        self, step: StepInFlight, counts: list[int]
+    ) -> tuple[list[ScheduledRequest], int]:
+        """Undo the planning of rejected drafts. Return the request of each token, and how many of
+        the tokens belong to decode slots."""
         for slot, request, count in zip(step.plan.decode, step.sampled, counts, strict=False):
             rejected = 1 + slot.drafts - count
             request.pending -= rejected
@@ -399,65 +367,47 @@ class Scheduler:
         sampled = [request for request, count in each for _ in range(count)]
         return sampled, sum(counts[: len(step.plan.decode)])
 
-    def _commit_chunks(self, step: StepInFlight, result: StepResult) -> list[Update]:
-        """Keep the prompts' log-probabilities; tell who asked how far its prompt is, and offer as
-        much of it to the engine that will go on with it."""
-        updates = []
+    def _commit_chunks(self, step: StepInFlight, result: StepResult, updates: list[Update]) -> None:
+        """Keep the log-probabilities of prompts; append the updates of requests that asked for
+        their progress, and offers of the blocks computed so far to the decode engine."""
         for request, chunk in zip(step.chunked, step.plan.prefill, strict=True):
+            engine_request, num_computed = request.engine_request, chunk.start + chunk.size
             if chunk.row in result.prompt_logprobs:
                 # Entry 0 is position 1. After a preemption positions come a second time.
                 entries = result.prompt_logprobs[chunk.row]
                 kept = request.prompt_logprobs
                 kept.extend(entries[len(kept) - chunk.start :])
-            if request.given.progress and not chunk.last and request.phase is not Phase.FINISHED:
-                done = chunk.start + chunk.size
-                updates.append(Update(request.request_id, (), progress=done))
-            if request.given.hand_over and not chunk.last and request.phase is Phase.PREFILL:
-                offer = self._offer_ahead(request, chunk.start + chunk.size)
+            if chunk.last:
+                continue
+            if engine_request.progress and request.phase is not Phase.FINISHED:
+                updates.append(Update(request.request_id, (), progress=num_computed))
+            if engine_request.hand_over and request.phase is Phase.PREFILL:
+                offer = self.offers.offer_part(request, num_computed)
                 if offer is not None:
                     updates.append(Update(request.request_id, (), offer=offer))
-        return updates
 
-    def _offer_ahead(self, request: Request, num_tokens: int) -> Offer | None:
-        """Offer the blocks that are computed, if they are enough more than the last time and those
-        have been fetched."""
-        whole = num_tokens // self.config.block_size * self.config.block_size
-        more = max(AHEAD_TOKENS, request.num_ahead // AHEAD_SHARE)
-        if request.offered_ahead or whole < request.num_ahead + more:
-            return None
-        # One that was preempted has other blocks than the step had that has just run.
-        if not self.config.prefix_caching or request.record.preempted:
-            return None
-        tables = self.kv.part(request.kv, whole)
-        if tables is None:
-            return None
-        assert self._transfer is not None
-        offer = self._transfer.offer(tables, whole)
-        self.kv.hold_part(tables, offer.number)
-        self._ahead[offer.number] = request
-        request.num_ahead, request.offered_ahead = whole, True
-        return offer
-
-    def _check_stop(self, request: Request, token: int) -> bool:
-        params = request.given.params
+    def _check_stop(self, request: ScheduledRequest, token: int) -> bool:
+        params = request.engine_request.params
         if token in request.stop_ids and request.num_outputs >= params.min_tokens:
             by_user = params.stop_token_ids is not None and token in params.stop_token_ids
             request.stop_reason = token if by_user else None
             self._finish(request, FinishReason.STOP)
         elif len(request.tokens) >= request.max_length:
-            handed_over = request.given.hand_over and request.num_outputs < request.max_outputs
+            continues = request.num_outputs < request.max_outputs
+            handed_over = request.engine_request.hand_over and continues
             reason = FinishReason.PREFILLED if handed_over else FinishReason.LENGTH
             self._finish(request, reason)
         return request.phase is Phase.FINISHED
 
     def fail(self, error: str) -> list[Update]:
-        """A step could not run. If one request was in it, that one ends with the error; if more
-        were, they are run one by one (`isolation.py`). Whatever else ran waits again.
+        """Undo the steps in flight, one of which has failed. If the failed steps had one request,
+        it ends with the error; if they had several, each of them is run again alone
+        (`isolation.py`). All other running requests wait again.
 
-        No row is taken afterwards, and the executor is to start from none (`Executor.reset`). No
-        prefix is trusted any more.
+        Afterwards no row is taken, and the caller must reset the executor (`Executor.reset`). Every
+        cached prefix is dropped, because the failure may have damaged it.
         """
-        involved: dict[Request, None] = {}
+        involved: dict[ScheduledRequest, None] = {}
         for step in self.in_flight:
             involved |= dict.fromkeys([*step.sampled, *step.chunked])
         involved = {r: None for r in involved if r.phase is not Phase.FINISHED}
@@ -486,16 +436,14 @@ class Scheduler:
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: ScheduledRequest, reason: FinishReason) -> None:
         waited = request.phase is Phase.WAITING
         if reason is FinishReason.PREFILLED:
-            assert self._transfer is not None
-            request.offer = self._transfer.offer(request.kv.tables, request.kv.num_computed)
-            self.kv.hold(request.kv, request.offer.number)
+            request.offer = self.offers.offer_all(request)
         if not waited:
             self._release(request)
-        request.become(Phase.FINISHED)
-        queued = waited and not self._received.discard(request)
+        request.set_phase(Phase.FINISHED)
+        queued = waited and not self.received.discard(request)
         if queued and request not in self._prefill.isolated:
             self._prefill.waiting.note_finished()
         request.finish_reason = reason
@@ -503,11 +451,11 @@ class Scheduler:
         request.record.finished_s = self._clock()
         del self._requests[request.request_id]
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: ScheduledRequest) -> None:
         self.kv.close(request.kv)
         self._rows.append(request.row)
         self._retired.append(request.row)
-        if self._evicted:  # of a table that nobody reads again
+        if self._evicted:  # no step reads this row's table again
             self._evicted[:] = [one for one in self._evicted if one.row != request.row]
         request.row = -1
 
@@ -517,27 +465,27 @@ class Scheduler:
 
     def _update(
         self,
-        request: Request,
+        request: ScheduledRequest,
         tokens: tuple[int, ...] = (),
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> Update:
         first = request.num_outputs == len(tokens) and bool(tokens)
-        asked = request.given.params.prompt_logprobs is not None
+        wanted = first and request.engine_request.params.prompt_logprobs is not None
         return Update(
             request.request_id,
             tokens,
-            tuple(logprobs),
-            request.finish_reason,
-            request.stop_reason,
-            tuple(request.prompt_logprobs) if first and asked else None,
-            request.record if request.finish_reason is not None else None,
+            logprobs=tuple(logprobs),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            prompt_logprobs=tuple(request.prompt_logprobs) if wanted else None,
+            record=request.record if request.finish_reason is not None else None,
             offer=request.offer,
         )
 
-    # ── proving ─────────────────────────────────────────────────────────────────────────────
+    # ── audit ───────────────────────────────────────────────────────────────────────────────
 
     def audit(self) -> None:
-        """Blocks, rows and phases are where they claim to be."""
+        """Assert that every block, row and request is exactly where the bookkeeping says."""
         self.kv.audit()
         prefill, decode = self._prefill.requests, self._decode.requests
         running = prefill + decode
@@ -560,24 +508,8 @@ class Scheduler:
                 alive += 1 + more if request.phase is not Phase.FINISHED else 0
         assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
         if not self.has_requests and not self.in_flight:
-            assert self.kv.is_idle(), "blocks are owned by nobody"
+            assert self.kv.is_idle(), "blocks are owned by no request"
 
 
-def _window(window: int | None) -> str:
+def _window_name(window: int | None) -> str:
     return "all positions" if window is None else f"window {window}"
-
-
-def _joined(updates: list[Update]) -> list[Update]:
-    """Several tokens of one request in one update."""
-    joined: list[Update] = []
-    for update in updates:
-        last = joined[-1] if joined else None
-        if last is None or last.request_id != update.request_id:
-            joined.append(update)
-        else:
-            joined[-1] = update._replace(
-                tokens=last.tokens + update.tokens,
-                logprobs=last.logprobs + update.logprobs,
-                prompt_logprobs=last.prompt_logprobs,
-            )
-    return joined

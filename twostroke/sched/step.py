@@ -1,15 +1,18 @@
-"""`StepBuilder`: one step while it is planned; `StepInFlight`: the same until it commits; and
-`SchedulerConfig`, the limits of both."""
+"""`SchedulerConfig`: the limits of a schedule. `StepBuilder`: a step while it is planned.
+`StepInFlight`: a step from its plan to its commit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 
-from twostroke.kv.cache import GroupLimits, KVUsage
+from twostroke.kv.cache import GroupLimits, KVSequence, KVUsage
 from twostroke.kv.eviction import Eviction
 from twostroke.plan import (
+    NO_WORK,
     BlockAppend,
     BlockDrop,
     BlockEvict,
@@ -21,16 +24,19 @@ from twostroke.plan import (
     StepPlan,
 )
 from twostroke.sched.allowance import Allowance
-from twostroke.sched.request import Request
+from twostroke.sched.scheduled_request import ScheduledRequest
 from twostroke.sched.work import AttentionWork
 
-# `Slot(*fields)`, without a call of Python's: one is made for every token that is written.
+# `Slot(*fields)` without a Python call: a slot is made for every token that is written.
 new_slot: Callable[[tuple[int, int, int]], Slot] = partial(tuple.__new__, Slot)
+row_of: Callable[[ScheduledRequest], int] = attrgetter("row")
+num_computed_of: Callable[[KVSequence], int] = attrgetter("num_computed")
+num_evicted_of: Callable[[KVSequence], int] = attrgetter("num_evicted")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits a schedule keeps; already validated (`config.py`)."""
+    """The limits of a schedule, already validated (`config.py`)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -41,10 +47,10 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     lookahead: int = 128  # tokens of growth that admission keeps free for each running request
-    ttft_slo_s: float | None = None  # goals; None: none
-    itl_slo_s: float | None = None
-    max_decode_stall: float | None = None  # steady gaps; where there is no itl_slo_s
-    receives: bool = False  # streams of other engines may come at any time
+    ttft_slo_s: float | None = None  # None: no goal
+    itl_slo_s: float | None = None  # None: no goal
+    max_decode_stall: float | None = None  # in steady gaps; used without an itl_slo_s
+    receives: bool = False  # other engines may hand over streams at any time
     eviction: Eviction | None = None
 
 
@@ -53,21 +59,22 @@ class StepInFlight:
     """A step from its plan to its commit."""
 
     plan: StepPlan
-    sampled: list[Request]  # slots first, then last chunks: the result's order
-    chunked: list[Request]  # in the order of plan.prefill
+    sampled: list[ScheduledRequest]  # slots first, then last chunks: the order of the result
+    chunked: list[ScheduledRequest]  # in the order of plan.prefill
     planned_s: float  # when planning began
-    predicted_s: float  # on the device; 0 if it could not be told
-    preempted: int  # requests, since the step before was planned
-    recomputed: int  # tokens that were computed before and are not cached any more
+    predicted_s: float  # expected time on the device; 0: unknown
+    preempted: int  # requests preempted since the step before was planned
+    recomputed: int  # tokens that were computed before and are no longer cached
     waiting: int
     running: int
-    kv: KVUsage  # with this step's blocks taken and filled
-    launched_s: float = 0.0  # when the executor was handed the plan
-    pending: Pending | None = None  # its result, once it is launched
+    kv: KVUsage  # with the blocks of this step taken and filled
+    launched_s: float = 0.0  # when the executor was given the plan
+    pending: Pending | None = None  # the result, once the step is launched
 
 
 class StepBuilder:
-    """Collects what a step does. The budget counts tokens: a slot is one, a chunk its length."""
+    """Collects the work of a step. The budget counts tokens: one for a slot, the length of a
+    chunk."""
 
     def __init__(
         self,
@@ -77,7 +84,7 @@ class StepBuilder:
         now: float,
         evicted: list[BlockEvict] | None = None,
     ) -> None:
-        """`evicted`: that no executor has heard of yet, since nothing could run with them."""
+        """`evicted`: evictions of earlier calls to `Scheduler.plan` that planned no step."""
         self.evicted = [] if evicted is None else evicted
         self.step = step
         self.budget = budget
@@ -87,12 +94,12 @@ class StepBuilder:
         self.new: list[NewRow] = []
         self.appended: list[BlockAppend] = []
         self.dropped: list[BlockDrop] = []
-        self.sampled: list[Request] = []  # slots first, then last chunks: the result's order
-        self.last_chunks: list[Request] = []
-        self.chunk_requests: list[Request] = []
-        self.recomputed = 0  # tokens that were computed before and are not cached any more
-        self.allowance: Allowance | None = None  # of time, where streams have a goal
-        self.prefill_work = self.decode_work = PhaseWork()
+        self.sampled: list[ScheduledRequest] = []  # slots first, then last chunks
+        self.last_chunks: list[ScheduledRequest] = []
+        self.chunk_requests: list[ScheduledRequest] = []
+        self.recomputed = 0  # tokens that were computed before and are no longer cached
+        self.allowance: Allowance | None = None  # prefill time, if streams have a goal
+        self.prefill_work = self.decode_work = NO_WORK
         self._work = work
 
     @property
@@ -101,28 +108,35 @@ class StepBuilder:
 
     @property
     def full(self) -> bool:
-        """Whether no prefill fits any more."""
+        """Whether the step has no room for more prefill."""
         return self.budget <= 0 or (self.allowance is not None and self.allowance.spent)
 
-    def fit(self, request: Request, start: int, most: int) -> int:
-        """How many tokens of a prompt, from `start` on, the step has time for; at most `most`."""
+    def fit(self, request: ScheduledRequest, start: int, max_tokens: int) -> int:
+        """Return how many prompt tokens from `start` on the step has time for."""
         if self.allowance is None:
-            return most
-        return self.allowance.fit(self.prefill_work, start, most, len(request.tokens))
+            return max_tokens
+        return self.allowance.fit(self.prefill_work, start, max_tokens, len(request.tokens))
 
-    def add_slots(self, requests: list[Request], evicts: bool = False) -> None:
-        """A slot each, for what has been computed of them so far; `evicts`: some may have fewer
-        cache entries than positions."""
-        positions = [request.kv.num_computed for request in requests]
-        rows = [request.row for request in requests]
-        self.slots = [new_slot((row, at, 0)) for row, at in zip(rows, positions, strict=True)]
+    def add_slots(
+        self,
+        requests: list[ScheduledRequest],
+        sequences: Sequence[KVSequence],
+        evicts: bool = False,
+    ) -> None:
+        """Add a slot for each request, at the first position of its sequence that is not computed.
+        `evicts`: sequences may have fewer cache entries than positions."""
+        positions = list(map(num_computed_of, sequences))
+        fields = zip(map(row_of, requests), positions, repeat(0))
+        self.slots = list(map(new_slot, fields))
         self.sampled = requests
         self.budget -= len(requests)
         if evicts:
-            positions = [request.kv.num_computed - request.kv.num_evicted for request in requests]
-        self.decode_work = PhaseWork(len(rows), len(rows), *self._work.of_slots(positions))
+            evicted = map(num_evicted_of, sequences)
+            positions = [at - gone for at, gone in zip(positions, evicted, strict=True)]
+        rows = len(requests)
+        self.decode_work = PhaseWork(rows, rows, *self._work.of_slots(positions))
 
-    def add_chunk(self, request: Request, count: int) -> None:
+    def add_chunk(self, request: ScheduledRequest, count: int) -> None:
         start = request.kv.num_computed
         last = start + count == len(request.tokens)
         self.chunks.append(Chunk(request.row, start, count, last))
@@ -134,33 +148,33 @@ class StepBuilder:
             count, self._work.of_chunk(start - request.kv.num_evicted, count)
         )
 
-    def add_row(self, request: Request) -> None:
-        """The request has taken its row."""
-        given = request.given
+    def add_row(self, request: ScheduledRequest) -> None:
+        """Tell the executor about a request that has taken a row."""
+        engine_request = request.engine_request
         self.new.append(
             NewRow(
-                request.row,
-                request.request_id,
-                tuple(request.tokens),
-                request.num_prompt,
-                given.params,
-                given.seed,
-                given.stop_ids,
-                given.bad_words_ids,
+                row=request.row,
+                request_id=request.request_id,
+                tokens=tuple(request.tokens),
+                num_prompt=request.num_prompt,
+                params=engine_request.params,
+                seed=engine_request.seed,
+                stop_ids=engine_request.stop_ids,
+                bad_words_ids=engine_request.bad_words_ids,
             )
         )
 
-    def add_blocks(self, request: Request, grown: int) -> None:
+    def add_blocks(self, request: ScheduledRequest, grown: int) -> None:
         if grown:
             for group, table in enumerate(request.kv.tables):
                 self.appended.append(BlockAppend(request.row, group, tuple(table[-grown:])))
 
-    def add_drops(self, request: Request, changed: list[tuple[int, int]]) -> None:
+    def add_drops(self, request: ScheduledRequest, changed: list[tuple[int, int]]) -> None:
         for group, upto in changed:
             self.dropped.append(BlockDrop(request.row, group, upto))
 
-    def add_evictions(self, request: Request, gone: list[range]) -> None:
-        self.evicted += [BlockEvict(request.row, one.start, one.stop) for one in gone]
+    def add_evictions(self, request: ScheduledRequest, evicted: list[range]) -> None:
+        self.evicted += [BlockEvict(request.row, one.start, one.stop) for one in evicted]
         request.record.kv_evicted_tokens = request.kv.num_evicted
 
     def build(self, retired: tuple[int, ...]) -> StepPlan:

@@ -1,24 +1,26 @@
-"""`StepTimes`: how long a step will take, learnt from the steps that ran.
+"""`StepTimes`: predicts the device time of a step from the steps that ran.
 
-Two regimes, each a sum of what a step does times a cost that is never negative:
+There are two regimes. In each, the time is a sum of amounts of work times costs; no cost is
+negative:
 
     decode only     a step  +  rows  +  cached positions read
     with prefill    a step  +  tokens (three slopes)  +  positions attended to  +  rows
                     +  cached positions read, at the cost they have without prefill
 
-Tokens are all of the step's, since the products see one flat run of them. What ranks send is as
-many bytes for each (`ring_bytes` in model/describe/cost.py), and begins as often in every step: the
-slopes and the step itself have both. Slopes may only grow, at `KNEES`: a GPU has few tokens nearly
-for free, a CPU pays for each. A step with prefill is never expected to take less than its decode
-slots would alone. What its slots read is not learnt from such steps: while a prompt is computed its
-context and the streams' grow in step, and the one could be charged to the other.
+Tokens are all tokens of the step, since the linear layers see one flat run of them. Ranks send the
+same number of bytes for each token (`ring_bytes` in `cost.py`) in the same number of collectives a
+step, so communication is part of the slopes and of the step's constant. Slopes grow at `KNEES` and
+never shrink: a few tokens are nearly free on a GPU, and a CPU pays for each. A step with prefill is
+never expected to take less time than its decode slots alone. The cost of positions read by slots is
+not learnt from such steps: the context of a prompt and of the streams grow together there, so the
+cost of one could be charged to the other.
 
-Costs are the non-negative least squares of the *relative* errors over a fading past: the sums of
-the normal equations, then a round of coordinate descent from the costs before. Nothing is
-inverted, and a fading sum is bounded, so it can run for years; a direction of which the newest
-steps say nothing stays as it was. On top a quick factor follows what slows all steps of a regime,
-such as a neighbour or a clock. A step that took far longer or shorter than expected counts only
-up to a limit, unless `MIN_OUTLIERS` such come in a row.
+Costs are the non-negative least squares of the *relative* errors, with older steps fading out: sums
+of the normal equations, then a round of coordinate descent from the costs before. No matrix is
+inverted and fading sums are bounded, so this can run for years; costs of work that the newest steps
+lack stay as they were. A factor on top quickly follows influences on all steps of a regime, such as
+other load on the machine or the clock rate. A step that took far longer or shorter than expected
+counts only up to a limit, unless `MIN_OUTLIERS` of them come in a row.
 
 Plain Python, about 10 µs a step. Same steps in, same costs out.
 """
@@ -29,18 +31,18 @@ from operator import mul
 
 from twostroke.plan import PhaseWork
 
-KNEES = (128, 512)  # tokens in a step from which each more may cost more
-MIN_STEPS = 3  # steps of a regime before it says anything
-DECAY = 0.998  # of the past, with each step of the regime
-RESCALE_AT = 1e9  # weight of the newest step at which all are divided by it
-DAMPING = 0.01  # of a cost's change, so that what a step barely shows is learnt slowly
+KNEES = (128, 512)  # tokens in a step above which each token may cost more
+MIN_STEPS = 3  # steps of a regime before it predicts
+DECAY = 0.998  # weight of the past, with each step of the regime
+RESCALE_AT = 1e9  # weight of the newest step at which all weights are divided by it
+DAMPING = 0.01  # of a cost's change: costs that a step barely shows are learnt slowly
 FACTOR_RATE = 0.1  # of the factor
 READS_UNIT = 4096
-MIN_OUTLIERS = 3  # in a row, from which on they count in full
+MIN_OUTLIERS = 3  # outliers in a row from which on they count in full
 ERROR_OVER = 30  # steps over which errors are averaged
 SETTLED_STEPS = 64  # steps of a regime after which one round of descent a step is enough
-MIN_SHARE = 0.1  # of a step that is never for something else
-MIN_TOLERANCE = 0.25  # what may be off without being an outlier, at least
+MIN_SHARE = 0.1  # of a step that is always attributed to the learnt costs
+MIN_TOLERANCE = 0.25  # relative error below which a step is no outlier
 
 
 class Costs:
@@ -48,10 +50,10 @@ class Costs:
 
     def __init__(self, size: int, step: int) -> None:
         self.steps = 0
-        self._step = step  # which of the amounts is the step itself, always one
+        self._step = step  # index of the amount that is always one: the step itself
         self.costs = [0.0] * size
         self.factor = 1.0
-        self.error = 0.0  # mean absolute relative error of late, of what was expected before
+        self.error = 0.0  # recent mean absolute relative error of predictions
         self._products = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
         self._weight = 1.0  # of the newest step in these sums
@@ -61,7 +63,7 @@ class Costs:
         return self.factor * sum(map(mul, self.costs, amounts))
 
     def add(self, amounts: list[float], seconds: float, known_s: float = 0.0) -> None:
-        """`known_s` of the seconds are for something else."""
+        """`known_s`: the part of `seconds` that these costs do not explain."""
         base = sum(map(mul, self.costs, amounts))
         counted = seconds
         if self.steps >= MIN_STEPS and base > 0.0:
@@ -71,8 +73,8 @@ class Costs:
             limit = 1.0 + max(MIN_TOLERANCE, 4.0 * self.error)
             self.error += share * (off - self.error)
             counted = self._clamped(seconds, expected, limit)
-            # Relative to what is expected: relative to what came, slow steps would count less
-            # and the costs end too low.
+            # Relative to the expected time: relative to the measured time, slow steps would count
+            # less and the costs would end too low.
             scale = 1.0 / expected
             rest = max(counted - known_s, MIN_SHARE * counted)
             self.factor += FACTOR_RATE * (rest / base - self.factor)
@@ -85,7 +87,7 @@ class Costs:
         self._learn([scale * amount for amount in amounts], scale * rest)
 
     def _clamped(self, seconds: float, expected: float, limit: float) -> float:
-        """The time, or as much of an outlier as counts."""
+        """Return the time, or the part of an outlier that counts."""
         if expected / limit <= seconds <= expected * limit:
             self._outliers = 0
             return seconds
@@ -96,7 +98,7 @@ class Costs:
         return expected * limit if slow > 0 else expected / limit
 
     def _learn(self, amounts: list[float], target: float) -> None:
-        self._weight /= DECAY  # the newest counts more, which is the past counting less
+        self._weight /= DECAY  # a growing weight of the newest step is a fading past
         if self._weight > RESCALE_AT:
             self._rescale()
         products, targets, costs = self._products, self._targets, self.costs
@@ -126,7 +128,7 @@ class StepTimes:
         self._mixed = Costs(6, 5)
 
     def add(self, prefill: PhaseWork, decode: PhaseWork, seconds: float) -> None:
-        """A step that did this took so long on the device."""
+        """Learn from a step that took so long on the device."""
         if not 0.0 < seconds < float("inf"):
             return
         if prefill.tokens:
@@ -136,13 +138,13 @@ class StepTimes:
             self._decode.add(_decode_amounts(decode), seconds)
 
     def decode_only(self, decode: PhaseWork) -> float | None:
-        """Seconds of a step with these slots and no prefill; None before that is known."""
+        """Seconds of a step with these slots and no prefill; None before enough steps were seen."""
         if self._decode.steps < MIN_STEPS:
             return None
         return self._decode.expected(_decode_amounts(decode))
 
     def predict(self, prefill: PhaseWork, decode: PhaseWork) -> float | None:
-        """Seconds of a step; None before enough of its kind has been seen. Never less for more."""
+        """Seconds of a step; None before enough steps were seen. More work never takes less."""
         alone = self.decode_only(decode) if decode.tokens else 0.0
         if not prefill.tokens:
             return alone
@@ -156,18 +158,17 @@ class StepTimes:
 
     @property
     def error(self) -> float:
-        """Mean absolute relative error of late, of predictions made before each step was seen;
-        the worse of the two regimes."""
+        """Recent mean absolute relative error of predictions, of the worse of the two regimes."""
         return max(self._decode.error, self._mixed.error)
 
     @property
     def mixed_error(self) -> float:
-        """The same, of steps with prefill."""
+        """Recent mean absolute relative error of predictions of steps with prefill."""
         return self._mixed.error
 
 
-# Amounts are scaled to about one in a usual step. Of those that always came together the first is
-# charged: until sizes differ, a step with prefill costs by its tokens, one without by being a step.
+# Amounts are scaled to about one in a usual step. If amounts always come together, the first one is
+# charged: until sizes differ, a step with prefill costs by its tokens, one without by the step.
 
 
 def _decode_amounts(decode: PhaseWork) -> list[float]:

@@ -1,4 +1,4 @@
-"""`AttentionWork`: how many cached positions a step attends to and reads, over KV groups."""
+"""`AttentionWork`: the cached positions that a step attends to and reads, over all KV groups."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from twostroke.kv.cache import GroupLimits
 
 
 class AttentionWork:
-    """The counts of `PhaseWork`: means over the layers, so that a window counts as what it is.
+    """Makes the counts of `PhaseWork`: means over the layers, because windows make layers differ.
 
-    Positions attended to cost FLOPs, so layers weigh by their query channels; positions read cost
-    bytes, so layers weigh by the keys and values of a position.
+    Attending to a position costs FLOPs, so each layer is weighted by its query channels. Reading a
+    position costs bytes, so each layer is weighted by the keys and values of a position.
     """
 
     def __init__(self, groups: Sequence[GroupLimits]) -> None:
@@ -23,13 +23,17 @@ class AttentionWork:
             read[group.window] += group.kv_elements
         self._weights = [(window, attended[window], read[window]) for window in attended]
         self._attended, self._read = attended.total(), read.total()
+        self._no_window = list(attended) == [None]
 
     def of_slots(self, positions: Sequence[int]) -> tuple[int, int]:
-        """Positions attended to and read by one token at each of these."""
+        """Positions attended to and read by one token at each of `positions`."""
+        if self._no_window:  # the usual case, every step
+            visible = sum(positions) + len(positions)
+            return visible, visible
         return self._means([(n := _seen(positions, window), n) for window, _, _ in self._weights])
 
     def of_chunk(self, start: int, count: int) -> tuple[int, int]:
-        """Positions attended to, summed over the tokens [start, start + count), and read."""
+        """Positions that the tokens [start, start + count) attend to, summed, and read."""
         counts = []
         for window, _, _ in self._weights:
             before = start if window is None else min(start, window - 1)
@@ -49,7 +53,7 @@ class AttentionWork:
 
 
 def visible_positions(start: int, count: int, window: int | None) -> int:
-    """Positions seen by the queries [start, start + count), themselves included, summed."""
+    """Positions that the queries [start, start + count) see, themselves included, summed."""
     full = count * start + count * (count + 1) // 2
     if window is None or start + count <= window:
         return full

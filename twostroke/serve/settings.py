@@ -9,13 +9,13 @@ from typing import Any
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
-from twostroke.strict import Strict
+from twostroke.strict import StrictSettings
 
 MIB = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(Strict):
+class ServeSettings(StrictSettings):
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free
     uds: str | None = None  # a Unix socket's path, instead of host and port

@@ -34,7 +34,9 @@ PLAYBOOK = {
     "attention-backend": Play("", "--kernels reference"),
     "threads-per-phase": Play("", _threads()),
 }
-MISSING = {"speculative": "speculative decoding is not there yet, so there is nothing to compare"}
+MISSING = {
+    "speculative": "speculative decoding is not supported yet, so there is nothing to compare"
+}
 
 
 def play(name: str) -> Play:

@@ -1,1 +1,1 @@
-"""The diagnosis of a slow server, and the exam that checks the diagnosis."""
+"""The diagnosis of a slow server."""

@@ -136,8 +136,8 @@ class _Rules:
         if (count or account.requests) < 3:
             sure *= 0.7
         # What is known of steps counts for streams that have not ended, too.
-        of_phase = account.start_s if phase == "start" else account.stream_s
-        weight = share if count else share * of_phase / (account.total_s or 1.0)
+        for_phase = account.start_s if phase == "start" else account.stream_s
+        weight = share if count else share * for_phase / (account.total_s or 1.0)
         said = tuple(filter(None, evidence))
         return Cause(cause, round(sure, 2), said, round(share, 3), phase, round(weight, 4))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -85,33 +84,3 @@ def verdict_page(found: Verdict) -> str:
     unknown = [(name, why) for name, why in found.not_examined.items()]
     body += ["<h2>Not examined</h2>", table(["cause", "why"], unknown)]
     return page("doctor", headline(found), _evidence(found), body, found.as_json())
-
-
-def show_exam(console: Console, found: dict[str, Any]) -> None:
-    """The confusion matrix, a line a case, and what was wrong."""
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    rows.add_column("injected", no_wrap=True)
-    rows.add_column("right", justify="right", no_wrap=True)
-    rows.add_column("said instead")
-    for case in found["cases"]:
-        wrong = ", ".join(f"{name} ({n})" for name, n in case["wrong"].items())
-        rows.add_row(case["name"], f"{case['right']} of {case['runs']}", wrong)
-    console.print(rows)
-    console.print()
-    matrix = Table(box=None, pad_edge=False, header_style="bold")
-    matrix.add_column("injected, said")
-    names = found["said"]
-    for number in range(1, len(names) + 1):
-        matrix.add_column(str(number), justify="right", no_wrap=True)
-    for number, name in enumerate(names, 1):
-        counts = found["matrix"].get(name, {})
-        matrix.add_row(f"{number} {name}", *(str(counts.get(one) or "·") for one in names))
-    console.print(matrix)
-    style = "bold green" if found["passed"] else "bold red"
-    console.print(
-        Text(
-            f"{found['right']} of {found['runs']} right ({found['accuracy']:.0%}); "
-            f"{found['false_alarms']} false alarms in {found['controls']} healthy controls",
-            style=style,
-        )
-    )

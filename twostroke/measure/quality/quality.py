@@ -214,7 +214,7 @@ def _read(llm: LLM, windows: Sequence[list[int]], kept: BaseFile, is_base: bool)
 
     for window in windows:
         read_window(llm, window, take)
-    llm.engine.core.hear_chunk_logits(None)
+    llm.engine.core.on_chunk_logits(None)
     return found
 
 
@@ -232,7 +232,7 @@ def read_window(llm: LLM, window: list[int], take: Callable[[list[int], Floats],
             take(targets, logits[: len(targets)])
 
     core = llm.engine.core
-    core.hear_chunk_logits(hear)
+    core.on_chunk_logits(hear)
     params = SamplingParams(temperature=0, max_tokens=len(window))
     resumed = Resumed(tuple(window[1:]), 0.0)
     core.add(EngineRequest("window", window[:1], params, 0, resumed=resumed))

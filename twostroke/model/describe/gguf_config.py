@@ -281,10 +281,15 @@ def _plain(
     return parts.model(settings, layers, max_context, eps)
 
 
+def _gemma(settings: Settings) -> ModelSpec:
+    spec = with_layers(_plain(settings), mlp=parts.mlp(settings, "gelu_tanh"))
+    return replace(spec, embed_scale=spec.hidden_size**0.5, norm_fp32=True)
+
+
 def _gemma2(settings: Settings) -> ModelSpec:
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     theta = parts.theta(settings, "rope.freq_base_swa", rope.theta)
-    return _gemma(
+    return _gemma_2_or_3(
         settings,
         windows=parts.windows(settings, period=2, default=4096),
         ropes=(replace(rope, theta=theta), rope),
@@ -299,7 +304,7 @@ def _gemma3(settings: Settings) -> ModelSpec:
     parts.theta(settings, default=REQUIRED)  # the usual one would be wrong without a word
     rope, _ = parts.rope(settings, parts.heads(settings)[2])
     sliding = RopeSpec(parts.theta(settings, "rope.freq_base_swa"), rope.dim)
-    return _gemma(
+    return _gemma_2_or_3(
         settings,
         windows=parts.windows(settings, period=6),
         ropes=(sliding, rope),
@@ -310,7 +315,7 @@ def _gemma3(settings: Settings) -> ModelSpec:
     )
 
 
-def _gemma(
+def _gemma_2_or_3(
     settings: Settings,
     windows: tuple[int | None, ...],
     ropes: tuple[RopeSpec, RopeSpec],
@@ -319,8 +324,8 @@ def _gemma(
     logit_softcap: float,
     **different: Any,
 ) -> ModelSpec:
-    """What all Gemmas share. `ropes`: of layers with a window, and of those without; `different`:
-    what is of the attention."""
+    """The parts that Gemma 2 and 3 share. `ropes`: the rope of layers with a window, then of layers
+    without. `different`: fields of the attention."""
     sliding, full = ropes
     attention = replace(parts.attention(settings, full), **different)
     if len(windows) == layers_of_27b:
@@ -440,6 +445,7 @@ ARCHITECTURES = {
     "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
     "seed_oss": Architecture(_llama, POST_ATTENTION_NAMES),
     "gpt-oss": Architecture(_gpt_oss, POST_ATTENTION_NAMES, _EXPERTS),
+    "gemma": Architecture(_gemma),
     "gemma2": Architecture(_gemma2, settings=_CAPS),
     "gemma3": Architecture(_gemma3, settings=(parts.LOGIT_SOFTCAP,)),
     "olmo2": Architecture(_olmo2),

@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from twostroke.errors import ModelError
+from twostroke.kernels.activations import Activation
 from twostroke.model.describe import hf_experts
 from twostroke.model.describe import hf_gpt_families as gpt
 from twostroke.model.describe import hf_parts as parts
 from twostroke.model.describe.hf_names import (
     COHERE_NAMES,
     DEEPSEEK_NAMES,
+    GEMMA2_NAMES,
     GEMMA_NAMES,
     GLM4_NAMES,
     GLM_NAMES,
@@ -318,10 +320,27 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     return parts.windows(kinds, window)
 
 
+GEMMA_DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256}
+GELU_TANH: Mapping[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def _gemma(fields: Fields) -> ModelSpec:
+    """Gemma 1 and CodeGemma: Llama with a scaled embedding, gelu and norms that multiply by 1 + w.
+
+    The first releases say `hidden_act: gelu` and mean the tanh approximation.
+    """
+    parts.refuse_if_given(fields, "use_bidirectional_attention")
+    name = "hidden_act" if fields.value("hidden_activation") is None else "hidden_activation"
+    gelu = parts.activation(fields, name, {**GELU_TANH, "gelu": "gelu_tanh"})
+    mlp = parts.mlp(fields, gelu)
+    spec = _plain(fields.with_defaults(GEMMA_DEFAULTS), "gemma", tied=True, mlp=mlp)
+    return replace(spec, embed_scale=spec.hidden_size**0.5, norm_fp32=True)
+
+
 def _gemma2(fields: Fields) -> ModelSpec:
     """Every other layer slides; scores and logits are softcapped."""
     rope, max_context = parts.rope(fields, parts.heads(fields)[2])
-    return _gemma(
+    return _gemma_2_or_3(
         fields,
         "gemma2",
         kinds=parts.layer_kinds(fields, parts.one_full_in(2, parts.num_layers(fields))),
@@ -343,7 +362,7 @@ def _gemma3_text(fields: Fields) -> ModelSpec:
     fields = fields.with_defaults(GEMMA3_DEFAULTS)
     parts.refuse_if_given(fields, "attn_logit_softcapping")
     period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=6)
-    return _gemma(
+    return _gemma_2_or_3(
         fields,
         "gemma3_text",
         kinds=parts.layer_kinds(fields, parts.one_full_in(period, parts.num_layers(fields))),
@@ -374,7 +393,7 @@ def _text_part(fields: Fields, otherwise: str) -> Fields:
     return fields.nested("text_config")
 
 
-def _gemma(
+def _gemma_2_or_3(
     fields: Fields,
     family: str,
     kinds: Sequence[str],
@@ -383,7 +402,7 @@ def _gemma(
     logit_softcap: float,
     **different: Any,
 ) -> ModelSpec:
-    """What all Gemmas share; `different` is the attention's."""
+    """The parts that Gemma 2 and 3 share. `different`: fields of the attention."""
     parts.refuse_if_given(fields, "use_bidirectional_attention")
     scalar = fields.number("query_pre_attn_scalar", above=0.0, high=1e9, default=256.0)
     attention = replace(parts.attention(fields, ropes[parts.FULL]), scale=scalar**-0.5, **different)
@@ -392,7 +411,7 @@ def _gemma(
         parts.FULL: attention,
         parts.SLIDING: replace(attention, rope=ropes[parts.SLIDING], window=window),
     }
-    gelu = parts.activation(fields, "hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"})
+    gelu = parts.activation(fields, "hidden_activation", GELU_TANH)
     mlp = parts.mlp(fields, gelu)
     layers = [LayerSpec(by_kind[kind], mlp, post_norm=True) for kind in kinds]
     spec = parts.model(fields, family, layers, max_context, tied=True)
@@ -612,9 +631,10 @@ FAMILIES = {  # by model_type
     "deepseek_v3": Family(_deepseek_v3, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
     "exaone4": Family(_exaone4, OLMO2_NAMES),
     "falcon": Family(gpt.falcon, gpt.falcon_names, gpt.FALCON_ALIASES),
-    "gemma2": Family(_gemma2, GEMMA_NAMES),
-    "gemma3": Family(_gemma3, GEMMA_NAMES, images=True),
-    "gemma3_text": Family(_gemma3_text, GEMMA_NAMES),
+    "gemma": Family(_gemma, GEMMA_NAMES),
+    "gemma2": Family(_gemma2, GEMMA2_NAMES),
+    "gemma3": Family(_gemma3, GEMMA2_NAMES, images=True),
+    "gemma3_text": Family(_gemma3_text, GEMMA2_NAMES),
     "glm": Family(_glm, GLM_NAMES),
     "glm4": Family(_glm4, GLM4_NAMES),
     "gpt2": Family(gpt.gpt2, GPT2_NAMES, gpt.GPT2_ALIASES),

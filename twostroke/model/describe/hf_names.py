@@ -75,7 +75,8 @@ _SHARED |= {"down": "shared_mlp.output_linear.weight"}
 GRANITE_HYBRID_NAMES = GRANITE_MOE_NAMES.but(
     _SHARED | {f"shared.{part}": tensor for part, tensor in _SHARED.items()}
 )
-GEMMA_NAMES = NAMES.but(
+GEMMA_NAMES = NAMES.but(norm_offset=1.0)
+GEMMA2_NAMES = NAMES.but(
     attn_post_norm="post_attention_layernorm.weight",
     mlp_norm="pre_feedforward_layernorm.weight",
     mlp_post_norm="post_feedforward_layernorm.weight",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from twostroke import environment
 from twostroke.errors import ModelError, nearest
 from twostroke.model.find import hf_hub
 from twostroke.model.find.on_disk import GGUF_MAGIC, GGUF_PART, gguf_parts, listed, nearest_on_disk
@@ -102,14 +103,14 @@ def check_path(model: str) -> None:
 
 def cache_dir() -> Path:
     """The folder twostroke may fill and the user may delete; TWOSTROKE_CACHE moves it."""
-    if chosen := os.environ.get("TWOSTROKE_CACHE"):
+    if chosen := environment.cache_folder():
         return Path(os.path.abspath(os.path.expanduser(chosen)))
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+        base = environment.local_app_data() or "~/AppData/Local"
     elif sys.platform == "darwin":
         base = "~/Library/Caches"
     else:
-        base = os.environ.get("XDG_CACHE_HOME", "")
+        base = environment.xdg_cache_home()
         if not os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
             base = "~/.cache"
     base = os.path.expanduser(base)

@@ -29,9 +29,9 @@ import msgspec
 from twostroke.engine.grammar_check import WORKERS as GRAMMAR_WORKERS
 from twostroke.engine.input_processor import CHARS_PER_TOKEN, InputProcessor
 from twostroke.engine.rendering import TemplateRenderer
-from twostroke.limited import Limits
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.request import EngineRequest, SamplingParams
+from twostroke.sandbox import Limits
 from twostroke.serve.error_responses import ApiError, retry_after
 from twostroke.serve.fields.protocol import GenerateRequest, TemplatedRequest
 from twostroke.serve.settings import ServeSettings

@@ -25,7 +25,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from twostroke.log_lines import WORK, LimitedLog
+from twostroke.log_lines import WORK, RateLimitedLog
 from twostroke.serve.error_responses import ApiError, unavailable
 from twostroke.serve.http.http_request import DIRECT, DISCARD_BYTES, LINGER_S, DirectWriter
 from twostroke.serve.settings import ServeSettings
@@ -225,7 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
     max_head_bytes: ClassVar[int]
     head_timeout_s: ClassVar[float]
     write_timeout_s: ClassVar[float]
-    log: ClassVar[LimitedLog]
+    log: ClassVar[RateLimitedLog]
 
     num_messages = 0  # that are complete
     body_left = 0  # bytes of a body of known length that have not been parsed
@@ -411,7 +411,7 @@ def connection_type(settings: ServeSettings) -> type[Connection]:
         "max_head_bytes": settings.max_header_bytes,
         "head_timeout_s": settings.head_timeout_s,
         "write_timeout_s": settings.write_timeout_s,
-        "log": LimitedLog(WORK),
+        "log": RateLimitedLog(WORK),
     }
     shared: dict[str, Any] = {
         "protocol": type("LimitedProtocol", (LimitedProtocol,), limits),

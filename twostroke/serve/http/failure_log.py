@@ -10,7 +10,7 @@ import logging
 import re
 
 from twostroke.errors import shortened
-from twostroke.log_lines import WORK, LimitedLog
+from twostroke.log_lines import WORK, RateLimitedLog
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.http.http_request import HttpRequest
 
@@ -20,7 +20,7 @@ _OURS = re.compile(r"""(?:[\w.\[\]-]+:\ )?(?:[^:'"\[{(]|(?<=\w)'(?=\w)|:(?!\ ))*
 
 class FailureLog:
     def __init__(self) -> None:
-        self._log = LimitedLog(WORK)
+        self._log = RateLimitedLog(WORK)
 
     def add(self, http: HttpRequest, path: str, error: ApiError) -> None:
         """`path` is the route's, not the client's to choose."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from twostroke import child_process
 from twostroke.config import EngineConfig
 from twostroke.serve.error_responses import ApiError, retry_after
 
@@ -81,10 +81,9 @@ class AttentionSource:
 
     async def _ask(self, config: EngineConfig, tokens: tuple[int, ...]) -> bytes:
         words = (sys.executable, "-P", "-m", "twostroke.model.attention_maps")
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # as the engine's
         child = await asyncio.create_subprocess_exec(
             *words,
-            env=os.environ | {"PYTHONPATH": path},
+            env=child_process.environment(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -233,8 +233,8 @@ class Lab:
             yield service.client
             return
         from twostroke.engine.remote import RemoteEngine
-        from twostroke.route.client import RoutedEngine
-        from twostroke.route.pools import PoolSettings
+        from twostroke.route.pool_settings import PoolSettings
+        from twostroke.route.routed_engine import RoutedEngine
 
         assert service.settings.engine is not None
         config = replace(

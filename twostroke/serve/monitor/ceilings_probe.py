@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import subprocess
 import sys
 from time import monotonic
 
+from twostroke import child_process
 from twostroke.engine.api import EngineClient
 from twostroke.observe.ceilings import Ceilings
 
@@ -80,10 +80,9 @@ class Roof:
     async def _run(self, threads: int) -> bytes:
         """What the process prints; nothing if the engine got work before it ended."""
         words = (sys.executable, "-P", "-m", "twostroke.observe.ceilings", str(threads))
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # as the engine's
         with subprocess.Popen(
             words,
-            env=os.environ | {"PYTHONPATH": path},
+            env=child_process.environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

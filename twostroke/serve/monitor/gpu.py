@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from typing import Any, NamedTuple
 
-from twostroke.config import visible_gpu
+from twostroke.environment import visible_gpu
 
 log = logging.getLogger(__name__)
 

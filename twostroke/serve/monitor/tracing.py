@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from importlib.util import find_spec
 from time import monotonic, time_ns
 from typing import Any
 
-from twostroke import __version__
+from twostroke import __version__, environment
 from twostroke.errors import ConfigError
 from twostroke.observe.record import Causes, RequestRecord, StepRecord
 from twostroke.request import FinishReason, SamplingParams
@@ -241,11 +240,11 @@ def _provider(endpoint: str) -> tuple[Any, Sdk]:
 def _protocol(endpoint: str) -> str:
     """OpenTelemetry's own variables decide; without them the address does, and else, as in vLLM,
     it is gRPC."""
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if said := os.environ.get(name):
-            if said not in PROTOCOLS:
-                raise ConfigError(f"{name} is {said!r}; {' and '.join(PROTOCOLS)} are spoken")
-            return said
+    if chosen := environment.otlp_protocol():
+        name, protocol = chosen
+        if protocol not in PROTOCOLS:
+            raise ConfigError(f"{name} is {protocol!r}; {' and '.join(PROTOCOLS)} are spoken")
+        return protocol
     return "http/protobuf" if endpoint.rstrip("/").endswith("/v1/traces") else "grpc"
 
 

@@ -1,6 +1,6 @@
 """The asynchronous engine under vLLM's names."""
 
-from twostroke.engine.client import AsyncEngine as AsyncLLM
+from twostroke.engine.in_process import AsyncEngine as AsyncLLM
 
 AsyncLLMEngine = AsyncLLM
 

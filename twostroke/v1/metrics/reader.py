@@ -41,7 +41,7 @@ class Histogram(Metric):
     buckets: dict[str, int]  # upper limit → values up to it; the last is +Inf
 
 
-def as_objects(families: Iterable[Family]) -> list[Metric]:
+def metric_objects(families: Iterable[Family]) -> list[Metric]:
     """Prometheus' families as one object for each set of labels."""
     found: list[Metric] = []
     for family in families:

@@ -1,0 +1,1 @@
+"""The doctor's exam: injected faults and healthy controls, judged by `twostroke doctor`."""

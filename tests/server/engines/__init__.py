@@ -1,0 +1,1 @@
+"""The server over engines in other processes: deaths, transfers, transports."""

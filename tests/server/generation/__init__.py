@@ -1,0 +1,1 @@
+"""The path of a request: prompts, tools, streams."""

@@ -1,0 +1,329 @@
+"""/learn in a real browser: lessons walked to their answers, pictures compared with the records
+they came from, and the exported page without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tests.server.browser import Browser
+from tests.server.learn.learn_page import IDLE, READY, LearnPage, learn_page
+from tests.server.running import Running, running
+from tests.tiny import tiny_llm
+from twostroke.config import EngineConfig
+from twostroke.kernels import cpu
+from twostroke.observe.ceilings import Ceilings
+from twostroke.observe.record import ENGINE_STEPS, RequestRecord, StepRecord
+from twostroke.serve.learn.learn_export import exported, recorded
+from twostroke.serve.learn.learn_routes import LearnData
+from twostroke.serve.monitor.ceilings_probe import Roof
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Running]:
+    with running(tiny_llm(folder), engine=EngineConfig(model=str(folder))) as server:
+        yield server
+
+
+class Recorded:
+    """The engine's own records of the newest run of an experiment."""
+
+    def __init__(self, learn: LearnPage, server: Running, experiment: str) -> None:
+        (arm,) = learn.last(experiment)["arms"]
+        known = {one.request_id: one for one in server.client.records.requests}
+        self.requests: list[RequestRecord] = [known[one["request_id"]] for one in arm["requests"]]
+        self.steps = {one.step: one for one in server.client.records.steps}
+
+    def steps_of(self, request: RequestRecord) -> list[StepRecord]:
+        """The chunks and decode steps of a request, in order."""
+        numbers = [step for _, step, _, _ in request.chunks]
+        numbers += [step for step in request.token_step if step not in numbers]
+        return [self.steps[number] for number in numbers]
+
+
+def numbers(shown: Sequence[dict[str, str]], name: str) -> list[float]:
+    return [float(one[name]) for one in shown]
+
+
+def exactly(values: Sequence[float]) -> Any:
+    return pytest.approx(list(values), rel=1e-6)
+
+
+def test_a_lesson_is_walked_to_its_answer_and_the_prompt_is_the_recorded_one(
+    chrome: Browser, server: Running
+) -> None:
+    with learn_page(chrome, f"{server.url}/learn") as learn:
+        learn.go("lesson/2/1")
+        assert learn.answered(0) == "wrong"
+        assert learn.right_option() == 1
+        assert "engine" in learn.text()
+        assert learn.answered(1) == "right"
+        learn.page.value("document.querySelector('[data-next]').click()")
+        learn.page.wait_for(f"{READY} === 'lesson/2/2'")
+        learn.run("run")
+        records = Recorded(learn, server, "text")
+        steps = records.steps_of(records.requests[0])
+        boxes = learn.shown("rect[data-step]")
+        assert numbers(boxes, "step") == [one.step for one in steps]
+        assert numbers(boxes, "seconds") == exactly([one.device_s for one in steps])
+        assert numbers(boxes, "tokens") == [one.prefill.tokens or 1 for one in steps]
+        learn.go("lesson/2/3")
+        assert len(learn.shown("[data-option]")) == 3
+        assert learn.answered(1) in ("right", "wrong")
+        assert learn.page.errors == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(1, 7))
+def test_each_lesson_is_walked_to_its_answers(
+    chrome: Browser, server: Running, number: int
+) -> None:
+    with learn_page(chrome, f"{server.url}/learn", f"lesson/{number}/1") as learn:
+        questions = 0
+        for place in range(1, learn.screens() + 1):
+            learn.go(f"lesson/{number}/{place}")
+            if learn.is_question():
+                questions += 1
+                learn.answered(0)
+                assert learn.answered(learn.right_option()) == "right"
+                said = learn.page.value("document.querySelector('[data-agrees]').textContent")
+                assert any(one.isdigit() for one in said), "the engine answers with numbers"
+        assert questions == 2
+        assert learn.page.errors == []
+
+
+def test_a_whole_lesson_by_keyboard_alone(chrome: Browser, server: Running) -> None:
+    with learn_page(chrome, f"{server.url}/learn") as learn:
+        page = learn.page
+        page.tab_to("The KV cache")
+        page.press("Enter")
+        page.wait_for(f"{READY} === 'lesson/4/1'")
+        for place in range(1, learn.screens() + 1):
+            page.wait_for(f"{READY} === 'lesson/4/{place}'")
+            if learn.is_question():
+                page.tab_to(page.value("document.querySelector('[data-option] label').textContent"))
+                page.press(" ")
+                page.press("ArrowDown")
+                page.tab_to("Ask the engine")
+                page.press("Enter")
+                page.wait_for(f"{IDLE} && document.querySelector('.verdict') !== null")
+            else:
+                page.tab_to("Run it on the engine")
+                page.press("Enter")
+                page.wait_for(f"{IDLE} && document.querySelector('.sentence') !== null")
+            assert page.value("document.activeElement.dataset.run"), "the button keeps the focus"
+            page.tab_to("Lesson 5: Batching" if place == learn.screens() else "Next")
+            page.press("Enter")
+        page.wait_for(f"{READY} === 'lesson/5/1'")
+        assert page.errors == []
+
+
+# ── pictures ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def learn(chrome: Browser, server: Running) -> Iterator[LearnPage]:
+    with learn_page(chrome, f"{server.url}/learn", "company") as learn:
+        yield learn
+        assert learn.page.errors == []
+
+
+def test_the_picture_of_the_stall_is_the_recorded_one(learn: LearnPage, server: Running) -> None:
+    learn.run("stall")
+    records = Recorded(learn, server, "stall")
+    you, visitor = records.requests
+    gaps = [after - before for before, after in itertools.pairwise(you.token_s)]
+    shown = learn.shown("rect[data-who=you]")
+    assert numbers(shown, "step") == list(you.token_step)[1:]
+    assert numbers(shown, "seconds") == exactly(gaps)
+    chunks = [records.steps[step] for _, step, _, _ in visitor.chunks]
+    shown = learn.shown("rect[data-who=visitor]")
+    assert numbers(shown, "step") == [one.step for one in chunks]
+    assert numbers(shown, "seconds") == exactly([one.device_s for one in chunks])
+    (row,) = learn.shown("[data-result=stall] tr[data-arm]")
+    assert float(row["gap"]) == pytest.approx(max(gaps))
+    assert float(row["ttft"]) == pytest.approx(visitor.first_token_s - visitor.received_s)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not cpu.available(), reason="needs the native kernels")
+def test_the_stall_is_shown_for_every_engine_of_its_own(chrome: Browser, folder: Path) -> None:
+    config = EngineConfig(model=str(folder))
+    with (
+        running(tiny_llm(folder), engine=config, learn_engines=True) as server,
+        learn_page(chrome, f"{server.url}/learn", "company") as learn,
+    ):
+        learn.run("stall")
+        arms = learn.last("stall")["arms"]
+        rows = learn.shown("[data-result=stall] tr[data-arm]")
+        names = ["one piece", "chunks of 128", "a goal of 50 ms", "two pools"]
+        assert [one["arm"] for one in rows] == [one["name"] for one in arms] == names
+        for row, arm in zip(rows, arms, strict=True):
+            times = arm["requests"][0]["token_s"]
+            gaps = [after - before for before, after in itertools.pairwise(times)]
+            assert float(row["gap"]) == pytest.approx(max(gaps))
+        you, visitor = arms[-1]["requests"]
+        reading = {step // ENGINE_STEPS for _, step, _, _ in visitor["chunks"]}
+        writing = {step // ENGINE_STEPS for step in you["token_step"][1:]}
+        assert reading.isdisjoint(writing), "an engine for each phase"
+        assert "With two pools" in learn.text()
+        assert learn.page.errors == []
+
+
+def test_the_bars_of_the_batch_and_of_the_context_are_medians_of_recorded_steps(
+    learn: LearnPage, server: Running
+) -> None:
+    learn.run("batch")
+    records = Recorded(learn, server, "batch")
+    numbers_of = [one.step for request in records.requests for one in records.steps_of(request)]
+    ran = [records.steps[one] for one in range(min(numbers_of), max(numbers_of) + 1)]
+    decodes = [one for one in ran if one.decode.tokens and not one.prefill.tokens]
+    rows = learn.shown("tr[data-streams]")
+    assert numbers(rows, "streams") == [1, 2, 4, 8, 16]
+    assert numbers(rows, "seconds") == exactly(
+        [
+            median(one.device_s for one in decodes if one.decode.rows == streams)
+            for streams in (1, 2, 4, 8, 16)
+        ]
+    )
+    learn.run("context")
+    records = Recorded(learn, server, "context")
+    rows = learn.shown("tr[data-context]")
+    assert numbers(rows, "context") == [one.num_prompt for one in records.requests]
+    assert numbers(rows, "seconds") == exactly(
+        [
+            median(one.device_s for one in records.steps_of(request) if not one.prefill.tokens)
+            for request in records.requests
+        ]
+    )
+
+
+def test_the_prefix_hit_is_the_recorded_one(learn: LearnPage, server: Running) -> None:
+    learn.run("prefix")
+    first, second = Recorded(learn, server, "prefix").requests
+    rows = learn.shown("[data-result=prefix] tr[data-cached]")
+    assert numbers(rows, "cached") == [first.num_cached, second.num_cached]
+    assert numbers(rows, "ttft") == exactly(
+        [one.first_token_s - one.received_s for one in (first, second)]
+    )
+
+
+def test_the_picture_of_a_full_cache_has_every_step_and_every_preemption(
+    chrome: Browser, folder: Path
+) -> None:
+    with (
+        running(tiny_llm(folder, num_gpu_blocks_override=44)) as server,
+        learn_page(chrome, f"{server.url}/learn", "company") as learn,
+    ):
+        learn.run("full_cache")
+        records = Recorded(learn, server, "full_cache")
+        drawn = [step for request in records.requests for step in _steps_with_chunks_first(request)]
+        assert numbers(learn.shown("[data-result=full_cache] rect[data-step]"), "step") == drawn
+        waits = [when for request in records.requests for when, _ in request.preempted]
+        assert waits, "44 blocks are too few for four streams"
+        assert numbers(learn.shown("rect[data-preempted]"), "preempted") == exactly(waits)
+        again = sum(tokens for one in records.requests for _, tokens in one.preempted)
+        assert f"compute {again} tokens again" in learn.text()
+        assert learn.page.errors == []
+
+
+def _steps_with_chunks_first(request: RequestRecord) -> list[int]:
+    return list(dict.fromkeys([*(step for _, step, _, _ in request.chunks), *request.token_step]))
+
+
+def test_the_dots_of_the_roofline_are_the_recorded_steps(
+    chrome: Browser, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Roof, "ceilings", Ceilings(2e10, 4e11))
+    with learn_page(chrome, f"{server.url}/learn", "roofline") as learn:
+        assert learn.shown("circle[data-step]") == []
+        learn.run("run")
+        records = Recorded(learn, server, "batch")
+        dots = learn.shown("circle[data-step]")
+        steps = [records.steps[int(one["step"])] for one in dots]
+        phases = [one.prefill if one.prefill.tokens else one.decode for one in steps]
+        assert numbers(dots, "intensity") == exactly([one.flops / one.num_bytes for one in phases])
+        assert numbers(dots, "rate") == exactly(
+            [one.flops / step.device_s for one, step in zip(phases, steps, strict=True)]
+        )
+        alone = {
+            step.step
+            for request in records.requests
+            for step in records.steps_of(request)
+            if not (step.prefill.tokens and step.decode.tokens)
+        }
+        assert {one.step for one in steps} == alone
+        assert "ridge 20" in learn.page.value("document.querySelector('svg.picture').textContent")
+        drawn = "[...document.querySelectorAll('circle[data-step]')]"
+        places = learn.page.value(f"{drawn}.map(one => one.cx.baseVal.value)")
+        by_intensity = sorted(zip(numbers(dots, "intensity"), places, strict=True))
+        assert [place for _, place in by_intensity] == sorted(places), "further right, more FLOPs"
+        assert learn.page.errors == []
+
+
+def test_a_prediction_is_shown_beside_what_the_records_say(
+    chrome: Browser, server: Running
+) -> None:
+    with learn_page(chrome, f"{server.url}/learn", "predict?prompt=64&answer=16") as learn:
+        learn.run("calibration")
+        learn.run("predict")
+        requests = Recorded(learn, server, "predict").requests
+        assert [(one.num_prompt, one.max_tokens) for one in requests] == [(64, 16)] * 3
+        ttft, tpot, _ = learn.shown("tr[data-row]")
+        assert float(ttft["measured"]) == pytest.approx(
+            median(one.first_token_s - one.received_s for one in requests)
+        )
+        assert float(tpot["measured"]) == pytest.approx(
+            median((one.token_s[-1] - one.token_s[0]) / 15 for one in requests)
+        )
+        assert learn.page.errors == []
+
+
+@pytest.mark.full
+def test_every_view_fits_every_width_in_light_and_dark(chrome: Browser, server: Running) -> None:
+    views = ("sliders", "prompt", "roofline", "predict", "company", "quiz", "myths", "lesson/1/1")
+    with learn_page(chrome, f"{server.url}/learn") as learn:
+        for view in views:
+            learn.go(view)
+            for scheme in ("light", "dark"):
+                for width in (320, 768, 1280):
+                    learn.page.look(width, 900, scheme)
+                    time.sleep(0.1)
+                    wide = learn.page.value("document.documentElement.scrollWidth")
+                    assert wide <= width, (view, width)
+        assert learn.page.errors == []
+
+
+@pytest.mark.full
+def test_the_exported_page_needs_no_server(
+    chrome: Browser, tmp_path: Path, server: Running
+) -> None:
+    loop = server.server._loop
+    assert loop is not None
+    recording = asyncio.run_coroutine_threadsafe(
+        recorded(LearnData(server.app.service)), loop
+    ).result(120)
+    path = tmp_path / "learn.html"
+    path.write_bytes(exported(recording))
+    assert path.stat().st_size < 2_000_000
+    with learn_page(chrome, path.as_uri()) as learn:
+        learn.go("lesson/4/1")
+        assert learn.answered(1) == "right"
+        learn.go("prompt")
+        learn.run("run")
+        learn.page.value("document.querySelectorAll('details').forEach(one => { one.open = true })")
+        learn.run("attention")
+        assert len(learn.shown("rect[data-query]")) > 10
+        learn.go("predict")
+        learn.run("predict")
+        assert len(learn.shown("tr[data-row]")) == 3
+        assert learn.page.errors == []
+        asked = {url for url in learn.page.asked if not url.startswith("data:")}
+        assert asked == {path.as_uri()}
