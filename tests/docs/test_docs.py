@@ -591,3 +591,18 @@ def test_a_block_whose_command_fails_is_found(text: str, shell: Shell) -> None:
     (block,) = of_text(text)
     with pytest.raises(AssertionError, match=r"page\.md"):
         execute(block, shell)
+
+
+@pytest.mark.full
+def test_every_series_of_the_page_about_metrics_is_exported(shell: Shell) -> None:
+    """The page also names series of GPUs, of measured ceilings and of several engines."""
+    shell.start_server()
+    url = f"http://127.0.0.1:{shell.port}/metrics"
+    text = urllib.request.urlopen(url, timeout=PATIENCE_S).read().decode()
+    exported = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
+    page = (ROOT / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b((?:vllm|twostroke):[a-z_]+[a-z])\b(?!_)", prose(page)))
+    series = {re.sub(r"_(sum|count|bucket)$", "", name) for name in named - exported}
+    elsewhere = ("twostroke:ceiling", "twostroke:gpu_", "twostroke:kv_transfer")
+    assert len(named & exported) > 30
+    assert [one for one in sorted(series - exported) if not one.startswith(elsewhere)] == []
