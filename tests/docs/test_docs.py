@@ -1,7 +1,8 @@
 """The documentation holds: commands run or parse, links lead somewhere, named files exist.
 
-Core checks every command line against the real parsers, and runs the `python` blocks. Full runs
-the commands of every block that has no `needs` or `parsed` marker (`pages.py` lists the markers).
+Core checks every command line against the real parsers, runs the `python` blocks and the blocks
+whose output is compared (`exact`). Full runs the commands of every block that has no `needs` or
+`parsed` marker. `pages.py` lists the markers.
 """
 
 from __future__ import annotations
@@ -555,8 +556,19 @@ def program(name: str) -> bool:
     return name in ("twostroke", "python") or shutil.which(name) is not None
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_run], ids=str)
+# Blocks whose output is compared need no model and take a second.
+RUN = [
+    pytest.param(
+        block,
+        id=str(block),
+        marks=pytest.mark.core if "exact" in block.markers else pytest.mark.full,
+    )
+    for block in BLOCKS
+    if block.is_run
+]
+
+
+@pytest.mark.parametrize("block", RUN)
 def test_a_block_of_commands_runs(block: Block, shell: Shell) -> None:
     execute(block, shell)
 
