@@ -275,7 +275,7 @@ def test_costs_are_learnt_from_steps() -> None:
     assert one.costs.decode.step_s(4, 1100) == pytest.approx(0.03, rel=0.1)
     assert one.positions == 1199
     router = Router(states)
-    (seat,) = router._seats([other], Prompt(1000))
+    (seat,) = router._candidates([other], Prompt(1000))
     assert seat.queued.seconds == one.costs.prefill.prompt_s(1000, 0), "as elsewhere"
 
 
