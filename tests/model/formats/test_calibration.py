@@ -273,7 +273,7 @@ def test_models_that_have_nothing_to_calibrate_are_refused_by_name(
 def test_it_needs_a_quantization_and_torch(
     folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="no quantization asks for that; give quantization"):
+    with pytest.raises(ConfigError, match="but there is no quantization; give quantization"):
         EngineConfig(calibration=str(text))
     with pytest.raises(ConfigError, match="calibration must be a string or None"):
         EngineConfig(calibration=3, quantization="int4")  # type: ignore[arg-type]
