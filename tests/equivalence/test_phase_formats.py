@@ -259,7 +259,7 @@ def test_what_a_phase_does_not_say_is_said_for_both(
         ({"decode_quantization": 4}, "decode_quantization must be one of none, int8, int4, fp8"),
         (
             {"quantization": "fp8", "prefill_quantization": "fp8", "decode_quantization": "int4"},
-            "quantization is 'fp8', but prefill_quantization and decode_quantization say it",
+            "quantization is 'fp8', but prefill_quantization and decode_quantization set it",
         ),
     ],
     ids=str,

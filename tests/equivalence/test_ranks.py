@@ -51,7 +51,7 @@ from twostroke.model.weights import WeightSource
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.safetensors import SafetensorsWeights
-from twostroke.model.weights.tensors import _drawn_there, read_tensor
+from twostroke.model.weights.tensors import _draw_on_device, read_tensor
 from twostroke.observe.record import StepRecord
 from twostroke.request import EngineRequest, SamplingParams
 
@@ -335,9 +335,11 @@ def test_the_parts_of_a_weight_are_the_whole_of_it(kind: str, tmp_path: Path) ->
 def test_dummy_weights_drawn_on_a_device_are_cut_alike() -> None:
     spec = small_spec(hidden_size=1024, intermediate_size=2048)  # more than a tile
     source = DummyWeights(spec)
-    whole = _drawn_there(source, "layers.0.down", torch.float32, ())
+    whole = _draw_on_device(source, "layers.0.down", torch.float32, ())
     for part in ((slice(3, 9),), (slice(0, 1024), slice(1024, 2048)), (slice(7, 8), slice(5, 6))):
-        assert torch.equal(_drawn_there(source, "layers.0.down", torch.float32, part), whole[part])
+        assert torch.equal(
+            _draw_on_device(source, "layers.0.down", torch.float32, part), whole[part]
+        )
 
 
 class Offers(Ranks):

@@ -56,7 +56,7 @@ def test_parts_hold_the_tensors_and_the_metadata_of_the_whole(tmp_path: Path) ->
     split = GGUFFile.open(parts[0])
     assert split.path == parts[0]
     assert split.tensors.keys() == whole.tensors.keys()
-    assert {info.part for info in split.tensors.values()} == {0, 1, 2}
+    assert {info.file_index for info in split.tensors.values()} == {0, 1, 2}
     for name, info in whole.tensors.items():
         found = split.tensors[name]
         assert (found.shape, found.type, found.num_bytes) == (info.shape, info.type, info.num_bytes)
@@ -88,7 +88,7 @@ def test_a_message_about_a_tensor_names_the_part_that_holds_it(tmp_path: Path) -
     parts = write_split(tmp_path)
     file = GGUFFile.open(parts[0])
     weights = GGUFWeights(file, SPEC)
-    last = max(file.tensors.values(), key=lambda info: info.part)
+    last = max(file.tensors.values(), key=lambda info: info.file_index)
     name = next(n for n in SPEC.weight_shapes() if NAMES.tensor(n) == last.name)
     assert weights.label(name) == f"{parts[2]}: the tensor {last.name!r}"
     np.testing.assert_array_equal(weights.floats("final_norm"), random_weights(SPEC)["final_norm"])
@@ -146,8 +146,8 @@ def test_a_tensor_that_two_parts_hold_is_told(tmp_path: Path) -> None:
     parts = write_split(tmp_path)
     held = GGUFFile.open(parts[0]).tensors
     other, own = "blk.0.attn_q.weight", "blk.1.attn_q.weight"
-    assert held[other].part < held[own].part
-    path = parts[held[own].part]
+    assert held[other].file_index < held[own].file_index
+    path = parts[held[own].file_index]
     path.write_bytes(path.read_bytes().replace(own.encode(), other.encode()))
     assert refusal(parts[0]).startswith(
         f"{path}: holds the tensor {other!r}, which {parts[0].name}"
