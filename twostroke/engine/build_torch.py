@@ -52,6 +52,7 @@ from twostroke.model.native_decoder import default_threads
 from twostroke.model.opened import OpenedModel, open_model
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.importance import Importance, measure_importance
+from twostroke.model.torch.load_layers import LoadOptions
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -241,12 +242,14 @@ def build_executor(
             place,
             length,
             Kernels(),
-            weight_dtype=weight_dtype,
+            LoadOptions(
+                formats.prefill,
+                formats.decode,
+                weight_dtype,
+                importance,
+                scale_keys=kv_dtype == torch.int8,
+            ),
             ranks=ranks,
-            formats=formats.prefill,
-            decode_formats=formats.decode,
-            importance=importance,
-            scale_keys=kv_dtype == torch.int8,
         )
         budget = config.token_budget(on_gpu, length)
         rows = (config.max_num_seqs, length, config.block_size, budget)
@@ -379,20 +382,27 @@ def _start_on_gpu(
     check_fp8_cache(kv_dtype, torch.cuda.get_device_capability(device))
     device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.per_device
     estimate = replace(estimate, device_bytes=device_bytes)
-    pdl = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
-    pdl = pdl and ranks.alone  # launches that overlap are not tried with collectives between them
+    dependent = torch.cuda.get_device_capability(device) >= (9, 0)  # Hopper is the first that can
+    dependent = (
+        dependent and ranks.alone
+    )  # launches that overlap are not tried with collectives between them
     timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
-    how = (dtype, device, estimate.max_model_len, kernels, pdl)
     decoder = Decoder(
         model.spec,
         model.weights,
-        *how,
+        dtype,
+        device,
+        estimate.max_model_len,
+        kernels,
+        LoadOptions(
+            formats.prefill,
+            formats.decode,
+            importance=importance,
+            scale_keys=kv_dtype == torch.int8,
+        ),
         ranks=ranks,
-        formats=formats.prefill,
-        decode_formats=formats.decode,
-        importance=importance,
-        scale_keys=kv_dtype == torch.int8,
+        dependent_launch=dependent,
     )
     timer.end("weights")
     executor, memory = start_executor(config, decoder, kv_dtype, estimate, timer)

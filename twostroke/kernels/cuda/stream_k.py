@@ -21,10 +21,10 @@ from triton.runtime import driver
 
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda.launch import ALIGNED, Variant, is_tested
-from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import OF_HOPPER, num_columns
 from twostroke.kernels.packed import PackedWeight
+from twostroke.kernels.records import StepContext
 
 # Gluon may change with each Triton: others go without.
 IS_KNOWN = is_tested()
@@ -33,17 +33,18 @@ if IS_KNOWN:
 
 BLOCK = 128  # numbers of K at one time
 LINES = 64  # rows of the weight that each of a program's two consumers has at one time
-LEAST_GROUP = 32  # numbers that have one scale: a quarter of a block
+MIN_GROUP = 32  # numbers that have one scale: a quarter of a block
 HEIGHTS = (128, 160, 192, 256)  # rows of a tile
 OF_CODES = 48  # rows that take as long as to make numbers of a tile's codes
-LEAST_BLOCKS = 16  # that a program has for itself, but of the lowest tiles
+MIN_BLOCKS = 16  # that a program has for itself, but of the lowest tiles
 FOR_SUMS = 8 << 10  # bytes of shared memory that are left for moving a tile's sums
 OF_H200 = 132  # multiprocessors, where kernels are compiled without a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each program has: so many tiles, and `each` of the blocks of those that are left."""
+    """The work of each program: a number of whole tiles, and `each` blocks of the remaining
+    tiles."""
 
     programs: int
     rows: int  # of a tile
@@ -53,16 +54,16 @@ class Plan:
     each: int
 
     def shares(self, blocks: int) -> bool:
-        """Whether programs share tiles, of so many blocks."""
+        """Return True if programs share tiles of so many blocks."""
         return self.units > 0 and self.each < blocks
 
 
 def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Plan:
-    """Of a weight of so many rows. `counters`: tiles that may be shared."""
+    """Plan the work for a weight of `lines` rows. `counters`: tiles that may be shared."""
     columns = ceil_div(lines, 2 * LINES)
     # Higher tiles read less, and convert less; sums that meet again are larger, too.
     tile = min(HEIGHTS, key=lambda height: ceil_div(rows, height) * (height + OF_CODES))
-    has_few = ceil_div(rows, tile) * columns * blocks < LEAST_BLOCKS * programs
+    has_few = ceil_div(rows, tile) * columns * blocks < MIN_BLOCKS * programs
     if has_few and ceil_div(rows, HEIGHTS[0]) * HEIGHTS[0] <= ceil_div(rows, tile) * tile:
         tile = HEIGHTS[0]
     row_tiles = ceil_div(rows, tile)
@@ -71,14 +72,14 @@ def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Pl
     # Where nearly all programs could have one of the tiles that are left, they do: to share them
     # takes longer.
     if left <= min(counters, programs * 7 // 8):
-        most = 2 if whole else 8  # parts of a tile
-        each = max(ceil_div(units, programs), ceil_div(blocks, most))
+        max_parts = 2 if whole else 8  # parts of a tile
+        each = max(ceil_div(units, programs), ceil_div(blocks, max_parts))
     return Plan(programs, tile, row_tiles, whole, units, each)
 
 
 def can_multiply(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> bool:
-    """Here; to `out`, if it is given."""
-    fits = weight.bits == 4 and weight.block == BLOCK and weight.group >= LEAST_GROUP
+    """Return True if this kernel can compute the product; in `out`, if it is given."""
+    fits = weight.bits == 4 and weight.block == BLOCK and weight.group >= MIN_GROUP
     of_one_type = out is None or out.dtype == x.dtype
     return fits and of_one_type and is_hopper() and x.data_ptr() % ALIGNED == 0
 
@@ -103,10 +104,10 @@ def multiply(
     x: torch.Tensor,
     weight: PackedWeight,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product, or with an activation the gated one."""
+    """Compute the product, or with an activation the gated product."""
     rows, inner = x.shape
     columns, blocks = num_columns(weight.shape[0], activation), inner // BLOCK
     if out is None:
@@ -125,8 +126,9 @@ def multiply(
     box = LINES if activation is None else LINES // 2
     of_codes = kernels.descriptor(weight.codes.view(torch.int32), box, 64)
     numbers = (rows, work.row_tiles, work.whole_tiles, work.units, work.each)
-    variant = _variant(columns, blocks, weight.group, height, more, activation, pdl)
-    variant((work.programs,), tensors, (of_x, of_more, of_codes, *numbers), ())
+    variant = _variant(columns, blocks, weight.group, height, more, activation)
+    varying = (of_x, of_more, of_codes, *numbers)
+    variant((work.programs,), tensors, varying, context=context)
     return out
 
 
@@ -138,7 +140,6 @@ def _variant(
     rows: int,
     more: int,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     return Variant(
         kernels.multiply_stream_k,
@@ -151,5 +152,4 @@ def _variant(
         GATED=activation is not None,
         ACTIVATION=activation or "",
         num_warps=4,
-        **launch_options(pdl),
     )
