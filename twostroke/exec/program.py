@@ -1,11 +1,11 @@
-"""`StepProgram`: all that the device does in a step, as one run of launches.
+"""`StepProgram`: the launches of a step, in order.
 
     cells ◀── writes           what the plan changed
     cells ──▶ token ids ──▶ decoder ──▶ head ──▶ sample ──▶ tokens
     cells ◀────────────────────────────────────────────────────┘     read there by the next step
 
-It reads only what is on the device, so that a graph can hold it, and the next step can follow
-before the host has seen this one's tokens.
+The launches read only tensors on the device, so that a CUDA graph can hold them, and the next step
+can follow before the host has seen the tokens of this one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DeviceStep:
     max_continued: int
     longest: Sequence[Longest]  # per KV group
     spans: Sequence[Spans]  # likewise
-    keeps_all: bool  # hidden states, not only those that are sampled
+    keeps_all: bool  # the hidden states of all tokens, not of the sampled ones alone
 
 
 class _Group(NamedTuple):
@@ -182,7 +182,7 @@ class StepProgram:
 
     def _sample(self, hidden: torch.Tensor, step: DeviceStep, count: int) -> None:
         fields = step.fields
-        if len(hidden) != count:  # all, not only those that are sampled
+        if len(hidden) != count:  # the hidden states of all tokens
             hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
         if self.decoder.ranks.rank:

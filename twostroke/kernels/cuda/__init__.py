@@ -1,4 +1,4 @@
-"""The kernels in Triton. `reference` defines each; importing this needs triton.
+"""The kernels in Triton. `reference` defines each of them. Importing this package needs triton.
 
 Every launch may be captured in a CUDA graph: grids follow from shapes and from numbers the host
 knows, lengths are read on the device, and nothing is specialised on a value that changes from step

@@ -5,10 +5,10 @@
 
 The query heads of a KV head share one tile, so that keys and values are read once; so do the tokens
 of a row that has several. Each program reads its sequence's length on the device: one captured
-launch serves every context. What is read of the cache is converted to the queries' type; the scales
-of int8 multiply the scores and the softmax's weights, which are fewer.
+launch serves every context. Cached elements are converted to the queries' type; the scales of int8
+multiply the scores and the softmax's weights, which are fewer.
 
-`rope_decode_attention` begins one launch earlier, with what the QKV product has left: see
+`rope_decode_attention` begins one launch earlier, with the output of the QKV product: see
 `new_token.py`.
 """
 

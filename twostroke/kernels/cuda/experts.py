@@ -7,12 +7,12 @@ in use.
     down       the same with its down, each pair back to its token's place
     combine    the weighted sum of a token's pairs, best expert first
 
-A token or two (`stream_experts`) need no tiles and no order: a program has a few columns of a
-pair's gate and up, or of a token's output, and the weights go past it once.
+One or two tokens (`stream_experts`) need no tiles and no sorting: a program computes a few columns
+of a pair's gate and up, or of a token's output, and reads the weights once.
 
-Nothing asks the device for a value. How many tiles there are is known there alone: the grid is what
-there could be at the most, a program finds its expert by counting tiles, and those that are left
-over end at once. Experts that no token goes to are not read.
+No value is read from the device. The number of tiles is known on the device alone: the grid has the
+largest possible number of programs, a program finds its expert by counting tiles, and a program
+without a tile ends at once. The weights of experts without tokens are not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.records import DEFAULT_CONTEXT, ExpertWeights, RoutingRule, StepContext
 
-MAX_STREAMED = 16  # pairs that share no weights: each reads its own
+MAX_STREAMED = 16  # pairs that are not sorted: each reads its own weights
 SORTED_AT_ONCE = 4096  # pairs
 UP_COLUMNS, DOWN_COLUMNS = 2, 4  # of a program that streams
 COMBINED = 1024  # channels of a program

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of decode steps, and what stands before it.
+"""Latent attention (MLA) of decode steps, with the norm, rope and store before it.
 
     kv_a's row ─┬─ latent   ─▶ norm ─▶ kv, keys[slot]          one launch: `latent_rope_store`
                 └─ rope key ─▶ rope ─▶ kv, keys[slot]
@@ -9,11 +9,11 @@
     program (channels, head, token):            the splits' results ─▶ one
 
 All heads share the cached vectors, so that heads are the rows of a tile, and a tile of the cache is
-in shared memory once for scores and values. Of few heads the bytes of the cache decide, of 128 the
-products: 2 · (2R + rope) operations a head for R + rope cached elements. What a split finds is
-large (fp32, R channels a head): the splits meet in a launch of their own, which has programs enough
-to read it. A decode step's launches read lengths on the device: one recorded launch serves every
-context. What is read of the cache is converted to the queries' type.
+in shared memory once for scores and values. With few heads the bytes of the cache take the time,
+with 128 heads the products: 2 · (2R + rope) operations a head for R + rope cached elements. The
+result of a split is large (fp32, R channels a head): a launch of its own merges the splits, with
+enough programs to read them. A decode step's launches read lengths on the device: one recorded
+launch serves every context. Cached elements are converted to the queries' type.
 """
 
 from __future__ import annotations

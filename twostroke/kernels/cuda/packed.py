@@ -7,7 +7,7 @@
     8 bits      numbers are scaled in registers and rounded before the matrix units have them
     many rows   the weight is dequantised as a whole, and the library multiplies
 
-`tiles.py` has what a launch is cut into, and split-K.
+`tiles.py` has the tilings and split-K.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@
 A tile holds some tokens with all the query heads that share the KV head, so that keys and values
 are read once for the group and little of a tile lies beyond the causal edge.
 
-A first chunk, which begins its sequence at cache index 0, finds all it may see among the step's own
-keys and values, which lie side by side: the hardware fetches whole tiles of them (TMA). Continued
-chunks walk the pages. A step that has both kinds is two launches, each of which leaves the other's
-chunks alone. What is read of the cache is converted to the queries' type.
+A first chunk begins its sequence at cache index 0. All that it may see is among the step's own keys
+and values, which lie side by side: the hardware fetches whole tiles of them (TMA). Continued chunks
+walk the pages. A step that has both kinds is two launches, each of which skips the other's chunks.
+Cached elements are converted to the queries' type.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Tuning:
 
 
 def tuning(dim: int, itemsize: int, first: bool) -> Tuning:
-    """The keys and values of `num_stages` − 1 steps are in shared memory: those that are worked
-    on, and what is under way. Two small tiles a multiprocessor, one of which computes while the
-    other is at its exponentials, do better than one large one where the loads cost no thread.
-    `itemsize`: the larger of queries and cache; `first`: the tiles come by TMA."""
+    """Choose the tuning. The keys and values of `num_stages` − 1 steps are in shared memory, in use
+    or in flight. Where loads cost no thread, two small tiles a multiprocessor are faster than one
+    large tile: one multiplies while the other computes exponentials. `itemsize`: the larger one of
+    queries and cache; `first`: the tiles come by TMA."""
     if itemsize == 4:
         return Tuning(64, 32, 4, 2) if dim <= 128 else Tuning(32, 16, 4, 2)
     if dim <= 64:

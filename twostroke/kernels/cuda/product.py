@@ -6,7 +6,7 @@
                 end, so that neither half is ever written
     the rest    the library's
 
-A program of one row asks for its first part of the weight before it waits for the launch in front.
+A program of one row loads its first part of the weight before it waits for the previous launch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Products of many rows with weights of 4 bits, on Hopper: as many programs as the card has
 multiprocessors, which share the work of all tiles evenly (stream-K).
 
-    tiles    each program has as many whole ones as there are for all; of those that are left, it
-             has as many blocks of K as the others, wherever these begin and end
-    parts    of a tile that several programs share: whoever has its first one adds the others up, in
-             their order. They were left before: a program begins with what another waits for,
-             and waits for programs behind it alone, so that some can always go on
+    tiles    each program has the same number of whole tiles; of the remaining tiles each program
+             has the same number of blocks of K, wherever these begin and end
+    parts    of a tile that several programs share: the program with the first part adds up the
+             other parts, in their order. These are there before: a program begins with the part
+             that another program waits for, and waits only for programs behind it, so that some
+             program can always go on
 
-`stream_k_kernels.py` has what a program does.
+`stream_k_kernels.py` has the program.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from twostroke.kernels.cuda.elementwise import gate_times_up
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.split_k import ARRIVALS_COLUMNS
 
-# Bytes of each column that are on their way before a tile's launch waits.
+# Bytes of each column that are fetched before a dependent launch waits.
 FETCHED = tl.constexpr(512)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # else the same in plain operations
 
@@ -154,10 +154,9 @@ def split_buffers(
 @triton.jit
 def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr, MADE: tl.constexpr):
     if WEIGHT_FIRST and MADE:
-        # The matrix units read a left operand that was made in registers until somebody waits for
-        # the product, as this sum does; else the next step's numbers may be made there before.
-        # (Of a product with that limit, whose types have no use for it, the compiler does not take
-        # the sum in.)
+        # The matrix units read a left operand in registers until an instruction waits for the
+        # product, as this sum does; otherwise the next step's numbers could overwrite it. (The
+        # compiler does not fuse the sum into a product with that limit.)
         sums += tl.dot(weight, tl.trans(x), max_num_imprecise_acc=1)
     elif WEIGHT_FIRST:
         sums = tl.dot(weight, tl.trans(x), sums, out_dtype=sums.dtype)

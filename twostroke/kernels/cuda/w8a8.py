@@ -7,7 +7,7 @@
                 e4m3 by the library where arithmetic does, but where that has too few columns to
                 fill Hopper (`w8a8_hopper.py`)
 
-`tiles.py` has what a launch is cut into, and split-K.
+`tiles.py` has the tilings and split-K.
 """
 
 from __future__ import annotations

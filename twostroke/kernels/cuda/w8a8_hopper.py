@@ -1,13 +1,13 @@
 """Products of rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into parts, so
-many that there is one for nearly each multiprocessor. Whoever has a tile's first part adds the
-others up, in their order.
+many that there is one for nearly each multiprocessor. The program with a tile's first part adds up
+the other parts, in their order.
 
     a few rows     a dependent launch has fetched much of the weight before its rows are there
     65 to 256      matrices of few columns, where the library leaves multiprocessors without work.
                    With more columns there is nothing to cut, and the library, whose programs share
                    what they fetch, is faster
 
-`w8a8_hopper_kernels.py` has what a program does.
+`w8a8_hopper_kernels.py` has the program.
 """
 
 from __future__ import annotations
