@@ -31,7 +31,7 @@ from twostroke.exec.start import warm_plan
 from twostroke.exec.step_buffer import fill_step
 from twostroke.kv.pool import KVPool
 from twostroke.model.describe.hf_config import spec_from_hf
-from twostroke.model.torch import decoder as loading
+from twostroke.model.torch import load_layers as loading
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.weights.dummy import DummyWeights
 
@@ -75,7 +75,7 @@ class Bench:
         torch.mm = cast(Any, only_there)
         spec = spec_from_hf(json.loads(Path(f"bench/shapes/{shape}.json").read_text()))
         weights, kernels = DummyWeights(spec), CudaKernels(NOWHERE)
-        decoder = Decoder(spec, weights, BF16, NOWHERE, MAX_LEN, kernels, pdl=True)
+        decoder = Decoder(spec, weights, BF16, NOWHERE, MAX_LEN, kernels, dependent_launch=True)
         self.rows = DeviceRows(256, MAX_LEN, 16, 1, NOWHERE)
         self.program = StepProgram(decoder, KVPool(spec, [4096], 16, BF16, NOWHERE), self.rows)
         self.num_layers = spec.num_layers

@@ -185,8 +185,7 @@ def test_a_wrong_position_makes_the_comparison_fail(
 
     def shifted(program: StepProgram, step: DeviceStep) -> StepInputs:
         inputs = made(program, step)
-        if inputs.decode is not None:
-            inputs.positions[: inputs.decode.num_tokens] += 1
+        inputs.positions[: inputs.num_decode_tokens] += 1
         return inputs
 
     monkeypatch.setattr(StepProgram, "inputs", shifted)

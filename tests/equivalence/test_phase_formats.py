@@ -28,6 +28,7 @@ from twostroke.kernels.reference import Kernels
 from twostroke.measure.quality.quality import phase_difference
 from twostroke.model.formats.registry import weight_formats
 from twostroke.model.torch.decoder import Decoder
+from twostroke.model.torch.load_layers import LoadOptions
 from twostroke.request import EngineRequest, SamplingParams
 from twostroke.route.pool_settings import PoolSettings
 from twostroke.sched.step import SchedulerConfig
@@ -46,7 +47,7 @@ def decoder(spec: str, prefill: str | None, decode: str | None) -> Decoder:
     weights = Loud(SPECS[spec])
     formats, other = (weight_formats(SPECS[spec], weights, one) for one in (prefill, decode))
     how = (torch.float32, torch.device("cpu"), 1024, Kernels())
-    return Decoder(SPECS[spec], weights, *how, formats=formats, decode_formats=other)
+    return Decoder(SPECS[spec], weights, *how, LoadOptions(formats, other))
 
 
 def make_core(of: Decoder, graph_sizes: tuple[int, ...]) -> EngineCore:

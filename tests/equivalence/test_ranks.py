@@ -43,7 +43,7 @@ from twostroke.model.describe.tensor_parallel import (
     rank_spec,
 )
 from twostroke.model.gguf.gguf_file import GGUFFile
-from twostroke.model.torch import decoder as decoder_module
+from twostroke.model.torch import load_layers
 from twostroke.model.torch.attention import HeadsAttention
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.mlp import DenseMLP
@@ -235,7 +235,7 @@ def test_a_norm_over_a_ranks_own_heads_makes_the_comparison_fail(
     def own(ranks: Ranks, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return Kernels().rms_norm(x, weight, eps)
 
-    monkeypatch.setattr(decoder_module, "_rms_norm", own)
+    monkeypatch.setattr(load_layers, "_rms_norm", own)
     spec = SPECS["full q/k norm"]
     got = run_model(threads, spec, Loud(spec), greedy)
     with pytest.raises(AssertionError, match=r"differs at step|moved by"):
@@ -295,7 +295,7 @@ def test_a_rank_reads_and_holds_its_part_only(
         read.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(decoder_module, "read_tensor", counted)
+    monkeypatch.setattr(load_layers, "read_tensor", counted)
     for rank in range(size):
         read.clear()
         held = Decoder(spec, source, torch.float32, CPU, 64, Kernels(), ranks=Ranks(rank, size))

@@ -11,6 +11,7 @@ from tests.equivalence.test_window_matrix import MIXES, mixed_spec
 from tests.loud import Loud
 from tests.rig import Rig, put
 from twostroke.kernels import reference
+from twostroke.kernels.records import DEFAULT_CONTEXT, AttentionRule
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.torch.decoder import Decoder
@@ -57,12 +58,15 @@ class HidesEntries(Kernels):
 
     hidden: range = range(0)
 
-    def decode_attention(self, q, keys, values, tables, rows, lengths, scale, *how, out, **_):  # type: ignore[no-untyped-def, override]
-        for n, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            k, v = (reference.gather(x, tables[row], 0, length, q.dtype) for x in (keys, values))
+    def decode_attention(self, q, kv, rule, work, context=DEFAULT_CONTEXT, *, out):  # type: ignore[no-untyped-def, override]
+        rows, lengths = work.rows.tolist(), work.lengths.tolist()
+        for n, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            both, table = (kv.keys, kv.values), kv.tables[row]
+            k, v = (reference.gather(x, table, 0, length, q.dtype) for x in both)
             seen = [n for n in range(length) if n not in self.hidden]
             everything = torch.ones(1, len(seen), dtype=torch.bool)
-            out[n] = reference.attention(q[n : n + 1], k[seen], v[seen], everything, scale, 0.0)
+            plain = AttentionRule(rule.scale)
+            out[n] = reference.attention(q[n : n + 1], k[seen], v[seen], everything, plain)
         return out
 
 

@@ -17,6 +17,7 @@ from twostroke.exec.rng import stream_keys
 from twostroke.exec.token_mask import Mask, mask_of, unpack_mask
 from twostroke.kernels import reference_sampling
 from twostroke.kernels import sampling as columns
+from twostroke.kernels.records import DrawParams
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
 
@@ -90,11 +91,13 @@ class Pair:
             rows,
             at,
             masks,
-            np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
-            np.array([max(0, p.top_k) for p in params], np.int32),
-            np.array([p.top_p for p in params], np.float32),
-            np.array([p.min_p for p in params], np.float32),
-            *stream_keys(np.array([r.seed for r in requests], np.uint64), at),
+            DrawParams(
+                np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
+                np.array([max(0, p.top_k) for p in params], np.int32),
+                np.array([p.top_p for p in params], np.float32),
+                np.array([p.min_p for p in params], np.float32),
+                *stream_keys(np.array([r.seed for r in requests], np.uint64), at),
+            ),
         )
 
 
@@ -171,10 +174,10 @@ def test_what_was_written_before_a_preemption_is_counted_as_written() -> None:
 
 def test_a_token_written_more_often_than_a_count_can_tell_stays_at_the_most() -> None:
     pair = Pair([request(0, temperature=0, presence_penalty=0.1)])
-    pair.sampler._state.counts[0, 20] = columns.MOST_WRITTEN - 1
+    pair.sampler._state.counts[0, 20] = columns.MAX_WRITTEN - 1
     lines = torch.zeros(1, VOCAB)
     lines[0, 20] = 9
-    for expected in (columns.MOST_WRITTEN, columns.MOST_WRITTEN):
+    for expected in (columns.MAX_WRITTEN, columns.MAX_WRITTEN):
         pair.step([0], lines, {})
         assert pair.sampler._state.counts[0, 20] == expected
 
@@ -234,7 +237,7 @@ def test_nothing_is_asked_of_the_device_and_launches_do_not_grow_with_the_batch(
     for count in (1, MAX_ROWS):
         rows = np.arange(count)
         masks = {int(n): mask_of([n], VOCAB) for n in rows}
-        drawn = sampler.draw(logits, rows, rows, rows + 40, masks, *(rows,) * 6)
+        drawn = sampler.draw(logits, rows, rows, rows + 40, masks, DrawParams(*(rows,) * 6))
         sampler.advance(drawn, out)
         sampler.logprobs(logits, rows, out, 5)
         assert launches.names == ["adjust_logits", "sample", "advance_tokens", "token_logprobs"]

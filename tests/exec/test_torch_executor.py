@@ -28,6 +28,7 @@ from twostroke.exec.graphs import EagerReplay, ladder
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.rows import NO_WRITES
 from twostroke.exec.step_buffer import Shape, fill_decode
+from twostroke.kernels.records import StepContext
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.model.torch.decoder import Decoder
 from twostroke.plan import (
@@ -54,7 +55,8 @@ WAYS: dict[str, dict[str, object]] = {
 @cache
 def decoder_of(name: str) -> Decoder:
     spec = small_spec(**SPECS[name])
-    return Decoder(spec, Loud(spec), torch.float32, CPU, 1024, CheckedKernels(), pdl=True)
+    how = (torch.float32, CPU, 1024, CheckedKernels())
+    return Decoder(spec, Loud(spec), *how, dependent_launch=True)
 
 
 @cache
@@ -262,9 +264,11 @@ def test_the_last_layer_works_for_the_tokens_that_are_sampled(
     tokens: list[tuple[int, int]] = []
     finish = decoder._finish
 
-    def counted(layers: Any, index: int, attended: Any, residual: torch.Tensor) -> torch.Tensor:
+    def counted(
+        layers: Any, index: int, attended: Any, residual: torch.Tensor, context: StepContext
+    ) -> Any:
         tokens.append((index, len(residual)))
-        return finish(layers, index, attended, residual)
+        return finish(layers, index, attended, residual, context)
 
     monkeypatch.setattr(decoder, "_finish", counted)
     core = graph_core(graphs=False, max_num_batched_tokens=16, max_num_seqs=4)

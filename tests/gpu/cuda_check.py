@@ -111,7 +111,7 @@ def compare_tokens(
     source, fp32 = source_of(spec, device), torch.float32
     expected = alone(Decoder(spec, source, fp32, device, 1024, Kernels()))
     on_gpu = device.type == "cuda"
-    decoder = Decoder(spec, source, fp32, device, 1024, kernels_of(device), pdl=on_gpu)
+    decoder = Decoder(spec, source, fp32, device, 1024, kernels_of(device), dependent_launch=on_gpu)
     ways = [*WAYS.items(), ("without graphs", {})]
     for way, settings in ways[1:3] if quick else ways:
         core = core_of(decoder, way != "without graphs", **settings)
@@ -159,8 +159,8 @@ def compare_logprobs(
     on_gpu, length = device.type == "cuda", max(LENGTHS) + 16
 
     def rig_of(dtype: torch.dtype, kernels: Kernels, record: Record | None = None) -> Rig:
-        pdl = on_gpu and record is not None
-        decoder = Decoder(spec, source, dtype, device, length, kernels, pdl=pdl)
+        dependent = on_gpu and record is not None
+        decoder = Decoder(spec, source, dtype, device, length, kernels, dependent_launch=dependent)
         return Rig(decoder, texts, kv_dtype=kv_dtype, record=record)
 
     exact = rig_of(torch.float32, Kernels())

@@ -53,7 +53,8 @@ def expected(name: str, device: torch.device) -> list[Written]:
 @cache
 def decoder_of(name: str, device: torch.device) -> Decoder:
     spec, on_gpu = small_spec(**SPECS[name]), device.type == "cuda"
-    return Decoder(spec, Loud(spec), torch.float32, device, 1024, kernels_of(device), pdl=on_gpu)
+    how = (torch.float32, device, 1024, kernels_of(device))
+    return Decoder(spec, Loud(spec), *how, dependent_launch=on_gpu)
 
 
 def check(name: str, way: str, device: torch.device) -> str:

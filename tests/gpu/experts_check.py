@@ -22,13 +22,14 @@ import torch.nn.functional as F
 
 from tests.gpu.report import FLOPS, READ, tally
 from tests.kernels.cuda_cases import BOUNDS, worst
+from tests.kernels.definitions import DEPENDENT
 from twostroke.kernels.cuda import experts as cuda
+from twostroke.kernels.records import DEFAULT_CONTEXT, ExpertWeights, RoutingRule, StepContext
 
 HIDDEN, INNER, EXPERTS, EACH, LAYERS = 2048, 768, 128, 8, 48
 OWN = 4  # layers with weights of their own: many times the L2
 EXPERT_BYTES = 3 * INNER * HIDDEN * 2
-RULE = {"scoring": "softmax", "normalised": True, "scale": 1.0}
-RULE |= {"num_groups": 1, "groups_used": 1, "group_score": "max"}
+RULE = RoutingRule(EACH, "softmax", True, 1.0, 1, 1, "max")
 DEVICE = torch.device("cuda")
 
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -44,10 +45,11 @@ def random_layer() -> Layer:
     return router, gate_up, down
 
 
-def forward(x: torch.Tensor, layer: Layer, pdl: bool) -> torch.Tensor:
+def forward(x: torch.Tensor, layer: Layer, context: StepContext) -> torch.Tensor:
     router, gate_up, down = layer
-    chosen, weights = cuda.route(F.linear(x, router), None, None, EACH, **RULE, pdl=pdl)
-    return cuda.mix_experts(x, chosen, weights, gate_up, None, down, None, "silu", True, pdl=pdl)
+    chosen, weights = cuda.route(F.linear(x, router), None, None, RULE, context)
+    stacked = ExpertWeights(gate_up, None, down, None, "silu", True)
+    return cuda.mix_experts(x, chosen, weights, stacked, context)
 
 
 def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
@@ -98,15 +100,15 @@ def main() -> int:
     errors, timings = {}, {}
     for tokens in () if args.no_checks else (1, 3, 17, 128, 200, 1024, 4096):
         x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
-        errors[tokens] = worst(forward(x, layers[0], pdl=False), plain(x, layers[0]))
+        errors[tokens] = worst(forward(x, layers[0], DEFAULT_CONTEXT), plain(x, layers[0]))
         if tokens <= 64:
-            again = worst(forward(x, layers[0], pdl=True), plain(x, layers[0]))
+            again = worst(forward(x, layers[0], DEPENDENT), plain(x, layers[0]))
             errors[tokens] = max(errors[tokens], again)
     for tokens in () if args.no_times else (1, 8, 32, 128, 1024, 4096):
         if perf_counter() > end:
             break
         x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
-        run = lambda x=x: [forward(x, one, pdl=len(x) <= 64) for one in layers]  # noqa: E731
+        run = lambda x=x: [forward(x, one, context=StepContext(len(x) <= 64)) for one in layers]  # noqa: E731
         us = graph_us(run) / OWN
         in_use = [
             len(set(F.linear(x, router).float().topk(EACH).indices.flatten().tolist()))

@@ -34,13 +34,23 @@ import torch.nn.functional as F
 
 from tests.gpu.report import FLOPS, READ, is_right, replayed, round_to, tally, write_table
 from tests.kernels.cuda_cases import BOUNDS, largest, worst
+from tests.kernels.definitions import DEPENDENT
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import w8a8, w8a8_hopper, w8a8_tiles
 from twostroke.kernels.cuda.backend import CudaKernels
 from twostroke.kernels.cuda.tiles import Streaming, Tiling
 from twostroke.kernels.cuda.w8a8 import dequantise
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 from twostroke.kernels.reference import Kernels
-from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight, dequantised, quantised, w8_weight
+from twostroke.kernels.w8a8 import (
+    E4M3,
+    INT8,
+    QuantizedActivations,
+    W8Weight,
+    dequantised,
+    quantised,
+    w8_weight,
+)
 from twostroke.model.formats import linear
 from twostroke.model.formats.linear import Activations, DenseLinear, Linear, W8Linear
 from twostroke.model.weights.tensors import W8_DTYPES
@@ -75,37 +85,39 @@ def random_x(rows: int, inner: int) -> torch.Tensor:
 # ── right ───────────────────────────────────────────────────────────────────────────────────
 
 
-def launch_all(x: torch.Tensor, weight: W8Weight, pdl: bool) -> dict[str, Any]:
+def launch_all(x: torch.Tensor, weight: W8Weight, context: StepContext) -> dict[str, Any]:
     found: dict[str, Any] = {}
     out = x.new_full((len(x), len(weight.values)), float("nan"))
-    found["weight_only"] = w8a8.w8_product(x, weight, pdl=pdl, out=out)
-    found["again"] = w8a8.w8_product(x, weight, pdl=pdl)  # the counters are as they were
-    found["gated"] = w8a8.w8_gated_product(x, weight, "silu", pdl=pdl)
-    found["quantise"] = w8a8.a8_rows(x, weight.dtype, pdl=pdl)
-    found["act_and_quantise"] = w8a8.a8_act_and_mul(out, "silu", weight.dtype, pdl=pdl)
+    found["weight_only"] = w8a8.w8_product(x, weight, context=context, out=out)
+    found["again"] = w8a8.w8_product(x, weight, context=context)  # the counters are as they were
+    found["gated"] = w8a8.w8_gated_product(x, weight, "silu", context=context)
+    found["quantise"] = w8a8.quantise_activations(x, weight.dtype, context=context)
+    found["act_and_quantise"] = w8a8.quantised_act_and_mul(
+        out, "silu", weight.dtype, context=context
+    )
     norm = (torch.ones_like(x[0]), 1e-5)
-    found["norm"] = cuda.add_rms_norm(x, x.clone(), *norm, pdl=pdl)
-    how_quantised = {"pdl": pdl, "to": weight.dtype}
+    found["norm"] = cuda.add_rms_norm(x, x.clone(), *norm, context=context)
+    how_quantised = {"context": context, "to": weight.dtype}
     found["norm_and_quantise"] = cuda.add_rms_norm(x, x.clone(), *norm, **how_quantised)
     if not weight.is_grouped:
-        found["tiled"] = w8a8.w8a8_product(found["quantise"], weight, pdl=pdl)
+        found["tiled"] = w8a8.w8a8_product(found["quantise"], weight, context=context)
         sizes = weight.values.shape
         if weight.dtype == E4M3 and all(size % w8a8.LIBRARY_STEP == 0 for size in sizes):
             found["library"] = w8a8.library_product(found["quantise"], weight)
         how = (found["quantise"], weight, "silu")
-        found["tiled_gated"] = w8a8.w8a8_gated_product(*how, pdl=pdl)
+        found["tiled_gated"] = w8a8.w8a8_gated_product(*how, context=context)
     return found
 
 
 def check(
-    rows: int, columns: int, inner: int, groups: int, pdl: bool, type: torch.dtype
+    rows: int, columns: int, inner: int, groups: int, context: StepContext, type: torch.dtype
 ) -> dict[str, float]:
     x, plain = random_x(rows, inner), Kernels()
     weight = random_weight(2 * columns, inner, type, groups)
-    found = launch_all(x, weight, pdl)
+    found = launch_all(x, weight, context)
     right = x.float() @ dequantised(weight.values, weight.scale, torch.float32).t()
     gated = F.silu(right[:, :columns]) * right[:, columns:]
-    rows8, expected = found["quantise"], plain.a8_rows(x, weight.dtype)
+    rows8, expected = found["quantise"], plain.quantise_activations(x, weight.dtype)
     differ = (rows8.values.float() != expected.values.float()).float().mean()
     acted = found["act_and_quantise"]
     errors = {
@@ -113,7 +125,7 @@ def check(
         "gated": worst(found["gated"], gated),
         "quantise": float(differ) + worst(rows8.scale, expected.scale),
         "act_and_quantise": worst(acted.values.float() * acted.scale.unsqueeze(1), gated),
-        "norm_and_quantise": difference(found["norm_and_quantise"], found["norm"], pdl),
+        "norm_and_quantise": difference(found["norm_and_quantise"], found["norm"], context),
     }
     if groups == 1:
         of_rows = plain.w8a8_product(rows8._replace(dtype=torch.float32), weight)
@@ -131,9 +143,9 @@ LIMITS |= {"quantise": 1e-3, "of_8_bit_activations": 0.05, "act_and_quantise": 0
 LIMITS["norm_and_quantise"] = 1e-4  # the same, but for what lies between two numbers
 
 
-def difference(found: A8Rows, whole: torch.Tensor, pdl: bool) -> float:
+def difference(found: QuantizedActivations, whole: torch.Tensor, context: StepContext) -> float:
     """The share of numbers and scales that are not as those of `whole`, quantised after it."""
-    right = w8a8.a8_rows(whole, found.values.dtype, pdl=pdl)
+    right = w8a8.quantise_activations(whole, found.values.dtype, context=context)
     values = (found.values.float() != right.values.float()).float().mean()
     return float(values + (found.scale != right.scale).float().mean())
 
@@ -157,18 +169,20 @@ def check_all(type: torch.dtype) -> tuple[dict[str, float], list[str]]:
     cases = [*((size, False) for size in sizes), *((size, True) for size in dependent)]
 
     def launch_without_memory() -> None:
-        for (rows, columns, inner, groups), pdl in cases:
+        for (rows, columns, inner, groups), dependent in cases:
             scale = torch.empty(2 * columns, groups, device="meta")
             values = torch.empty(2 * columns, inner, dtype=type, device="meta")
             x = torch.empty(rows, inner, dtype=BF16, device="meta")
-            launch_all(x, w8_weight(values, scale), pdl)
+            launch_all(x, w8_weight(values, scale), StepContext(dependent))
 
     cuda.compile_ahead(launch_without_memory, (cases, type))
-    for (rows, columns, inner, groups), pdl in cases:
-        for name, error in check(rows, columns, inner, groups, pdl, type).items():
+    for (rows, columns, inner, groups), dependent in cases:
+        size, context = (rows, columns, inner, groups), StepContext(dependent)
+        for name, error in check(*size, context, type).items():
             worsts[name] = largest(worsts.get(name, 0.0), error)
             if not error < LIMITS[name]:
-                wrong.append(f"{name} {rows}×{columns}×{inner}/{groups} pdl {pdl}: {error:.2e}")
+                told = f"{rows}×{columns}×{inner}/{groups} pdl {dependent}"
+                wrong.append(f"{name} {told}: {error:.2e}")
     return worsts, wrong
 
 
@@ -188,19 +202,19 @@ def copies(name: str, type: torch.dtype) -> list[W8Weight]:
 
 
 def variants(
-    name: str, rows: int, weights: list[W8Weight], x: torch.Tensor, rows8: A8Rows
+    name: str, rows: int, weights: list[W8Weight], x: torch.Tensor, rows8: QuantizedActivations
 ) -> Iterator[tuple[str, list[Call]]]:
-    gated, pdl = MATRICES[name][2], rows <= 64
-    run = partial(w8a8.w8_product, x, pdl=pdl)
+    gated, context = MATRICES[name][2], StepContext(rows <= 64)
+    run = partial(w8a8.w8_product, x, context=context)
     if gated:
-        run = partial(w8a8.w8_gated_product, x, activation="silu", pdl=pdl)
+        run = partial(w8a8.w8_gated_product, x, activation="silu", context=context)
     yield "weight_only", [partial(run, weight=w) for w in weights]
     is_int8 = weights[0].dtype == INT8
     in_parts = not gated and w8a8_hopper.can_multiply(rows8, weights[0])
-    if rows >= 8 and (is_int8 or rows <= w8a8.MOST_TILED or in_parts):
-        run = partial(w8a8.w8a8_product, rows8, pdl=pdl)
+    if rows >= 8 and (is_int8 or rows <= w8a8.MAX_TILED or in_parts):
+        run = partial(w8a8.w8a8_product, rows8, context=context)
         if gated:
-            run = partial(w8a8.w8a8_gated_product, rows8, activation="silu", pdl=pdl)
+            run = partial(w8a8.w8a8_gated_product, rows8, activation="silu", context=context)
         yield "tiled", [partial(run, weight=w) for w in weights]
     if is_int8 and rows > 16 and not rows8.values.is_meta:
         yield "library", [partial(torch._int_mm, rows8.values, w.values.t()) for w in weights]
@@ -218,7 +232,9 @@ def time_all(type: torch.dtype) -> dict[str, dict[str, list[float]]]:
             weight = w8_weight(values, torch.empty(columns, 1, device="meta"))
             for rows in ROWS:
                 x = torch.empty(rows, inner, dtype=BF16, device="meta")
-                for _, calls in variants(name, rows, [weight], x, w8a8.a8_rows(x, type)):
+                for _, calls in variants(
+                    name, rows, [weight], x, w8a8.quantise_activations(x, type)
+                ):
                     calls[0]()
 
     cuda.compile_ahead(launch_without_memory, (MATRICES, type))
@@ -227,7 +243,7 @@ def time_all(type: torch.dtype) -> dict[str, dict[str, list[float]]]:
         dense = [dequantised(w.values, w.scale, BF16) for w in weights[: 1 + len(weights) // 2]]
         for rows in ROWS:
             x = random_x(rows, inner)
-            rows8 = w8a8.a8_rows(x, type)
+            rows8 = w8a8.quantise_activations(x, type)
             timed = {
                 kind: replayed(calls) for kind, calls in variants(name, rows, weights, x, rows8)
             }
@@ -244,9 +260,9 @@ def time_all(type: torch.dtype) -> dict[str, dict[str, list[float]]]:
     for rows in (16, 64, 1024, 4096):
         x, gate_up = random_x(rows, 4096), random_x(rows, 28672)
         times = {
-            "quantise": [1e6 * replayed([lambda x=x: w8a8.a8_rows(x, type)] * 8)],
+            "quantise": [1e6 * replayed([lambda x=x: w8a8.quantise_activations(x, type)] * 8)],
             "act_and_quantise": [
-                1e6 * replayed([lambda g=gate_up: w8a8.a8_act_and_mul(g, "silu", type)] * 8)
+                1e6 * replayed([lambda g=gate_up: w8a8.quantised_act_and_mul(g, "silu", type)] * 8)
             ],
             "act": [1e6 * replayed([lambda g=gate_up: cuda.act_and_mul(g, "silu")] * 8)],
         }
@@ -265,17 +281,17 @@ def time_layers(type: torch.dtype) -> dict[str, dict[str, float]]:
 
     def forward(layers: list[list[Linear]], x: torch.Tensor, residual: torch.Tensor) -> None:
         normed: Activations = x
-        pdl = len(x) <= 64
+        context = StepContext(len(x) <= 64)
         for qkv, o, gate_up, down in layers:
-            qkv.product(normed, pdl=pdl)
-            out = o.product(x, pdl=pdl)
-            to = gate_up.a8_type(len(x))
-            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl, to=to)
-            to = down.a8_type(len(x))
-            inner = gate_up.gated_product(normed, "silu", pdl=pdl, to=to)
-            out = down.product(inner, pdl=pdl)
-            to = qkv.a8_type(len(x))
-            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl, to=to)
+            qkv.product(normed, context=context)
+            out = o.product(x, context=context)
+            to = gate_up.quantised_dtype(len(x))
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, context=context, to=to)
+            to = down.quantised_dtype(len(x))
+            inner = gate_up.gated_product(normed, "silu", context=context, to=to)
+            out = down.product(inner, context=context)
+            to = qkv.quantised_dtype(len(x))
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, context=context, to=to)
 
     for rows in ROWS:
         x, residual = random_x(rows, 4096), random_x(rows, 4096)
@@ -345,7 +361,7 @@ def tune_one_row(type: torch.dtype) -> dict[str, list[object]]:
     best: dict[str, list[object]] = {}
     x = {inner: random_x(1, inner) for _, inner, _ in MATRICES.values()}
     for name, (columns, inner, gated) in MATRICES.items():
-        weights, run = copies(name, type), partial(w8a8.stream, pdl=True)
+        weights, run = copies(name, type), partial(w8a8.stream, context=DEPENDENT)
         activation = "silu" if gated else None
         todo = [
             Streaming(columns, 512 * warps, warps, depth)
@@ -378,7 +394,7 @@ def tune(limit_s: float, type: torch.dtype) -> dict[str, list[object]]:
     some_rows = (1024, 256, 64, 128, 32) if type == INT8 else (64, 128, 256, 32, 16)
     for rows, (name, (columns, inner, gated)) in product(some_rows, MATRICES.items()):
         weights, x = copies(name, type), random_x(rows, inner)
-        rows8 = w8a8.a8_rows(x, type)
+        rows8 = w8a8.quantise_activations(x, type)
         for kind in ("weight_only", "tiled"):
             if kind == "weight_only" and (rows > 64 or type == INT8):
                 continue  # slower than the library with the weight in bf16; of int8, as of fp8
@@ -389,9 +405,13 @@ def tune(limit_s: float, type: torch.dtype) -> dict[str, list[object]]:
             todo = list(dict.fromkeys(ways))
 
             shape = x if given is None else rows8.values
-            run = partial(w8a8.tiled, activation=activation, pdl=rows <= 64)
+            run = partial(w8a8.tiled, activation=activation, context=StepContext(rows <= 64))
             meta, without = shape.to("meta"), weights[0].to_meta()
-            on_meta = None if given is None else A8Rows(*(p.to("meta") for p in given[:2]), BF16)
+            on_meta = (
+                None
+                if given is None
+                else QuantizedActivations(*(p.to("meta") for p in given[:2]), BF16)
+            )
             calls = [partial(run, meta, on_meta, without, t) for t in todo]
             if perf_counter() - begun > limit_s:
                 break
@@ -422,8 +442,10 @@ def tune(limit_s: float, type: torch.dtype) -> dict[str, list[object]]:
     return best
 
 
-def is_right_tiling(way: Tiling, rows8: A8Rows, weight: W8Weight, gated: bool) -> bool:
-    found = w8a8.tiled(rows8.values, rows8, weight, way, "silu" if gated else None, False)
+def is_right_tiling(
+    way: Tiling, rows8: QuantizedActivations, weight: W8Weight, gated: bool
+) -> bool:
+    found = w8a8.tiled(rows8.values, rows8, weight, way, "silu" if gated else None, DEFAULT_CONTEXT)
     product = Kernels().w8a8_product(rows8._replace(dtype=torch.float32), weight)
     return is_right(way, found, product, gated)
 

@@ -23,7 +23,9 @@ from tests.gpu.kernels_time import CUDA, SHAPES, check_pdl, decode_call, sweep, 
 from tests.gpu.report import Report, round_to, tally
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
+from tests.kernels.definitions import DEPENDENT
 from twostroke.kernels import cuda
+from twostroke.kernels.records import DEFAULT_CONTEXT
 
 # On a GPU fp32 products are three of tf32, and exponentials are approximate.
 ALLOWED = BOUNDS | {torch.float32: 1e-5}
@@ -112,12 +114,17 @@ def check_all(report: Report) -> None:
             (64, 4096, 4096),
             (65, 512, 80),
         ):
-            for pdl, activation in ((False, "silu"), (True, "silu"), (True, "gelu_tanh")):
+            for context, activation in (
+                (DEFAULT_CONTEXT, "silu"),
+                (DEPENDENT, "silu"),
+                (DEPENDENT, "gelu_tanh"),
+            ):
+                mode = " pdl" if context.dependent_launch else ""
                 report.check(
-                    f"products {kind} {rows}×{width}×{inner} {activation}{' pdl' * pdl}",
+                    f"products {kind} {rows}×{width}×{inner} {activation}{mode}",
                     bound,
-                    lambda r=rows, w=width, i=inner, d=dtype, a=activation, p=pdl: (
-                        cases.check_products(r, w, i, CUDA, d, a, p)
+                    lambda r=rows, w=width, i=inner, d=dtype, a=activation, c=context: (
+                        cases.check_products(r, w, i, CUDA, d, a, c)
                     ),
                 )
         for heads, half, norm in (
@@ -179,12 +186,11 @@ def check_graph() -> float:
     cache = cases.Cache(heads, [700, 300, 65], CUDA, torch.bfloat16)
     q = torch.randn(3, 32, 128, device=CUDA, dtype=torch.bfloat16)
     scratch = cuda.decode_scratch(3, 32, 128, 9, CUDA)
-    rows, lengths = cases.ints(cache.rows, CUDA), cases.ints([1, 1, 1], CUDA)
+    work = cases.decode_work(cache, [1, 1, 1], 9, scratch)
     out = torch.empty_like(q)
 
     def call() -> None:
-        where = (cache.keys, cache.values, cache.tables, rows, lengths)
-        cuda.decode_attention(q, *where, heads.scale, None, 0.0, 9, scratch, out=out)
+        cuda.decode_attention(q, cache.view(), heads.rule_on(CUDA), work, out=out)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -192,7 +198,7 @@ def check_graph() -> float:
         call()
     error = 0.0
     for now in ([700, 300, 65], [1, 0, 64], [0, 0, 0], [699, 299, 1]):
-        lengths.copy_(cases.ints(now, CUDA))
+        work.lengths.copy_(cases.ints(now, CUDA))
         out.fill_(cases.NAN)
         graph.replay()
         for index, length in enumerate(now):

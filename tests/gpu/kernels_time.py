@@ -17,9 +17,21 @@ import torch.nn.functional as F
 
 from tests.gpu.report import COPY, FLOPS, READ, Report
 from tests.kernels import cuda_cases as cases
+from tests.kernels.definitions import DEPENDENT
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import decode, prefill, product
+from twostroke.kernels.cuda.new_token import NewToken
+from twostroke.kernels.records import (
+    DEFAULT_CONTEXT,
+    AttentionRule,
+    DecodeWork,
+    DrawParams,
+    KVView,
+    PrefillWork,
+    Rope,
+    StepContext,
+)
 
 CUDA = torch.device("cuda")
 SPREAD_BYTES = 256 << 20  # what one round of calls walks over: several times the L2
@@ -80,17 +92,16 @@ def decode_call(
     angles = torch.rand(8192, shape.dim // 2, device=CUDA)
     ends = contexts.long() - 1
     slots = tables[rows.long(), ends // page].long() * page + ends % page
+    of_layer = Rope(angles, angles, None, weight, weight, 1e-6)
+    rule, work = AttentionRule(shape.dim**-0.5), DecodeWork(rows, contexts, 1, splits, scratch)
     turn = count()
 
     def call() -> torch.Tensor:
-        keys, values = pool[:, next(turn) % layers].unbind(1)
+        view = KVView(*pool[:, next(turn) % layers].unbind(1), tables, slots)
         query, new = q, None
         if rope:
-            make = (weight, weight, 1e-6, angles, angles, ends, slots)
-            query, new = decode.new_token_of(qkv, *make, keys)
-        where = (query, keys, values, None, tables, rows, contexts)
-        how = (shape.dim**-0.5, None, 0.0, splits, scratch, out)
-        decode.make_launch(*where, *how, new=new, tuned=tuned)()
+            query, new = decode.heads_of_new(qkv, view), NewToken(of_layer, ends)
+        decode.make_launch(query, view, rule, work, out, new=new, tuned=tuned)()
         return out
 
     return call, splits
@@ -127,13 +138,12 @@ def time_prefill(
     out = torch.empty_like(qkv[:, :num])
     where = [cases.ints(values, CUDA) for values in ([0], [start], [0, size])]
     longest = (0, size) if start else (size, 0)  # of first chunks, of continued ones
-    chunks = prefill.Chunks(tables, *where)
-    keys, values = pool[:, 0].unbind(1)
+    work = PrefillWork(*where, size, *longest, [(start, start + size)])
+    rule, view = AttentionRule(shape.dim**-0.5), KVView(*pool[:, 0].unbind(1), tables, where[0])
 
     def call() -> None:
-        how = (shape.dim**-0.5, None, 0.0, out, qkv[:, num:], tuned)
-        over = (qkv[:, :num], keys, values, None, chunks)
-        for launch in prefill.make_launches(*over, *longest, *how):
+        q, own = qkv[:, :num], qkv[:, num:]
+        for launch in prefill.make_launches(q, view, rule, work, out, own, tuned):
             if launch is not None:
                 launch()
 
@@ -178,13 +188,13 @@ def time_small(report: Report, shape: Shape, tokens: int) -> None:
     pool = random_pool(shape, 1, -(-tokens // 16), 16)
     angles = torch.rand(8192, dim // 2, device=CUDA)
     positions = torch.arange(tokens, device=CUDA)
-    norms = (head_weight, head_weight) if shape.qk_norm else (None, None)
+    norm_weight = head_weight if shape.qk_norm else None
+    of_layer = Rope(angles, angles, None, norm_weight, norm_weight, 1e-6)
 
     def rope() -> Callable[[], object]:
         qkv = random(tokens, wide)
-        keys, values = pool[:, 0].unbind(1)
-        where = (angles, angles, positions, positions, keys, values, heads, kv)
-        return lambda: cuda.rope_store(qkv, *norms, 1e-6, *where)
+        view = KVView(*pool[:, 0].unbind(1), positions, positions)
+        return lambda: cuda.rope_store(qkv, of_layer, positions, view)
 
     used = tokens * wide * 4
     report.time(f"rope_store {name}", each(rope, used), used, COPY)
@@ -205,7 +215,8 @@ def time_sample(report: Report, batch: int, vocab: int) -> None:
                 torch.full((batch,), float(top_p), device=CUDA),
                 torch.zeros(batch, device=CUDA),
             )
-            calls = [lambda x=x, c=columns: cuda.sample(x, *c, *keys) for x in logits]
+            by = DrawParams(*columns, *keys)
+            calls = [lambda x=x, by=by: cuda.sample(x, by) for x in logits]
             name = f"sample {batch}×{vocab} t {temperature} k {top_k} p {top_p} spread {spread}"
             report.time(name, calls, batch * vocab * 2, READ)
 
@@ -218,7 +229,8 @@ def time_adjusted(report: Report, batch: int, vocab: int) -> None:
     for new in cases.varied_rows(batch, vocab):
         sampler.take(new)
     lines = np.arange(batch)
-    samples = sampler.draw(logits, lines, lines, lines * 0 + 9, {}, *(lines,) * 6).samples
+    params = DrawParams(*(lines,) * 6)
+    samples = sampler.draw(logits, lines, lines, lines * 0 + 9, {}, params).samples
     out = torch.empty(batch, vocab, device=CUDA)
     masks = torch.empty(0, -(-vocab // 32), dtype=torch.int32, device=CUDA)
     used = batch * vocab
@@ -274,7 +286,7 @@ class Layers:
         self.x = torch.randn(largest, hidden, device=CUDA, dtype=torch.bfloat16)
         self.shape, self.num = shape, num
 
-    def step(self, batch: int, pdl: bool) -> Callable[[], torch.Tensor]:
+    def step(self, batch: int, context: StepContext) -> Callable[[], torch.Tensor]:
         """Each token's last position is where its keys and values go: any call gives the same."""
         heads, kv, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.dim
         splits = cuda.decode_splits(batch, kv, 8192, cuda.num_sms(CUDA))
@@ -282,23 +294,25 @@ class Layers:
         rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
         lengths = torch.full_like(rows, CONTEXT)
         slots = self.tables[:batch, -1].long() * 16 + (CONTEXT - 1) % 16
-        make = (self.head_norm, self.head_norm, 1e-6, self.angles, self.angles, lengths.long() - 1)
-        where = (self.tables, rows, lengths, dim**-0.5, None, 0.0, splits, scratch)
+        rope = Rope(self.angles, self.angles, None, self.head_norm, self.head_norm, 1e-6)
+        rule, work = AttentionRule(dim**-0.5), DecodeWork(rows, lengths, 1, splits, scratch)
+        ends = lengths.long() - 1
 
         def call() -> torch.Tensor:
             residual = self.x[:batch].clone()
-            normed = cuda.rms_norm(residual, self.norm, 1e-5, pdl=pdl)
+            normed = cuda.rms_norm(residual, self.norm, 1e-5, context=context)
             for (qkv, o, gate_up, down), cache in zip(self.weights, self.cache, strict=True):
-                made = cuda.product(normed, qkv, pdl=pdl)
+                made = cuda.product(normed, qkv, context=context)
                 attended = normed.new_empty(batch, heads, dim)
+                view = KVView(*cache, self.tables, slots)
                 cuda.rope_decode_attention(
-                    made, *make, slots, *cache, *where, out=attended, pdl=pdl
+                    made, rope, ends, view, rule, work, context, out=attended
                 )
-                out = cuda.product(attended.flatten(1), o, pdl=pdl)
-                normed = cuda.add_rms_norm(out, residual, self.norm, 1e-5, pdl=pdl)
-                gated = cuda.gated_product(normed, gate_up, "silu", pdl=pdl)
-                out = cuda.product(gated, down, pdl=pdl)
-                normed = cuda.add_rms_norm(out, residual, self.norm, 1e-5, pdl=pdl)
+                out = cuda.product(attended.flatten(1), o, context=context)
+                normed = cuda.add_rms_norm(out, residual, self.norm, 1e-5, context=context)
+                gated = cuda.gated_product(normed, gate_up, "silu", context=context)
+                out = cuda.product(gated, down, context=context)
+                normed = cuda.add_rms_norm(out, residual, self.norm, 1e-5, context=context)
             return normed
 
         return call
@@ -308,8 +322,8 @@ def check_pdl() -> float:
     """In a graph, where the launches overlap, against launches that do not."""
     layers, error = Layers(SHAPES[1], 4, 8), 0.0
     for batch in (1, 2, 8):
-        plain = layers.step(batch, False)().clone()
-        call = layers.step(batch, True)
+        plain = layers.step(batch, DEFAULT_CONTEXT)().clone()
+        call = layers.step(batch, DEPENDENT)
         call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -329,9 +343,9 @@ def time_pdl(report: Report) -> None:
     for batch in (1, 8, 32):
         kv = CONTEXT * batch * 2 * shape.num_kv_heads * shape.dim
         used = 2 * layers.num * (rows * shape.hidden + kv)
-        for pdl in (False, True):
-            name = f"{layers.num} layers, batch {batch}{', pdl' * pdl}"
-            report.time(name, [layers.step(batch, pdl)], used, READ)
+        for context in (DEFAULT_CONTEXT, DEPENDENT):
+            name = f"{layers.num} layers, batch {batch}{', pdl' * context.dependent_launch}"
+            report.time(name, [layers.step(batch, context)], used, READ)
 
 
 def time_products(report: Report, shape: Shape, rows: int) -> None:
@@ -360,12 +374,14 @@ def time_products(report: Report, shape: Shape, rows: int) -> None:
                     streamed = product.Streaming(*size)
                     activation = "silu" if gated else None
                     ways[f"streamed {size}"] = lambda w, x=x, t=streamed, a=activation: (
-                        product.stream(x, w, t, a, True)
+                        product.stream(x, w, t, a, DEPENDENT)
                     )
         if gated:
             for tile in ((32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3)):
                 tiles = product.Tiling(*tile)
-                ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.tiled(x, w, t, "silu", True)
+                ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.tiled(
+                    x, w, t, "silu", DEPENDENT
+                )
         for how, way in ways.items():
             calls = [lambda w=w, way=way: way(w) for w in weights]
             report.time(f"{name} {shape.name}, {rows} rows, {how}", calls, used, READ)

@@ -29,11 +29,14 @@ from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from twostroke.kernels import cuda, kv_types
 from twostroke.kernels.cuda import decode, prefill
+from twostroke.kernels.cuda.new_token import NewToken
+from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork, Rope
 from twostroke.kv.block_layout import side_bytes
 
 BF16 = torch.bfloat16
 KINDS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 NUM_HEADS, NUM_KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Llama-3.1-8B
+RULE = AttentionRule(DIM**-0.5)
 CHUNKS = [(0, 1), (0, 300), (129, 127), (1000, 33), (63, 65), (0, 64), (512, 512)]
 LENGTHS = [1, 0, 63, 64, 65, 127, 129, 1000, 2049, 0, 16]
 
@@ -96,8 +99,7 @@ def check_large(kind: torch.dtype) -> float:
     angles = torch.zeros(4, 32, device=CUDA)
     at = torch.arange(4, device=CUDA)
     right = [kv_types.as_stored(part, kind) for part in qkv.view(4, 3, 64)[:, 1:].unbind(1)]
-    rope = (None, None, 1e-6, angles + 1, angles, at, at)
-    out = cuda.rope_store(qkv, *rope, cache.keys, cache.values, 1, 1)
+    out = cuda.rope_store(qkv, Rope(angles + 1, angles), at, cache.view(at))
     error = 0.0
     for side, cached in enumerate((cache.keys, cache.values)):
         found = cases.seen(cached)[0, :4, 0]
@@ -150,14 +152,13 @@ def decode_calls(
     out = torch.empty(batch, NUM_HEADS, DIM, device=CUDA, dtype=BF16)
     angles, ends = torch.rand(context, DIM // 2, device=CUDA), lengths.long() - 1
     slots = tables[:, -1].long() * PAGE + PAGE - 1
+    rope, work = Rope(angles, angles), DecodeWork(rows, lengths, 1, splits, scratch)
     turn = count()
 
     def call() -> None:
-        keys, values = caches[next(turn) % layers]
-        q, new = decode.new_token_of(qkv, None, None, 1e-6, angles, angles, ends, slots, keys)
-        where = (q, keys, values, None, tables, rows, lengths)
-        how = (DIM**-0.5, None, 0.0, splits, scratch, out)
-        decode.make_launch(*where, *how, new=new, tuned=tuned)()
+        view = KVView(*caches[next(turn) % layers], tables, slots)
+        q, new = decode.heads_of_new(qkv, view), NewToken(rope, ends)
+        decode.make_launch(q, view, RULE, work, out, new=new, tuned=tuned)()
 
     return [call] * layers
 
@@ -180,18 +181,20 @@ def time_prefill(
 
     def calls() -> list[Callable[[], object]]:
         blocks = (start + size) // PAGE
-        ((keys, values),) = layers_of(kind, 1, blocks)
+        (cache,) = layers_of(kind, 1, blocks)
         heads = NUM_HEADS + 2 * NUM_KV_HEADS
         qkv = torch.randn(size, heads, DIM, device=CUDA, dtype=BF16)
         q, out = qkv[:, :NUM_HEADS], torch.empty(size, NUM_HEADS, DIM, device=CUDA, dtype=BF16)
         one = cases.ints([0], CUDA)
         ends = cases.ints([0, size], CUDA)
-        chunks = prefill.Chunks(shuffled_tables(1, blocks), one, cases.ints([start], CUDA), ends)
+        view = KVView(*cache, shuffled_tables(1, blocks), one)
         longest = (0, size) if start else (size, 0)
-        how = (DIM**-0.5, None, 0.0, out, qkv[:, NUM_HEADS:], tuned)
+        starts, spans = cases.ints([start], CUDA), [(start, start + size)]
+        work = PrefillWork(one, starts, ends, size, *longest, spans)
+        own = qkv[:, NUM_HEADS:]
 
         def call() -> None:  # a launch is of the stream where it was made
-            for launch in prefill.make_launches(q, keys, values, None, chunks, *longest, *how):
+            for launch in prefill.make_launches(q, view, RULE, work, out, own, tuned):
                 if launch is not None:
                     launch()
 
@@ -206,11 +209,11 @@ def time_store(kind: torch.dtype, tokens: int) -> Timed:
     heads = NUM_HEADS + 2 * NUM_KV_HEADS
 
     def calls() -> list[Callable[[], object]]:
-        ((keys, values),) = layers_of(kind, 1, tokens // PAGE)
+        (cache,) = layers_of(kind, 1, tokens // PAGE)
         qkv = torch.randn(tokens, heads * DIM, device=CUDA, dtype=BF16)
         angles, at = torch.rand(tokens, DIM // 2, device=CUDA), torch.arange(tokens, device=CUDA)
-        where = (angles, angles, at, at, keys, values, NUM_HEADS, NUM_KV_HEADS)
-        return [lambda: cuda.rope_store(qkv, None, None, 1e-6, *where)] * 4
+        view = KVView(*cache, at, at)
+        return [lambda: cuda.rope_store(qkv, Rope(angles, angles), at, view)] * 4
 
     moved = 2 * tokens * heads * DIM * 2 + cache_bytes(kind, tokens)
     return f"rope_store {name_of(kind)} {tokens}", moved, READ, calls
@@ -238,7 +241,9 @@ def tunings() -> Iterator[Timed]:
             (128, 4, 4),
         ):
             for batch, context in ((128, 1024), (128, 4096), (16, 4096), (32, 512), (8, 512)):
-                yield time_decode(kind, batch, context, decode.Tuning(*size, least=128 // size[0]))
+                yield time_decode(
+                    kind, batch, context, decode.Tuning(*size, min_tiles=128 // size[0])
+                )
         for chosen in ((128, 64, 8, 4), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)):
             yield time_prefill(kind, 2048, 4096, prefill.Tuning(*chosen))
 

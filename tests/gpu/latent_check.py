@@ -33,6 +33,7 @@ from tests.kernels.latent_cases import V2_LITE, V3, Sizes
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import latent, latent_prefill
 from twostroke.kernels.cuda.latent import Tuning
+from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork, StepContext
 
 DEVICE, BF16, FP32 = torch.device("cuda"), torch.bfloat16, torch.float32
 MINICPM3 = Sizes(40, 256, 32, 64, 64)
@@ -144,14 +145,16 @@ def decode_calls(
     lengths = torch.full_like(rows, context)
     splits = splits_of(sizes, batch, context, tuned)
     scratch = cuda.decode_scratch(batch, sizes.num_heads, sizes.rank, splits, DEVICE)
+    work = DecodeWork(rows, lengths, 1, splits, scratch)
     out, calls = torch.empty_like(q), []
     for _ in range(count):
         keys = torch.empty(batch * blocks + 1, sizes.page, 1, width, device=DEVICE, dtype=BF16)
         keys.normal_()
-        where = (q, q_rope, keys, tables, rows, lengths, sizes.scale, None, 0.0, splits, scratch)
+        view = KVView(keys, keys, tables, rows)
+        how = (AttentionRule(sizes.scale), work, StepContext(batch <= 64))
         calls.append(
-            lambda where=where: latent.latent_decode_attention(
-                *where, out=out, tuned=tuned, pdl=batch <= 64
+            lambda view=view, how=how: latent.latent_decode_attention(
+                q, q_rope, view, *how, out=out, tuned=tuned
             )
         )
     return calls
@@ -215,13 +218,12 @@ def time_prefill(
             torch.tensor(given, device=DEVICE, dtype=torch.int32)
             for given in ([0], [start], [0, size])
         )
-        where = (q, keys, kv_b, table, row, starts, ends, sizes.scale, None, 0.0)
-        known: dict[str, Any] = {"spans": [(start, end)], "max_first": 0 if start else size}
+        longest = (0, size) if start else (size, 0)
+        work = PrefillWork(row, starts, ends, size, *longest, [(start, end)])
+        where = (q, kv_b, KVView(keys, keys, table, row), AttentionRule(sizes.scale), work)
 
-        def run(where: Any = where, known: Any = known, kv: Any = kv, out: Any = out) -> None:
-            latent_prefill.latent_prefill_attention(
-                *where, out=out, chunk_kv=kv, tuned=tuned, **known
-            )
+        def run(where: Any = where, kv: Any = kv, out: Any = out) -> None:
+            latent_prefill.latent_prefill_attention(*where, out=out, chunk_kv=kv, tuned=tuned)
 
         label = f"prefill {name} {start}+{size}" + (f" {astuple(tuned)}" if tuned else "")
         try:

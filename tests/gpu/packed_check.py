@@ -59,6 +59,7 @@ from twostroke.kernels.packed import (
     packed_weight,
     quantised,
 )
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.split_k import ARRIVALS_COLUMNS
 from twostroke.measure.quality.quality import phase_difference
@@ -70,6 +71,7 @@ from twostroke.model.formats.registry import weight_formats
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.importance import measure_importance
+from twostroke.model.torch.load_layers import LoadOptions
 from twostroke.model.weights import WeightSource
 
 DEVICE, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
@@ -126,18 +128,23 @@ def x_meta(rows: int, inner: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def check(
-    rows: int, columns: int, inner: int, format: str, pdl: bool, dtype: torch.dtype = BF16
+    rows: int,
+    columns: int,
+    inner: int,
+    format: str,
+    context: StepContext,
+    dtype: torch.dtype = BF16,
 ) -> float:
     """The largest error of a product to a given place, of the same once more (the counters are as
     they were), and of the gated pair."""
     x, weight = random_x(rows, inner, dtype), random_weight(2 * columns, inner, format)
     right = x.float() @ dequantised(weight, torch.float32).t()
     out = x.new_full((rows, 2 * columns), float("nan"))
-    error = worst(packed.packed_product(x, weight, pdl=pdl, out=out), right)
-    error = largest(error, worst(packed.packed_product(x, weight, pdl=pdl), right))
+    error = worst(packed.packed_product(x, weight, context=context, out=out), right)
+    error = largest(error, worst(packed.packed_product(x, weight, context=context), right))
     gated = F.silu(right[:, :columns]) * right[:, columns:]
     # Two roundings more: of each half, and of what the activation makes of them.
-    acted = worst(packed.packed_gated_product(x, weight, "silu", pdl=pdl), gated)
+    acted = worst(packed.packed_gated_product(x, weight, "silu", context=context), gated)
     return largest(error, acted / 2)
 
 
@@ -206,13 +213,13 @@ def check_all(report: Report) -> None:
     def launch_without_memory() -> None:
         for dtype, format, rows, columns, inner in cases:
             x, weight = x_meta(rows, inner, dtype), meta_weight(2 * columns, inner, format)
-            packed.packed_product(x, weight, pdl=rows <= 16)
-            packed.packed_gated_product(x, weight, "silu", pdl=rows <= 16)
+            packed.packed_product(x, weight, context=StepContext(rows <= 16))
+            packed.packed_gated_product(x, weight, "silu", context=StepContext(rows <= 16))
 
     cuda.compile_ahead(launch_without_memory, cases)
     for dtype, format, rows, columns, inner in cases:
         name = f"{format} {rows}×{columns}×{inner}" + (" fp16" if dtype == FP16 else "")
-        run = partial(check, rows, columns, inner, format, rows <= 16, dtype)
+        run = partial(check, rows, columns, inner, format, StepContext(rows <= 16), dtype)
         report.check(name, BOUNDS[dtype], run)
     for size, gated in product(((128, 2048, 14336), *high[:3]), (False, True)):
         name = "{}×{}×{}".format(*size) + f" {REPEATED} times" + (", gated" if gated else "")
@@ -238,8 +245,8 @@ def check_model(
     others = None if decode is None else weight_formats(spec, source, decode)
 
     def rig_of(dtype: torch.dtype, kernels: Kernels, record: Record) -> Rig:
-        how = (dtype, DEVICE, length, kernels, True)
-        decoder = Decoder(spec, source, *how, formats=formats, decode_formats=others)
+        how = (dtype, DEVICE, length, kernels)
+        decoder = Decoder(spec, source, *how, LoadOptions(formats, others), dependent_launch=True)
         return Rig(decoder, texts, record=record)
 
     # Padded as in graphs: the number of rows decides whether fp8 rounds activations.
@@ -343,10 +350,10 @@ def clone(weight: PackedWeight) -> PackedWeight:
 
 
 def call(name: str, x: torch.Tensor, weight: PackedWeight) -> Call:
-    pdl = len(x) <= 64
+    context = StepContext(len(x) <= 64)
     if MATRICES[name][2]:
-        return partial(packed.packed_gated_product, x, weight, "silu", pdl=pdl)
-    return partial(packed.packed_product, x, weight, pdl=pdl)
+        return partial(packed.packed_gated_product, x, weight, "silu", context=context)
+    return partial(packed.packed_product, x, weight, context=context)
 
 
 def time_all(end: float, formats: tuple[str, ...]) -> dict[str, dict[str, float]]:
@@ -394,13 +401,14 @@ def time_layers(end: float) -> dict[str, dict[str, float]]:
     dense = [[packed.dequantise(w, BF16) for w in layer] for layer in weights]
 
     def forward(layers: list[list[Linear]], x: torch.Tensor, residual: torch.Tensor) -> None:
-        normed, pdl = x, len(x) <= 64
+        normed, context = x, StepContext(len(x) <= 64)
         for qkv, o, gate_up, down in layers:
-            qkv.product(normed, pdl=pdl)
-            out = o.product(x, pdl=pdl)
-            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
-            out = down.product(gate_up.gated_product(normed, "silu", pdl=pdl), pdl=pdl)
-            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, pdl=pdl)
+            qkv.product(normed, context=context)
+            out = o.product(x, context=context)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, context=context)
+            inner = gate_up.gated_product(normed, "silu", context=context)
+            out = down.product(inner, context=context)
+            normed = kernels.add_rms_norm(out, residual, norm, 1e-5, context=context)
 
     for rows in (1, 8, 16, 32, 64, 128, 256, 4096):
         if perf_counter() > end:
@@ -422,7 +430,7 @@ def time_layers(end: float) -> dict[str, dict[str, float]]:
 
 Tuning = packed.Streaming | packed.Tiling
 TUNED_ROWS = (1, 16, 32, 64, 128, 256)
-MOST_TUNED = {4: 64, 8: 256}  # of 4 bits, more are `stream_k`'s
+MAX_TUNED = {4: 64, 8: 256}  # of 4 bits, more are `stream_k`'s
 
 
 def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
@@ -494,7 +502,7 @@ def changes_8(usual: packed.Tiling, rows: int) -> list[dict[str, int]]:
 def is_right_way(way: Tuning | None, x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
     if way is None:
         return True
-    found = packed.run(x, weight, way, "silu" if gated else None, False)
+    found = packed.run(x, weight, way, "silu" if gated else None, DEFAULT_CONTEXT)
     return is_right(way, found, x.float() @ dequantised(weight, torch.float32).t(), gated)
 
 
@@ -509,7 +517,7 @@ def tune(
     """The fastest of each format, number of rows and matrix, as the table has it."""
     table: Tiles = {}
     for format, rows in product(formats, all_rows):
-        if rows > MOST_TUNED[FORMATS[format][0]]:
+        if rows > MAX_TUNED[FORMATS[format][0]]:
             continue
         todo: dict[str, list[Tuning]] = {}
         calls: list[Call] = []
@@ -519,7 +527,7 @@ def tune(
             if rows == 1:
                 ways = [*streamings(without, gated), *ways]
             todo[name] = list(dict.fromkeys(ways))
-            how = ("silu" if gated else None, rows <= 64)
+            how = ("silu" if gated else None, StepContext(rows <= 64))
             calls += [partial(packed.run, x, without, way, *how) for way in todo[name]]
             calls.append(partial(packed.library_product, x, without))
         if perf_counter() > end - 4:
@@ -529,7 +537,7 @@ def tune(
             if perf_counter() > end:
                 return table
             weights, x = copies(name, format), random_x(rows, inner)
-            how = ("silu" if gated else None, rows <= 64)
+            how = ("silu" if gated else None, StepContext(rows <= 64))
             found: list[tuple[float, Tuning | None]] = []
             for way in todo[name]:
                 try:

@@ -46,7 +46,8 @@ def test_a_wrong_position_makes_the_comparison_fail(monkeypatch: pytest.MonkeyPa
     attend = CheckedKernels.rope_decode_attention
 
     def shifted(self: CheckedKernels, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return attend(self, *args[:6], args[6] + 1, *args[7:], **kwargs)
+        qkv, rope, positions, *others = args
+        return attend(self, qkv, rope, positions + 1, *others, **kwargs)
 
     monkeypatch.setattr(CheckedKernels, "rope_decode_attention", shifted)
     spec = small_spec(**SPECS["qwen3"])

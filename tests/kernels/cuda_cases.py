@@ -24,6 +24,15 @@ from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.token_mask import mask_of
 from twostroke.kernels import cuda, kv_types, reference_sampling
 from twostroke.kernels.activations import Activation
+from twostroke.kernels.records import (
+    AttentionRule,
+    DecodeWork,
+    DrawParams,
+    KVView,
+    PrefillWork,
+    Rope,
+    StepContext,
+)
 from twostroke.kv.block_layout import side_bytes
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
@@ -60,6 +69,9 @@ class Heads:
         if not self.sinks:
             return None
         return torch.linspace(-20, 5, self.num_heads).roll(1).to(device)
+
+    def rule_on(self, device: torch.device) -> AttentionRule:
+        return AttentionRule(self.scale, self.window, self.softcap, sinks=self.sinks_on(device))
 
     def scales_on(self, positions: torch.Tensor) -> torch.Tensor | None:
         """Of queries; NaN at all other positions."""
@@ -116,6 +128,11 @@ class Cache:
                     new = torch.randn(size, *inner[1:]).to(self.device)
                     kv_types.store(cache, slots, new)
         self.tables = tables.to(self.device)
+
+    def view(self, slots: torch.Tensor | None = None) -> KVView:
+        """`slots`: where new entries go; by default there are no new entries."""
+        nowhere = torch.empty(0, dtype=torch.int64, device=self.device)
+        return KVView(self.keys, self.values, self.tables, nowhere if slots is None else slots)
 
     def table(self, sequence: int) -> torch.Tensor:
         return self.tables[self.rows[sequence]].long()
@@ -184,33 +201,42 @@ def check_prefill(
             both = (cache.keys, cache.values)
             found = [definitions.gather(each, table, 0, size, dtype) for each in both]
             to[:] = torch.cat(found, dim=1)
-    first, continued = (
-        max((size for start, size in chunks if (start == 0) == kind), default=0) for kind in (1, 0)
-    )
+    work = prefill_work(cache, chunks)
     error = 0.0
     for given in (None, chunk_kv):
-        out = cuda.prefill_attention(
-            q,
-            cache.keys,
-            cache.values,
-            cache.tables,
-            ints(cache.rows, device),
-            ints([start for start, _ in chunks], device),
-            ints(ends, device),
-            continued,
-            heads.scale,
-            heads.window,
-            heads.softcap,
-            out=poisoned(*q.shape, like=q),
-            chunk_kv=given,
-            max_first=first,
-            sinks=heads.sinks_on(device),
-        )
+        rule, out = heads.rule_on(device), poisoned(*q.shape, like=q)
+        cuda.prefill_attention(q, cache.view(), rule, work, out=out, chunk_kv=given)
         for index, (start, _) in enumerate(chunks):
             part = slice(ends[index], ends[index + 1])
             right = expected_attention(q[part], cache, index, start)
             error = largest(error, worst(out[part], right))
     return error
+
+
+def prefill_work(cache: Cache, chunks: Sequence[tuple[int, int]]) -> PrefillWork:
+    """`chunks` are (start, size), one for each sequence of the cache."""
+    starts, sizes = [start for start, _ in chunks], [size for _, size in chunks]
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    first, continued = (
+        max((size for start, size in chunks if (start == 0) == is_first), default=0)
+        for is_first in (True, False)
+    )
+    return PrefillWork(
+        ints(cache.rows, cache.device),
+        ints(starts, cache.device),
+        ints(ends, cache.device),
+        ends[-1],
+        first,
+        continued,
+        [(start, start + size) for start, size in chunks],
+    )
+
+
+def decode_work(
+    cache: Cache, lengths: Sequence[int], splits: int, scratch: Any, queries: int = 1
+) -> DecodeWork:
+    rows, seen = ints(cache.rows, cache.device), ints(lengths, cache.device)
+    return DecodeWork(rows, seen, queries, splits, scratch)
 
 
 def check_decode(
@@ -227,26 +253,12 @@ def check_decode(
     tokens = len(lengths) * queries
     q = torch.randn(tokens, heads.num_heads, heads.dim).to(device, dtype)
     scratch = cuda.decode_scratch(tokens, heads.num_heads, heads.dim, splits, device)
-    error = 0.0
+    work, error = decode_work(cache, lengths, splits, scratch, queries), 0.0
     for _ in range(2):
         scratch.partial.fill_(NAN)
         scratch.weight.fill_(NAN)
-        out = cuda.decode_attention(
-            q,
-            cache.keys,
-            cache.values,
-            cache.tables,
-            ints(cache.rows, device),
-            ints(lengths, device),
-            heads.scale,
-            heads.window,
-            heads.softcap,
-            splits,
-            scratch,
-            out=poisoned(*q.shape, like=q),
-            queries=queries,
-            sinks=heads.sinks_on(device),
-        )
+        rule, out = heads.rule_on(device), poisoned(*q.shape, like=q)
+        cuda.decode_attention(q, cache.view(), rule, work, out=out)
         for index, length in enumerate(lengths):
             part = slice(index * queries, (index + 1) * queries)
             right = torch.zeros_like(q[part], dtype=torch.float32)
@@ -272,8 +284,8 @@ def check_rope_decode(
     cache = Cache(heads, lengths, device, dtype)
     drop_passed(cache, [length - 1 for length in lengths])
     ends = torch.tensor([max(length - 1, 0) for length in lengths], device=device)
-    rows, real = ints(cache.rows, device), ints(lengths, device) > 0
-    blocks = cache.tables[rows.long(), ends // heads.page].long()
+    real = ints(lengths, device) > 0
+    blocks = cache.tables[cache.rows, ends // heads.page].long()
     slots = torch.where(real, blocks * heads.page + ends % heads.page, -1)
     qkv = torch.randn(batch, (num + 2 * kv) * dim).to(device, dtype)
     positions, cos, sin = random_angles(batch, half, device)
@@ -286,33 +298,16 @@ def check_rope_decode(
     for cached in caches:
         poison(cached, (blocks[real], ends[real] % page))
     scratch = cuda.decode_scratch(batch, num, dim, splits, device)
+    work = decode_work(cache, lengths, splits, scratch)
+    rope = Rope(cos, sin, scales, *weights, 1e-6)
     error = stored_error = 0.0
     for stored in (slots, torch.cat([slots[:-1], torch.full_like(slots[-1:], -1)])):
         before = [seen(cached) for cached in caches]
         scratch.partial.fill_(NAN)
         scratch.weight.fill_(NAN)
-        out = cuda.rope_decode_attention(
-            qkv,
-            *weights,
-            1e-6,
-            cos,
-            sin,
-            positions,
-            stored,
-            cache.keys,
-            cache.values,
-            cache.tables,
-            rows,
-            ints(lengths, device),
-            heads.scale,
-            heads.window,
-            heads.softcap,
-            splits,
-            scratch,
-            out=poisoned(batch, num, dim, like=qkv),
-            sinks=heads.sinks_on(device),
-            query_scales=scales,
-        )
+        out, rule = poisoned(batch, num, dim, like=qkv), heads.rule_on(device)
+        view = cache.view(stored)
+        cuda.rope_decode_attention(qkv, rope, positions, view, rule, work, out=out)
         there = stored >= 0
         at = (stored[there] // page, stored[there] % page)
         for cached, old, right in zip(caches, before, made[1:], strict=True):
@@ -378,17 +373,17 @@ def check_products(
     device: torch.device,
     dtype: torch.dtype,
     activation: Activation,
-    pdl: bool,
+    context: StepContext,
 ) -> float:
     """The plain one, and the gated pair, which is rounded after each of its steps."""
     x, weight = torch.randn(rows, inner), torch.randn(2 * columns, inner) * inner**-0.5
     x, weight = x.to(device, dtype), weight.to(device, dtype)
     right = x.double() @ weight.double().T
-    error = worst(cuda.product(x, weight[:columns], pdl=pdl), right[:, :columns])
+    error = worst(cuda.product(x, weight[:columns], context=context), right[:, :columns])
     out = poisoned(rows, columns, like=x)
-    assert cuda.product(x, weight[:columns], pdl=pdl, out=out) is out
+    assert cuda.product(x, weight[:columns], context=context, out=out) is out
     error = largest(error, worst(out, right[:, :columns]))
-    gated = cuda.gated_product(x, weight, activation, pdl=pdl)
+    gated = cuda.gated_product(x, weight, activation, context=context)
     return largest(error, worst(gated, definitions.act_and_mul(right.to(dtype), activation)))
 
 
@@ -419,11 +414,11 @@ def check_rope_store(
     positions, cos, sin = random_angles(tokens, half, device)
     qkv = torch.randn(tokens, (num + 2 * kv) * dim).to(device, dtype)
     weights = random_norms(dim, norm, device)
-    where = (positions, slots, cache.keys, cache.values, num, kv)
     scales = heads.scales_on(positions)
     q, k, v = normed_and_rotated(heads, qkv, *weights, cos, sin, scales, positions)
     v = v.clone()
-    out = cuda.rope_store(qkv, *weights, 1e-6, cos, sin, *where, query_scales=scales)
+    rope = Rope(cos, sin, scales, *weights, 1e-6)
+    out = cuda.rope_store(qkv, rope, positions, cache.view(slots))
     assert out.data_ptr() == qkv.data_ptr()
     kind = cache.keys.dtype
     in_row = [kv_types.as_stored(x, kind) if kind.itemsize == 1 else x for x in (k, v)]
@@ -516,16 +511,15 @@ def check_sample(
         return torch.tensor([setting.get(name, none) for setting in params], device=device)
 
     keys = torch.tensor([stream_key(7919 * row, positions[row]) for row in range(rows)])
-    out = cuda.sample(
-        logits,
-        column("temperature", 1.0).float(),
-        column("top_k", 0).int(),
-        column("top_p", 1.0).float(),
-        column("min_p", 0.0).float(),
-        keys[:, 0].contiguous().to(device),
-        keys[:, 1].contiguous().to(device),
-        out=torch.full((rows,), -1, device=device),
+    by = DrawParams(
+        temperature=column("temperature", 1.0).float(),
+        top_k=column("top_k", 0).int(),
+        top_p=column("top_p", 1.0).float(),
+        min_p=column("min_p", 0.0).float(),
+        key0=keys[:, 0].contiguous().to(device),
+        key1=keys[:, 1].contiguous().to(device),
     )
+    out = cuda.sample(logits, by, out=torch.full((rows,), -1, device=device))
     found = zip(out.tolist(), right.tolist(), strict=True)
     return [(row, token, other) for row, (token, other) in enumerate(found) if token != other]
 
@@ -581,12 +575,12 @@ def check_adjust(
     for position in range(len(requests[0].tokens), len(requests[0].tokens) + 3):
         lines = (torch.randn(count, vocab) * 3).to(dtype)
         at = np.full(count, position)
-        limits = (heat, nothing, nothing + 1, nothing, *stream_keys(seeds, at))
+        by = DrawParams(heat, nothing, nothing + 1, nothing, *stream_keys(seeds, at))
         left, right = [], []
         for (sampler, place), found in zip(sides, (left, right), strict=True):
             out = torch.full((count,), -7, dtype=torch.int32, device=place)
             logits = lines.to(place)
-            drawn = sampler.draw(logits, which, which, at, masks, *limits)
+            drawn = sampler.draw(logits, which, which, at, masks, by)
             adjusted = torch.empty(count, vocab, device=place)
             bits = torch.from_numpy(np.stack(list(masks.values())).view(np.int32)).to(place)
             sampler._kernels.adjust_logits(logits, drawn.samples, sampler._state, bits, adjusted)

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 
 from twostroke.kernels import kv_types
 from twostroke.kernels.activations import Activation, ClampedSwiglu
+from twostroke.kernels.records import StepContext
+
+DEPENDENT = StepContext(dependent_launch=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

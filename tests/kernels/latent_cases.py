@@ -16,15 +16,17 @@ from tests.kernels.cuda_cases import (
     NAN,
     Cache,
     Heads,
+    decode_work,
     drop_passed,
-    ints,
     largest,
     poisoned,
+    prefill_work,
     random_angles,
     worst,
 )
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import latent, latent_prefill
+from twostroke.kernels.records import DEFAULT_CONTEXT, AttentionRule, Rope, StepContext
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Sizes:
     @property
     def scale(self) -> float:
         return 1.1 * (self.nope + self.rope) ** -0.5
+
+    @property
+    def rule(self) -> AttentionRule:
+        return AttentionRule(self.scale, self.window, self.softcap)
 
     def cache(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> Cache:
         """One vector a token: the values of `Cache` are not looked at."""
@@ -86,7 +92,7 @@ def check_decode(
     dtype: torch.dtype,
     queries: int = 1,
     tuned: latent.Tuning | None = None,
-    pdl: bool = False,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> float:
     cache = sizes.cache(lengths, device, dtype)
     drop_passed(cache, [length - queries for length in lengths])
@@ -98,22 +104,10 @@ def check_decode(
     scratch = cuda.decode_scratch(tokens, heads, rank, splits, device)
     scratch.partial.fill_(NAN)
     scratch.weight.fill_(NAN)
-    out = latent.latent_decode_attention(
-        q,
-        q_rope,
-        cache.keys,
-        cache.tables,
-        ints(cache.rows, device),
-        ints(lengths, device),
-        sizes.scale,
-        sizes.window,
-        sizes.softcap,
-        splits,
-        scratch,
-        out=poisoned(tokens, heads, rank, like=q),
-        queries=queries,
-        tuned=tuned,
-        pdl=pdl,
+    work = decode_work(cache, lengths, splits, scratch, queries)
+    out = poisoned(tokens, heads, rank, like=q)
+    latent.latent_decode_attention(
+        q, q_rope, cache.view(), sizes.rule, work, context, out=out, tuned=tuned
     )
     error, whole = 0.0, torch.cat([q, q_rope], dim=-1)
     for index, length in enumerate(lengths):
@@ -148,22 +142,9 @@ def check_prefill(
         if start == 0 and sizes.kv_dtype is None:
             seen = definitions.gather(cache.keys, cache.table(index), 0, size, dtype)
             chunk_kv[ends[index] : ends[index + 1]] = seen[:, 0]
-    out = latent_prefill.latent_prefill_attention(
-        q,
-        cache.keys,
-        kv_b,
-        cache.tables,
-        ints(cache.rows, device),
-        ints([start for start, _ in chunks], device),
-        ints(ends, device),
-        sizes.scale,
-        sizes.window,
-        sizes.softcap,
-        out=poisoned(ends[-1], heads, sizes.value, like=q),
-        chunk_kv=chunk_kv,
-        spans=[(start, start + size) for start, size in chunks],
-        max_first=max((size for start, size in chunks if start == 0), default=0),
-        tuned=tuned,
+    out, work = poisoned(ends[-1], heads, sizes.value, like=q), prefill_work(cache, chunks)
+    latent_prefill.latent_prefill_attention(
+        q, kv_b, cache.view(), sizes.rule, work, out=out, chunk_kv=chunk_kv, tuned=tuned
     )
     error = 0.0
     for index, (start, size) in enumerate(chunks):
@@ -202,8 +183,9 @@ def check_rope_store(
         right = torch.cat([definitions.rms_norm(projected[:, :rank], weight, 1e-6), turned], dim=-1)
         nope, with_rope = q[..., : sizes.nope].clone(), q[..., sizes.nope :]
         with_rope = definitions.rope(with_rope, *angles)
-        where = (cos, sin, positions, slots, cache.keys)
-        latent.latent_rope_store(q, projected, weight, 1e-6, *where, kv=kv)
+        rope_of_layer = Rope(cos, sin, k_norm=weight, norm_eps=1e-6)
+        view = cache.view(slots)
+        latent.latent_rope_store(q, projected, rope_of_layer, positions, view, out=kv)
         assert torch.equal(q[..., : sizes.nope], nope)
         error = largest(error, worst(q[..., sizes.nope :], with_rope))
         for part in (slice(0, rank), slice(rank, None)):

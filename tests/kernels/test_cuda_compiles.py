@@ -21,8 +21,19 @@ triton = pytest.importorskip("triton")
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tests.kernels.definitions import DEPENDENT  # noqa: E402
 from tests.kernels.no_gpu import NoGPU  # noqa: E402
 from twostroke.kernels.activations import Activation, ClampedSwiglu  # noqa: E402
+from twostroke.kernels.records import (  # noqa: E402
+    DEFAULT_CONTEXT,
+    AttentionRule,
+    DecodeWork,
+    DrawParams,
+    KVView,
+    PrefillWork,
+    Rope,
+    StepContext,
+)
 from twostroke.kv.block_layout import side_bytes  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -100,7 +111,7 @@ class Case:
         self.tables, self.rows = empty(2, 64, dtype=torch.int32), empty(300, dtype=torch.int32)
         self.angles = empty(99, dim // 2, dtype=torch.float32)
         self.slots = empty(300, dtype=torch.int64)
-        self.how = (0.1, window, softcap)
+        self.rule = AttentionRule(0.1, window, softcap, sinks=self.sinks)
 
     def queries(self, tokens: int) -> torch.Tensor:
         return empty(tokens, self.num_heads, self.dim, dtype=self.dtype)
@@ -108,67 +119,48 @@ class Case:
     def qkv(self, tokens: int) -> torch.Tensor:
         return empty(tokens, self.num_heads + 2 * self.num_kv_heads, self.dim, dtype=self.dtype)
 
-    def decode(self, batch: int, splits: int, queries: int = 1, **given: Any) -> None:
-        from twostroke.kernels import cuda
+    def view(self, tokens: int) -> KVView:
+        return KVView(self.keys, self.values, self.tables, self.slots[:tokens])
 
-        q, row = self.queries(batch * queries), self.rows[:batch]
-        where = (self.keys, self.values, self.tables, row, row, *self.how)
-        cuda.decode_attention(
-            q,
-            *where,
-            splits,
-            self.scratch(splits),
-            out=q,
-            queries=queries,
-            sinks=self.sinks,
-            **given,
-        )
+    def rope(self, norm: torch.dtype | None) -> Rope:
+        weight = None if norm is None else empty(self.dim, dtype=norm)
+        return Rope(self.angles, self.angles, self.query_scales, weight, weight, 1e-6)
 
-    def rope_decode(
-        self, batch: int, splits: int, norm: torch.dtype | None = None, **given: Any
+    def decode_work(self, batch: int, splits: int, queries: int = 1) -> DecodeWork:
+        row = self.rows[:batch]
+        return DecodeWork(row, row, queries, splits, self.scratch(splits))
+
+    def decode(
+        self, batch: int, splits: int, queries: int = 1, context: StepContext = DEFAULT_CONTEXT
     ) -> None:
         from twostroke.kernels import cuda
 
-        weight = None if norm is None else empty(self.dim, dtype=norm)
-        make = (weight, weight, 1e-6, self.angles, self.angles, self.slots[:batch])
-        row = self.rows[:batch]
-        where = (self.slots[:batch], self.keys, self.values, self.tables, row, row, *self.how)
-        out, qkv = self.queries(batch), self.qkv(batch).flatten(1)
-        given |= {"sinks": self.sinks, "query_scales": self.query_scales}
-        cuda.rope_decode_attention(
-            qkv, *make, *where, splits, self.scratch(splits), out=out, **given
-        )
+        q, work = self.queries(batch * queries), self.decode_work(batch, splits, queries)
+        cuda.decode_attention(q, self.view(batch), self.rule, work, context, out=q)
+
+    def rope_decode(self, batch: int, splits: int, norm: torch.dtype | None = None) -> None:
+        from twostroke.kernels import cuda
+
+        qkv, positions = self.qkv(batch).flatten(1), self.slots[:batch]
+        work, out = self.decode_work(batch, splits), self.queries(batch)
+        view = self.view(batch)
+        cuda.rope_decode_attention(qkv, self.rope(norm), positions, view, self.rule, work, out=out)
 
     def rope_store(self, norm: torch.dtype | None = None) -> None:
         from twostroke.kernels import cuda
 
-        weight = None if norm is None else empty(self.dim, dtype=norm)
-        make = (weight, weight, 1e-6, self.angles, self.angles, self.slots[:3], self.slots[:3])
-        cuda.rope_store(
-            self.qkv(3).flatten(1),
-            *make,
-            self.keys,
-            self.values,
-            self.num_heads,
-            self.num_kv_heads,
-            query_scales=self.query_scales,
-        )
+        cuda.rope_store(self.qkv(3).flatten(1), self.rope(norm), self.slots[:3], self.view(3))
 
     def prefill(self, chunk_kv: bool) -> None:
-        """Of own keys and values: first chunks, then continued ones."""
+        """First chunks, by their own keys and values; then continued ones."""
         from twostroke.kernels import cuda
 
         qkv, row = self.qkv(64), self.rows[:2]
-        where = (self.keys, self.values, self.tables, row, row, self.rows[:3], 32, *self.how)
         q, others = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
-        cuda.prefill_attention(
-            q,
-            *where,
-            out=self.queries(64),
-            chunk_kv=others if chunk_kv else None,
-            max_first=32,
-            sinks=self.sinks,
-        )
+        work = PrefillWork(row, row, self.rows[:3], 64, 32, 32, ())
+        own = others if chunk_kv else None
+        out = self.queries(64)
+        cuda.prefill_attention(q, self.view(64), self.rule, work, out=out, chunk_kv=own)
 
     def scratch(self, splits: int) -> Any:
         from twostroke.kernels import cuda
@@ -371,18 +363,18 @@ def test_products_and_dependent_launches(
     from twostroke.kernels import cuda
 
     case = Case(32, 8, 128)
-    for pdl in (False, True):
-        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, pdl=pdl)
-        cuda.act_and_mul(empty(2, 8192), activation, pdl=pdl)
-        case.decode(2, 4, pdl=pdl)
-        cuda.product(empty(1, 4096), empty(4096, 4096), pdl=pdl)
-        cuda.gated_product(empty(1, 4096), empty(8192, 4096), activation, pdl=pdl)
-        cuda.gated_product(empty(16, 4096), empty(8192, 4096), activation, pdl=pdl)
+    for context in (DEFAULT_CONTEXT, DEPENDENT):
+        cuda.add_rms_norm(empty(2, 4096), empty(2, 4096), empty(4096), 1e-5, context=context)
+        cuda.act_and_mul(empty(2, 8192), activation, context=context)
+        case.decode(2, 4, context=context)
+        cuda.product(empty(1, 4096), empty(4096, 4096), context=context)
+        cuda.gated_product(empty(1, 4096), empty(8192, 4096), activation, context=context)
+        cuda.gated_product(empty(16, 4096), empty(8192, 4096), activation, context=context)
     assert len(compiled) == 12
     for index, kernel in enumerate(compiled):
-        code, pdl = kernel.asm["ptx"], index >= 6
-        assert ("griddepcontrol.wait" in code) == pdl
-        assert bool(kernel.metadata.launch_pdl) == pdl
+        code, dependent = kernel.asm["ptx"], index >= 6
+        assert ("griddepcontrol.wait" in code) == dependent
+        assert bool(kernel.metadata.launch_pdl) == dependent
         assert spilled_bytes(kernel, tmp_path) == 0
     # A product of one row has asked for its weight before it waits.
     for kernel in compiled[9:11]:
@@ -410,25 +402,26 @@ def test_a_first_chunk_is_fetched_by_the_hardware(
 def test_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_path: Path) -> None:
     from twostroke.kernels import cuda
 
-    keys, values = pool(8, 128)
+    kv = pool(8, 128)
     weight, angles = empty(128), empty(99, 64, dtype=torch.float32)
     for tokens, batch in ((1, 1), (3, 3), (64, 8)):
-        where = [torch.zeros(tokens + 1, dtype=torch.int64)[1:]] * 2
-        make, qkv = (weight, weight, 1e-6, angles, angles, *where), empty(tokens, 32 * 128)
-        cuda.rope_store(qkv, *make, keys, values, 16, 8)
+        slots, qkv = torch.zeros(tokens + 1, dtype=torch.int64)[1:], empty(tokens, 32 * 128)
+        tables = empty(2, 64, dtype=torch.int32)
+        rope, view = Rope(angles, angles, None, weight, weight, 1e-6), KVView(*kv, tables, slots)
+        cuda.rope_store(qkv, rope, slots, view)
         cuda.add_rms_norm(empty(tokens, 4096), empty(tokens, 4096), empty(4096), 1e-5)
         cuda.act_and_mul(empty(tokens, 28672), "silu")
         column = empty(tokens, dtype=torch.float32)
         whole = empty(tokens, dtype=torch.int32)
-        cuda.sample(empty(tokens, 151936), column, whole, column, column, whole, whole)
+        by = DrawParams(column, whole, column, column, whole, whole)
+        cuda.sample(empty(tokens, 151936), by)
         # Attention has another kernel where a multiprocessor has more than two programs.
-        make = (weight, weight, 1e-6, angles, angles, *(each[:batch] for each in where))
-        rows = torch.zeros(batch + 1, dtype=torch.int32)[1:]
+        rows, slots = torch.zeros(batch + 1, dtype=torch.int32)[1:], slots[:batch]
         scratch = cuda.decode_scratch(batch, 16, 128, 4, torch.device("cpu"))
-        tables, out = empty(2, 64, dtype=torch.int32), empty(batch, 16, 128)
-        how = (keys, values, tables, rows, rows, 0.1, None, 0.0, 4, scratch)
-        cuda.rope_decode_attention(qkv[:batch], *make, *how, out=out)
-        cuda.decode_attention(out, *how, out=out)
+        view, work = KVView(*kv, tables, slots), DecodeWork(rows, rows, 1, 4, scratch)
+        rule, out = AttentionRule(0.1), empty(batch, 16, 128)
+        cuda.rope_decode_attention(qkv[:batch], rope, slots, view, rule, work, out=out)
+        cuda.decode_attention(out, view, rule, work, out=out)
     assert len({kernel.hash for kernel in compiled}) == len(compiled) // 3
     for kernel in compiled[:3]:
         assert spilled_bytes(kernel, tmp_path) == 0
@@ -445,7 +438,7 @@ def test_sampling_kernels_compile_once_for_all_batches(compiled: list[Any], tmp_
     logits, tokens = empty(8, 151936), torch.zeros(8, dtype=torch.int32)
     for count in (1, 3, 8):
         lines = np.arange(count)
-        drawn = sampler.draw(logits, lines, lines, lines, {}, *(lines,) * 6)
+        drawn = sampler.draw(logits, lines, lines, lines, {}, DrawParams(*(lines,) * 6))
         sampler.advance(drawn, tokens)
         sampler.logprobs(logits, lines, history[0, 1:], 2 * count)
     names = ["_adjust", "_scan_tiles", "_choose", "_advance", "_scan", "_merge"]

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
 from twostroke.kernels.activations import ClampedSwiglu
+from twostroke.kernels.records import ExpertWeights, RoutingRule, StepContext
 
 
 @pytest.mark.full
@@ -23,13 +24,12 @@ def test_a_layer_of_qwen3_30b_a3b_compiles_and_fits_in_registers(
 ) -> None:
     from twostroke.kernels.cuda import experts as cuda
 
-    rule = {"scoring": "softmax", "normalised": True, "scale": 1.0}
-    rule |= {"num_groups": 1, "groups_used": 1, "group_score": "max"}
-    pdl = tokens == 1
+    rule = RoutingRule(8, "softmax", True, 1.0, 1, 1, "max")
+    context = StepContext(tokens == 1)
     gate_up, down = empty(128, 1536, 2048), empty(128, 2048, 768)
-    chosen, weights = cuda.route(empty(tokens, 128), None, None, 8, **rule, pdl=pdl)
-    how = (gate_up, None, down, None, "silu", True)
-    cuda.mix_experts(empty(tokens, 2048), chosen, weights, *how, pdl=pdl)
+    chosen, weights = cuda.route(empty(tokens, 128), None, None, rule, context)
+    stacked = ExpertWeights(gate_up, None, down, None, "silu", True)
+    cuda.mix_experts(empty(tokens, 2048), chosen, weights, stacked, context)
     tiled = ["_sort", "_grouped_product", "_grouped_product", "_combine"]
     names = ["_route", *(["_stream_up", "_stream_down"] if tokens == 1 else tiled)]
     assert [kernel.metadata.name for kernel in compiled] == names
@@ -37,7 +37,7 @@ def test_a_layer_of_qwen3_30b_a3b_compiles_and_fits_in_registers(
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert spilled_bytes(kernel, tmp_path) == 0
-        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == pdl
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == context.dependent_launch
     for kernel in products:
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # sixteen bytes a thread
         assert ("wgmma" in kernel.asm["ptx"]) == (tokens >= 1024)
@@ -57,8 +57,9 @@ def test_a_layer_of_gpt_oss_compiles_and_fits_in_registers(
     gate_up, down = empty(32, 5760, 2880), empty(32, 2880, 2880)
     chosen = torch.zeros(tokens, 4, dtype=torch.int32)
     weights = empty(tokens, 4, dtype=torch.float32)
-    how = (gate_up, empty(32, 5760), down, empty(32, 2880), ClampedSwiglu(), True)
-    cuda.mix_experts(empty(tokens, 2880), chosen, weights, *how)
+    biases = empty(32, 5760), empty(32, 2880)
+    stacked = ExpertWeights(gate_up, biases[0], down, biases[1], ClampedSwiglu(), True)
+    cuda.mix_experts(empty(tokens, 2880), chosen, weights, stacked)
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert spilled_bytes(kernel, tmp_path) == 0
@@ -74,7 +75,7 @@ def test_experts_compile_once_for_batches_of_one_tiling(
     for tokens in (70, 90, 100):
         chosen = torch.zeros(tokens, 8, dtype=torch.int32)
         weights = empty(tokens, 8, dtype=torch.float32)
-        how = (gate_up, None, down, None, "silu", True)
-        cuda.mix_experts(empty(tokens, 2048), chosen, weights, *how)
+        stacked = ExpertWeights(gate_up, None, down, None, "silu", True)
+        cuda.mix_experts(empty(tokens, 2048), chosen, weights, stacked)
     assert len(compiled) == 12
     assert len({kernel.hash for kernel in compiled}) == 4

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.test_cuda_compiles import compiled, empty, spilled_bytes  # noqa: F401
+from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork, Rope
 
 
 def run_decode(
@@ -24,9 +25,9 @@ def run_decode(
     q_rope = empty(tokens, heads, 192, dtype=dtype)[..., 128:]
     keys = empty(9, 2, 16, 1, 576, dtype=dtype)[:, 1]
     scratch = cuda.decode_scratch(tokens, heads, 512, splits, torch.device("cpu"))
-    where = (keys, empty(4, 8, dtype=torch.int32), rows, rows, 0.1, None, 0.0)
-    given: dict[str, Any] = {"out": q, "queries": queries}
-    cuda.latent_decode_attention(q, q_rope, *where, splits, scratch, **given)
+    view = KVView(keys, keys, empty(4, 8, dtype=torch.int32), ints)
+    work = DecodeWork(rows, rows, queries, splits, scratch)
+    cuda.latent_decode_attention(q, q_rope, view, AttentionRule(0.1), work, out=q)
 
 
 @pytest.mark.full
@@ -74,22 +75,12 @@ def test_fp32_and_the_other_kernels_compile(compiled: list[Any], tmp_path: Path)
     q, projected, kv = empty(3, 16, 192), empty(3, 576), empty(3, 576)
     keys, angles = empty(9, 2, 16, 1, 576)[:, 1], empty(99, 32, dtype=torch.float32)
     slots, ints = empty(3, dtype=torch.int64), empty(8, dtype=torch.int32)
-    where = (angles, angles, slots, slots, keys)
-    cuda.latent_rope_store(q, projected, empty(512), 1e-6, *where, kv=kv)
-    chunks = (empty(4, 8, dtype=torch.int32), ints[:2], ints[:2], ints[:3])
-    cuda.latent_prefill_attention(
-        q,
-        keys,
-        empty(16, 256, 512),
-        *chunks,
-        0.1,
-        None,
-        0.0,
-        out=empty(3, 16, 128),
-        chunk_kv=kv,
-        spans=[(0, 2), (9, 10)],
-        max_first=2,
-    )
+    view = KVView(keys, keys, empty(4, 8, dtype=torch.int32), slots)
+    rope = Rope(angles, angles, k_norm=empty(512), norm_eps=1e-6)
+    cuda.latent_rope_store(q, projected, rope, slots, view, out=kv)
+    work = PrefillWork(ints[:2], ints[:2], ints[:3], 3, 2, 1, [(0, 2), (9, 10)])
+    rule, out = AttentionRule(0.1), empty(3, 16, 128)
+    cuda.latent_prefill_attention(q, empty(16, 256, 512), view, rule, work, out=out, chunk_kv=kv)
     names = ["_latent_rope_store", "_expanded_prefill", "_gather_entries", "_expanded_prefill"]
     assert [kernel.metadata.name for kernel in compiled] == names
     for kernel in compiled:

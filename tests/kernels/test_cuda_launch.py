@@ -19,7 +19,15 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.kernels import no_gpu  # noqa: E402
+from tests.kernels.definitions import DEPENDENT  # noqa: E402
 from tests.kernels.test_cuda_compiles import BF16, empty, pool  # noqa: E402
+from twostroke.kernels.records import (  # noqa: E402
+    AttentionRule,
+    DecodeWork,
+    KVView,
+    PrefillWork,
+    Rope,
+)
 
 HOOKS = slice(10, 13)  # and what they are given
 
@@ -97,25 +105,19 @@ class Step:
     ) -> list[Callable[..., object]]:
         from twostroke.kernels import cuda
 
-        where, two = (keys, values, self.tables), self.rows[:2]
+        view = KVView(keys, values, self.tables, self.ints)
+        rule, two = AttentionRule(0.1, sinks=sinks), self.rows[:2]
         scratch = cuda.decode_scratch(32, 32, 128, 2, torch.device("cpu"))
         q, prefill, prefill_out = self.qkv[:32, :32], self.qkv[32:], self.out[32:]
-        how = (0.1, None, 0.0)
-        slots = cuda.bind_decode_attention(
-            q, *where, self.rows, self.rows, *how, 2, scratch, out=self.out[:32], sinks=sinks
-        )
+        decode_work = DecodeWork(self.rows, self.rows, 1, 2, scratch)
+        slots = cuda.bind_decode_attention(q, view, rule, decode_work, out=self.out[:32])
         chunks = cuda.bind_prefill_attention(
             prefill[:, :32],
-            *where,
-            two,
-            two,
-            self.ends,
-            16,
-            *how,
+            view,
+            rule,
+            PrefillWork(two, two, self.ends, 32, 16, 16, ()),
             out=prefill_out,
             chunk_kv=prefill[:, 32:],
-            max_first=16,
-            sinks=sinks,
         )
         return [slots, chunks]
 
@@ -255,23 +257,20 @@ class AllKernels:
         x, residual = self.empty(2, 512), self.empty(2, 512)
         for weight in (self.empty(512), self.empty(512, dtype=torch.float32)):
             cuda.rms_norm(x, weight, 1e-6)
-            cuda.add_rms_norm(x, residual, weight, 1e-6, pdl=True)
-        make = (None, None, 1e-6, angles, angles, slots, slots, keys, values)
+            cuda.add_rms_norm(x, residual, weight, 1e-6, context=DEPENDENT)
+        view, rope = KVView(keys, values, tables, slots), Rope(angles, angles, norm_eps=1e-6)
         qkv, out = self.empty(2, 12 * 128), self.empty(2, 8, 128)
-        made = cuda.rope_store(qkv, *make, 8, 2)
+        made = cuda.rope_store(qkv, rope, slots, view)
         scratch = cuda.decode_scratch(2, 8, 128, 2, self.device)
-        how = (0.1, 100, 30.0)
-        where = (keys, values, tables)
-        cuda.rope_decode_attention(qkv, *make, tables, row, row, *how, 2, scratch, out=out)
+        rule, work = AttentionRule(0.1, 100, 30.0), DecodeWork(row, row, 1, 2, scratch)
+        cuda.rope_decode_attention(qkv, rope, slots, view, rule, work, out=out)
         q, one = made[:, :8], row[:1]
-        cuda.decode_attention(q, *where, one, one, *how, 2, scratch, out=out, queries=2)
-        chunks, chunk_kv = (one, one, row), made[:, 8:]
-        bound = cuda.bind_prefill_attention(
-            q, *where, *chunks, 2, *how, out=out, chunk_kv=chunk_kv, max_first=2
-        )
-        bound(keys, values)
+        cuda.decode_attention(q, view, rule, DecodeWork(one, one, 2, 2, scratch), out=out)
+        chunks = PrefillWork(one, one, row, 2, 2, 2, ())
+        bound = cuda.bind_prefill_attention(q, view, rule, chunks, out=out, chunk_kv=made[:, 8:])
+        bound(keys, values, None)
         cuda.act_and_mul(self.empty(2, 1024), "gelu_tanh")
-        cuda.product(x, self.empty(256, 512), pdl=True)
+        cuda.product(x, self.empty(256, 512), context=DEPENDENT)
         cuda.gated_product(self.empty(16, 512), self.empty(2048, 512), "silu")
 
 
@@ -450,7 +449,8 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
     else:
         spec = small_spec(windows=(None,) * 2) if name == "plain" else mixed_spec(name)
         spec = changed(spec, head_dim=128)
-    decoder = Decoder(spec, DummyWeights(spec), fp16, cpu, 64, CudaKernels(cpu), pdl=True)
+    how = (fp16, cpu, 64, CudaKernels(cpu))
+    decoder = Decoder(spec, DummyWeights(spec), *how, dependent_launch=True)
     groups = len(spec.kv_groups())
     rows, sizes = DeviceRows(2, 64, 16, groups, cpu), [1, 2]
     compiled, compile_one = [0], JITFunction._do_compile

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels import hgmma, ptx
+from tests.kernels.definitions import DEPENDENT
 from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
 from twostroke.kernels.cuda import packed, packed_codes
 from twostroke.kernels.packed import PackedWeight, dequantised, pack, packed_weight, quantised
@@ -42,13 +43,13 @@ def test_products_of_llama_3_1_8b_compile_without_conversions(
     o = unread_weight(4096, 4096, group, kind)
     gate_up = unread_weight(28672, 4096, group, kind)
     for rows in (9, 16, 32):
-        packed.packed_product(empty(rows, 4096), o, pdl=True)
+        packed.packed_product(empty(rows, 4096), o, context=DEPENDENT)
     for rows in (9, 16):
-        packed.packed_gated_product(empty(rows, 4096), gate_up, "silu", pdl=True)
+        packed.packed_gated_product(empty(rows, 4096), gate_up, "silu", context=DEPENDENT)
     # Where `stream_k` has none.
     tuned = packed.choice(128, gate_up, gated=True)
     assert tuned is not None
-    packed.run(empty(128, 4096), gate_up, tuned, "silu", True)
+    packed.run(empty(128, 4096), gate_up, tuned, "silu", DEPENDENT)
     for kernel in compiled:
         code = kernel.asm["ptx"]
         assert spilled_bytes(kernel, tmp_path) == 0
@@ -114,8 +115,8 @@ def test_one_row_has_asked_for_its_weight_before_it_waits(
     bits: int,
 ) -> None:
     weight = unread_weight(4096, 4096, group, kind, bits)
-    packed.packed_product(empty(1, 4096), weight, pdl=True)
-    packed.packed_gated_product(empty(1, 4096), weight, "silu", pdl=True)
+    packed.packed_product(empty(1, 4096), weight, context=DEPENDENT)
+    packed.packed_gated_product(empty(1, 4096), weight, "silu", context=DEPENDENT)
     for kernel in compiled:
         before, _ = kernel.asm["ptx"].split("griddepcontrol.wait")
         assert "evict_first" in before

@@ -24,6 +24,7 @@ triton = pytest.importorskip("triton")
 from triton.runtime import driver  # noqa: E402
 
 from tests.kernels import hgmma  # noqa: E402
+from tests.kernels.definitions import DEPENDENT  # noqa: E402
 from tests.kernels.no_gpu import NoGPU  # noqa: E402
 from tests.kernels.test_cuda_compiles import (  # noqa: E402, F401
     BF16,
@@ -41,6 +42,7 @@ from twostroke.kernels.packed import (  # noqa: E402
     pack,
     packed_weight,
 )
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext  # noqa: E402
 
 FP16 = torch.float16
 of_tested = pytest.mark.skipif(not stream_k.IS_KNOWN, reason="another Gluon")
@@ -183,8 +185,8 @@ class Simulated:
         self.plan: Plan | None = None
 
     def of(self, kernel: Any, **given: Any) -> Callable[..., None]:
-        def call(grid: tuple[int], tensors: Any, varying: Any, fixed: Any) -> None:
-            values = (*tensors, *varying, *fixed)
+        def call(grid: tuple[int], tensors: Any, varying: Any, context: StepContext) -> None:
+            values = (*tensors, *varying)
             self.run(grid[0], SimpleNamespace(**dict(zip(kernel.arg_names, values)), **given))  # noqa: B905
 
         return call
@@ -268,7 +270,7 @@ def simulate(
     if gated:
         right = right[:, : columns // 2] * right[:, columns // 2 :]
     out = torch.full_like(right, float("nan"))
-    found = stream_k.multiply(x, weight, "silu" if gated else None, False, out)
+    found = stream_k.multiply(x, weight, "silu" if gated else None, DEFAULT_CONTEXT, out)
     assert not weight.arrived.any() or how
     return found, right, simulated
 
@@ -398,8 +400,8 @@ def test_products_run_while_numbers_are_made(
     height: int,
 ) -> None:
     weight, x = unread_weight(WIDE, INNER), empty(OF_HEIGHT[height], INNER)
-    stream_k.multiply(x, weight, None, True)
-    stream_k.multiply(x, weight, "silu", False)
+    stream_k.multiply(x, weight, None, DEPENDENT)
+    stream_k.multiply(x, weight, "silu", DEFAULT_CONTEXT)
     assert len(compiled) == 2
     for kernel, pdl in zip(compiled, (True, False), strict=True):
         check_kernel(kernel, tmp_path, height, BF16, pdl)
@@ -427,7 +429,7 @@ def test_other_formats_in_fp16(
     height = max(OF_HEIGHT)
     x = empty(OF_HEIGHT[height], INNER, dtype=FP16)
     activation = "gelu_tanh" if gated else None
-    stream_k.multiply(x, unread_weight(lines, INNER, group, kind), activation, True)  # type: ignore[arg-type]
+    stream_k.multiply(x, unread_weight(lines, INNER, group, kind), activation, DEPENDENT)  # type: ignore[arg-type]
     check_kernel(compiled[0], tmp_path, height, FP16, True)
 
 
@@ -445,7 +447,7 @@ def test_all_of_them(
     for lines, gated, dtype in ((WIDE, False, FP16), (WIDE, True, BF16), (EVEN, False, BF16)):
         weight = unread_weight(lines, INNER, group, kind)
         x = empty(OF_HEIGHT[height], INNER, dtype=dtype)
-        stream_k.multiply(x, weight, "silu" if gated else None, False)
+        stream_k.multiply(x, weight, "silu" if gated else None, DEFAULT_CONTEXT)
         check_kernel(compiled[-1], tmp_path, height, dtype, False)
 
 
@@ -453,7 +455,7 @@ def test_all_of_them(
 @of_tested
 def test_one_kernel_has_all_rows_of_a_height(compiled: list[Any]) -> None:  # noqa: F811
     for rows in (65, 100, 128):
-        stream_k.multiply(empty(rows, INNER), unread_weight(WIDE, INNER), None, True)
+        stream_k.multiply(empty(rows, INNER), unread_weight(WIDE, INNER), None, DEPENDENT)
     assert len({kernel.hash for kernel in compiled}) == 1
 
 

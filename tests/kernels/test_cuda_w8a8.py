@@ -13,10 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels import hgmma, ptx
+from tests.kernels.definitions import DEPENDENT
 from tests.kernels.test_cuda_compiles import BF16, compiled, empty, spilled_bytes  # noqa: F401
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import tiles, w8a8, w8a8_kernels
-from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight, w8_weight
+from twostroke.kernels.w8a8 import E4M3, INT8, QuantizedActivations, W8Weight, w8_weight
 
 TYPES = pytest.mark.parametrize("type", [E4M3, INT8], ids=str)
 
@@ -25,8 +26,10 @@ def unread_weight(columns: int, inner: int, groups: int = 1, type: torch.dtype =
     return w8_weight(empty(columns, inner, dtype=type), empty(columns, groups, dtype=torch.float32))
 
 
-def unread_rows(rows: int, inner: int, type: torch.dtype) -> A8Rows:
-    return A8Rows(empty(rows, inner, dtype=type), empty(rows, dtype=torch.float32), BF16)
+def unread_rows(rows: int, inner: int, type: torch.dtype) -> QuantizedActivations:
+    return QuantizedActivations(
+        empty(rows, inner, dtype=type), empty(rows, dtype=torch.float32), BF16
+    )
 
 
 @pytest.mark.full
@@ -36,8 +39,8 @@ def test_products_of_llama_3_1_8b_compile_without_slow_conversions(
 ) -> None:
     o, gate_up = unread_weight(4096, 4096), unread_weight(28672, 4096)
     for rows in (1, 8, 32, 64):
-        w8a8.w8_product(empty(rows, 4096), o, pdl=True)
-        w8a8.w8_gated_product(empty(rows, 4096), gate_up, "silu", pdl=True)
+        w8a8.w8_product(empty(rows, 4096), o, context=DEPENDENT)
+        w8a8.w8_gated_product(empty(rows, 4096), gate_up, "silu", context=DEPENDENT)
     for kernel in compiled:
         code = kernel.asm["ptx"]
         assert spilled_bytes(kernel, tmp_path) == 0
@@ -64,9 +67,9 @@ def test_quantised_rows_go_to_the_matrix_units_as_they_are(
         assert "f32.e4m3.e4m3" in kernel.asm["ptx"]
         assert spilled_bytes(kernel, tmp_path) == 0
     compiled.clear()
-    w8a8.a8_rows(empty(3, 14336), E4M3)
-    w8a8.a8_act_and_mul(empty(3, 28672), "silu", INT8)
-    cuda.add_rms_norm(empty(3, 4096), empty(3, 4096), empty(4096), 1e-5, pdl=True, to=E4M3)
+    w8a8.quantise_activations(empty(3, 14336), E4M3)
+    w8a8.quantised_act_and_mul(empty(3, 28672), "silu", INT8)
+    cuda.add_rms_norm(empty(3, 4096), empty(3, 4096), empty(4096), 1e-5, context=DEPENDENT, to=E4M3)
     assert all(spilled_bytes(kernel, tmp_path) == 0 for kernel in compiled)
     assert len(compiled) == 3
 
@@ -105,8 +108,8 @@ def test_int8_products_compile_without_conversions(
 ) -> None:
     o, gate_up = unread_weight(4096, 4096, type=INT8), unread_weight(28672, 4096, type=INT8)
     for rows in (1, 8):
-        w8a8.w8_product(empty(rows, 4096), o, pdl=True)
-        w8a8.w8_gated_product(empty(rows, 4096), gate_up, "silu", pdl=True)
+        w8a8.w8_product(empty(rows, 4096), o, context=DEPENDENT)
+        w8a8.w8_gated_product(empty(rows, 4096), gate_up, "silu", context=DEPENDENT)
     for kernel in compiled:
         assert not CONVERSION.search(kernel.asm["ptx"])
     compiled.clear()

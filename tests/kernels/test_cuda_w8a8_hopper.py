@@ -19,6 +19,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from tests.kernels import hgmma  # noqa: E402
+from tests.kernels.definitions import DEPENDENT  # noqa: E402
 from tests.kernels.test_cuda_compiles import (  # noqa: E402, F401
     BF16,
     compiled,
@@ -28,7 +29,8 @@ from tests.kernels.test_cuda_compiles import (  # noqa: E402, F401
 from tests.kernels.test_cuda_stream_k import product_loops  # noqa: E402
 from twostroke.kernels.cuda import elementwise, stream_k, w8a8, w8a8_hopper  # noqa: E402
 from twostroke.kernels.cuda.w8a8_hopper import BLOCK, LINES, plan  # noqa: E402
-from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight, w8_weight  # noqa: E402
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext  # noqa: E402
+from twostroke.kernels.w8a8 import E4M3, INT8, QuantizedActivations, W8Weight, w8_weight  # noqa: E402
 
 of_tested = pytest.mark.skipif(not stream_k.IS_KNOWN, reason="another Gluon")
 
@@ -48,9 +50,11 @@ def unread_weight(columns: int, inner: int, type: torch.dtype = E4M3, groups: in
     return w8_weight(empty(columns, inner, dtype=type), empty(columns, groups, dtype=torch.float32))
 
 
-def unread_rows(rows: int, inner: int, type: torch.dtype = E4M3, to: torch.dtype = BF16) -> A8Rows:
+def unread_rows(
+    rows: int, inner: int, type: torch.dtype = E4M3, to: torch.dtype = BF16
+) -> QuantizedActivations:
     scale = empty(rows, dtype=torch.float32)
-    return A8Rows(empty(rows, inner, dtype=type), scale, to)
+    return QuantizedActivations(empty(rows, inner, dtype=type), scale, to)
 
 
 # ── what each program has ───────────────────────────────────────────────────────────────────
@@ -97,8 +101,8 @@ class Simulated:
         self.turns, self.waits, self.waited = turns, waits, 0
 
     def of(self, kernel: Any, **given: Any) -> Callable[..., None]:
-        def call(grid: tuple[int], tensors: Any, varying: Any, fixed: Any) -> None:
-            values = (*tensors, *varying, *fixed)
+        def call(grid: tuple[int], tensors: Any, varying: Any, context: StepContext) -> None:
+            values = (*tensors, *varying)
             self.run(grid[0], SimpleNamespace(**dict(zip(kernel.arg_names, values)), **given))  # noqa: B905
 
         return call
@@ -158,13 +162,15 @@ def simulate(
     monkeypatch.setattr(w8a8_hopper, "num_multiprocessors", lambda: programs)
     values = torch.randint(-3, 4, (columns, blocks * BLOCK)).to(E4M3)
     weight = w8_weight(values, torch.randint(1, 4, (columns, 1)).float())
-    x = elementwise.a8_values(rows, blocks * BLOCK, E4M3, torch.device("cpu"))
+    x = elementwise.quantised_values(rows, blocks * BLOCK, E4M3, torch.device("cpu"))
     x.copy_(torch.randint(-3, 4, x.shape).to(E4M3))
     if not room:
         x = x.clone()
-    rows8 = A8Rows(x, torch.randint(1, 4, (rows,)).float(), torch.float32)
+    rows8 = QuantizedActivations(x, torch.randint(1, 4, (rows,)).float(), torch.float32)
     right = x.float() @ values.float().t() * weight.scale.t() * rows8.scale.unsqueeze(1)
-    found = w8a8_hopper.multiply(rows8, weight, False, torch.full_like(right, float("nan")))
+    found = w8a8_hopper.multiply(
+        rows8, weight, DEFAULT_CONTEXT, torch.full_like(right, float("nan"))
+    )
     assert not weight.arrived.any() or not simulated.waits
     return found, right
 
@@ -215,8 +221,8 @@ def test_products_run_one_after_another(
     height: int,
 ) -> None:
     x = unread_rows(rows, 14336)
-    w8a8_hopper.multiply(x, unread_weight(4096, 14336), False)  # in parts
-    w8a8_hopper.multiply(x, unread_weight(8192, 14336), True)  # whole
+    w8a8_hopper.multiply(x, unread_weight(4096, 14336), DEFAULT_CONTEXT)  # in parts
+    w8a8_hopper.multiply(x, unread_weight(8192, 14336), DEPENDENT)  # whole
     assert len({kernel.hash for kernel in compiled}) == 2
     for kernel, pdl in zip(compiled, (False, True), strict=True):
         code = kernel.asm["ptx"]
@@ -238,7 +244,7 @@ def test_products_run_one_after_another(
 @of_tested
 def test_one_kernel_has_all_rows_of_a_height(compiled: list[Any]) -> None:  # noqa: F811
     for rows in (65, 100, 128):
-        w8a8_hopper.multiply(unread_rows(rows, 4096), unread_weight(4096, 4096), False)
+        w8a8_hopper.multiply(unread_rows(rows, 4096), unread_weight(4096, 4096), DEFAULT_CONTEXT)
     assert len({kernel.hash for kernel in compiled}) == 1
 
 
@@ -296,7 +302,7 @@ def test_some_products_are_multiplied_in_parts(
 def test_others_are_not(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     weight = unread_weight(256, 512)
     values = empty(100 * 512 + 1, dtype=E4M3)[1:].view(100, 512)  # not aligned
-    w8a8.w8a8_product(A8Rows(values, empty(100, dtype=torch.float32), BF16), weight)
+    w8a8.w8a8_product(QuantizedActivations(values, empty(100, dtype=torch.float32), BF16), weight)
     w8a8.w8a8_product(unread_rows(100, 512, to=torch.float32), weight)
     w8a8.w8a8_product(unread_rows(100, 512), weight, out=empty(100, 256, dtype=torch.float32))
     assert ways == 3 * ["library"]
@@ -311,7 +317,7 @@ def test_others_are_not(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rows_have_room_for_whole_tiles() -> None:
     for rows, room in ((1, 1), (64, 64), (65, 128), (128, 128), (129, 256), (300, 384)):
-        values = elementwise.a8_values(rows, 256, E4M3, torch.device("cpu"))
+        values = elementwise.quantised_values(rows, 256, E4M3, torch.device("cpu"))
         assert values.shape == (rows, 256)
         assert values.is_contiguous()
         assert w8a8_hopper._with_room(values, room).shape == (room, 256)

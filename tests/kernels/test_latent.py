@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.equivalence.test_latent_matrix import latent_spec
+from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.pool import KVPool
 from twostroke.model.torch.latent import LatentAttention
-from twostroke.model.torch.step_inputs import DecodeInputs, PrefillInputs
 
 BLOCK = 4
 LENGTHS = (1, 9, 30)
@@ -22,14 +22,23 @@ TOLERANCES = {torch.float32: 1e-6, torch.float16: 4e-3}
 
 
 def made_attention(dtype: torch.dtype, random: torch.Generator) -> LatentAttention:
-    part = latent_spec().layers[0].attention
-    assert part.latent is not None
-    rows = part.nope_dim + part.value_dim
-    kv_b = torch.randn(part.num_heads, rows, part.latent.kv_lora_rank, generator=random) / 5
-    norm = torch.ones(part.latent.kv_lora_rank, dtype=dtype)
+    spec = latent_spec().layers[0].attention
+    assert spec.latent is not None
+    rows = spec.nope_dim + spec.value_dim
+    kv_b = torch.randn(spec.num_heads, rows, spec.latent.kv_lora_rank, generator=random) / 5
     unused: Any = None  # what makes queries and latents
-    weights = (unused, None, None, norm, kv_b.to(dtype))
-    return LatentAttention(part, part.latent, 0, unused, *weights, Kernels())
+    return LatentAttention(
+        spec=spec,
+        latent=spec.latent,
+        group=0,
+        rule=AttentionRule(spec.scale, spec.window, spec.softcap),
+        rope=unused,
+        q_and_kv_a=unused,
+        q_a_norm=None,
+        q_b=None,
+        kv_b=kv_b.to(dtype),
+        kernels=Kernels(),
+    )
 
 
 def row_tables(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -47,26 +56,27 @@ def test_decode_in_latent_space_equals_prefill_with_expanded_keys(
     """The last tokens of each sequence as decode rows, and as chunks."""
     random = torch.Generator().manual_seed(0)
     attention = made_attention(dtype, random)
-    part, rows = attention.part, len(LENGTHS)
+    spec, rows = attention.spec, len(LENGTHS)
     lengths = tuple(length + queries - 1 for length in LENGTHS)
     tables = row_tables(lengths)
     pool = KVPool(latent_spec(), [int(tables.max())], BLOCK, dtype, torch.device("cpu"))
     pool.groups[0].normal_(generator=random)
     pool.groups[0][0] = 0
     cache = pool.layers[1]
-    q = torch.randn(rows * queries, part.num_heads, part.head_dim, generator=random).to(dtype)
+    q = torch.randn(rows * queries, spec.num_heads, spec.head_dim, generator=random).to(dtype)
     of_row, seen = torch.arange(rows).int(), torch.tensor(lengths).int()
-    decode = DecodeInputs(of_row, [seen], queries, [1], [None])
+    decode = DecodeWork(of_row, seen, queries, 1, None)
+    view = KVView(*cache, tables, of_row)
     cu_tokens = torch.arange(0, rows * queries + 1, queries).int()
-    spans = [[(length - queries, length) for length in lengths]]
-    prefill = PrefillInputs(of_row, [seen - queries], cu_tokens, rows * queries, 0, queries, spans)
-    latent, expanded = (q.new_empty(len(q), part.num_heads, part.value_dim) for _ in range(2))
-    attention.attend_rows(q, cache, tables, decode, latent)
+    spans = [(length - queries, length) for length in lengths]
+    prefill = PrefillWork(of_row, seen - queries, cu_tokens, rows * queries, 0, queries, spans)
+    latent, expanded = (q.new_empty(len(q), spec.num_heads, spec.value_dim) for _ in range(2))
+    attention.attend_rows(q, view, decode, latent)
     unused = q.new_empty(len(q), cache[0].shape[-1])
-    attention.attend_chunks(q, unused, cache, tables, prefill, expanded)
+    attention.attend_chunks(q, unused, view, prefill, expanded)
     difference = (latent.float() - expanded.float()).abs().max().item()
     assert difference <= TOLERANCES[dtype]
-    attention.attend_rows(q * 1.1, cache, tables, decode, latent)
+    attention.attend_rows(q * 1.1, view, decode, latent)
     assert (latent.float() - expanded.float()).abs().max().item() > TOLERANCES[dtype]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels import definitions
+from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork
 from twostroke.kernels.reference import Kernels
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 6, 2, 8, 4, 0.4
@@ -26,19 +27,10 @@ def test_a_sink_is_a_column_more_of_the_softmax(window: int | None, softcap: flo
     q = torch.randn(11, HEADS, DIM)
     chunks = {"rows": [0, 1], "starts": [0, 9], "ends": [0, 7, 11]}
     where = (torch.tensor(one, dtype=torch.int32) for one in chunks.values())
-    out = Kernels().prefill_attention(
-        q,
-        keys,
-        values,
-        tables,
-        *where,
-        4,
-        *how,
-        out=torch.empty_like(q),
-        chunk_kv=torch.empty(11, 2 * KV_HEADS, DIM),
-        max_first=7,
-        sinks=SINKS,
-    )
+    view, rule = KVView(keys, values, tables, torch.empty(0)), AttentionRule(*how, sinks=SINKS)
+    work = PrefillWork(*where, 11, 7, 4, [(0, 7), (9, 13)])
+    out, chunk_kv = torch.empty_like(q), torch.empty(11, 2 * KV_HEADS, DIM)
+    Kernels().prefill_attention(q, view, rule, work, out=out, chunk_kv=chunk_kv)
     right = torch.cat([expected(q[:7], 0, 0), expected(q[7:], 1, 9)])
     torch.testing.assert_close(out, right, atol=1e-6, rtol=0)
     without = definitions.attention(q[:7], keys, values, tables[0].long(), 0, *how)
@@ -47,8 +39,7 @@ def test_a_sink_is_a_column_more_of_the_softmax(window: int | None, softcap: flo
     q = torch.randn(3, HEADS, DIM)
     lengths = torch.tensor([1, 0, 19], dtype=torch.int32)  # the second is padding
     rows = torch.tensor([0, 0, 1], dtype=torch.int32)
-    out = Kernels().decode_attention(
-        q, keys, values, tables, rows, lengths, *how, 1, None, out=torch.empty_like(q), sinks=SINKS
-    )
+    decode = DecodeWork(rows, lengths, 1, 1, None)
+    out = Kernels().decode_attention(q, view, rule, decode, out=torch.empty_like(q))
     right = torch.cat([expected(q[:1], 0, 0), torch.zeros(1, HEADS, DIM), expected(q[2:], 1, 18)])
     torch.testing.assert_close(out, right, atol=1e-6, rtol=0)

@@ -52,6 +52,7 @@ from twostroke.model.load import OpenedModel, open_model
 from twostroke.model.native_decoder import default_threads
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.importance import Importance, measure_importance
+from twostroke.model.torch.load_layers import LoadOptions
 from twostroke.observe.startup_timer import StartupTimer
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
@@ -294,12 +295,14 @@ def _start_reference(
         plan.device,
         memory.max_model_len,
         Kernels(),
-        weight_dtype=plan.weight_dtype,
+        LoadOptions(
+            plan.formats.prefill,
+            plan.formats.decode,
+            weight_dtype=plan.weight_dtype,
+            importance=importance,
+            scale_keys=plan.kv_dtype == torch.int8,
+        ),
         ranks=plan.ranks,
-        formats=plan.formats.prefill,
-        decode_formats=plan.formats.decode,
-        importance=importance,
-        scale_keys=plan.kv_dtype == torch.int8,
     )
     shape = ExecutorShape(
         group_blocks=memory.group_blocks,
@@ -326,8 +329,8 @@ def _start_on_gpu(
     check_fp8_cache(plan.kv_dtype, capability)
     device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.per_device
     estimate = replace(estimate, device_bytes=device_bytes)
-    # Hopper is the first that has it; it is not tried with collectives between the launches.
-    pdl = capability >= (9, 0) and ranks.alone
+    # Hopper has dependent launches. They are not tried with collectives between the launches.
+    dependent = capability >= (9, 0) and ranks.alone
     timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
     decoder = Decoder(
@@ -337,12 +340,14 @@ def _start_on_gpu(
         device,
         estimate.max_model_len,
         kernels,
-        pdl,
+        LoadOptions(
+            plan.formats.prefill,
+            plan.formats.decode,
+            importance=importance,
+            scale_keys=plan.kv_dtype == torch.int8,
+        ),
         ranks=ranks,
-        formats=plan.formats.prefill,
-        decode_formats=plan.formats.decode,
-        importance=importance,
-        scale_keys=plan.kv_dtype == torch.int8,
+        dependent_launch=dependent,
     )
     timer.end("weights")
     executor, memory = start_executor(config, decoder, plan.kv_dtype, estimate, timer)

@@ -21,6 +21,7 @@ from twostroke.exec import torch_sampling
 from twostroke.exec.executor import Masks
 from twostroke.exec.token_mask import mask_of, mask_words
 from twostroke.kernels import sampling as columns
+from twostroke.kernels.records import DrawParams
 from twostroke.kernels.sampling import SamplingState
 from twostroke.plan import NewRow
 
@@ -33,7 +34,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class SamplingKernels(Protocol):
-    """`kernels/reference_sampling.py` defines them."""
+    """The sampling kernels of a backend; `kernels/reference_sampling.py` defines them."""
 
     def adjust_logits(
         self,
@@ -47,12 +48,7 @@ class SamplingKernels(Protocol):
     def sample(
         self,
         logits: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
-        key0: torch.Tensor,
-        key1: torch.Tensor,
+        params: DrawParams[torch.Tensor],
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
@@ -80,10 +76,10 @@ class DeviceSampler:
         kernels: SamplingKernels,
         device: torch.device,
     ) -> None:
-        """`tokens` [rows, positions] int32: the rows' own, which `advance` writes to.
+        """`tokens`: [rows, positions] int32, the rows' own tensor, which `advance` writes to.
 
-        All memory that lasts is taken here: for each row two bytes a token of the vocabulary, and
-        some 40 KB."""
+        All memory that lasts is allocated here: for each row two bytes a token of the vocabulary,
+        and some 40 KB."""
         self.tokens, self._kernels, self._device = tokens, kernels, device
         self._vocab_size, self._words = vocab_size, mask_words(vocab_size)
         self._state = SamplingState(
@@ -103,7 +99,7 @@ class DeviceSampler:
     # ── rows ────────────────────────────────────────────────────────────────────────────────
 
     def take(self, new: NewRow) -> None:
-        """A request has a row, which may hold tokens that it has written before."""
+        """Take in a request that has been given a row; it may have written tokens before."""
         row, params = new.row, new.params
         self.rows.pop(row, None)
         self._special_until[row] = _special_until(new)
@@ -139,10 +135,10 @@ class DeviceSampler:
         self._wants[:, row] = flags, len(bias), len(bans)
 
     def _count(self, new: NewRow) -> None:
-        """How often the tokens so far occur; `advance` counts on."""
+        """Count the tokens so far; `advance` counts on."""
         tokens, counts = np.array(new.tokens, np.int64), self._zero_counts
         written, times = np.unique(tokens[new.num_prompt :], return_counts=True)
-        counts[written] = np.minimum(times, columns.MOST_WRITTEN)
+        counts[written] = np.minimum(times, columns.MAX_WRITTEN)
         counts[tokens[: new.num_prompt]] |= columns.IN_PROMPT
         line = self._state.counts[new.row].zero_()
         ids, values = (
@@ -155,7 +151,8 @@ class DeviceSampler:
     # ── samples ─────────────────────────────────────────────────────────────────────────────
 
     def special(self, rows: Ints, positions: Ints) -> Ints:
-        """Indices of the samples that only `draw` can draw, beside those with a mask."""
+        """Return the indices of the samples that only `draw` can draw, besides those with a
+        mask."""
         return np.flatnonzero(positions < self._special_until[rows])
 
     def draw(
@@ -165,15 +162,10 @@ class DeviceSampler:
         rows: Ints,
         positions: Ints,
         masks: Masks,
-        temperature: Numbers,
-        top_k: Numbers,
-        top_p: Numbers,
-        min_p: Numbers,
-        key0: Numbers,
-        key1: Numbers,
+        params: DrawParams[Numbers],
     ) -> Drawn:
-        """A token for each of the lines `which` of `logits` [S, V]; all else is of those samples
-        alone, but the masks, which are by line. The logits stay as they are."""
+        """Draw a token for each of the lines `which` of `logits`, [S, V]. `rows`, `positions` and
+        `params` are of these samples alone; the masks are by line. The logits do not change."""
         host, at = self._pinned(columns.NUM_COLUMNS, len(which)), columns
         table = host.numpy()
         numbers, bits = table.view(np.float32), table.view(np.uint32)
@@ -181,8 +173,9 @@ class DeviceSampler:
         table[at.MASK] = -1
         table[at.FLAGS : at.REPETITION] = self._wants[:, rows]
         numbers[at.REPETITION : at.TEMPERATURE] = self._penalties[:, rows]
-        numbers[at.TEMPERATURE], numbers[at.TOP_P], numbers[at.MIN_P] = temperature, top_p, min_p
-        table[at.TOP_K], bits[at.KEY0], bits[at.KEY1] = top_k, key0, key1
+        numbers[at.TEMPERATURE], table[at.TOP_K] = params.temperature, params.top_k
+        numbers[at.TOP_P], numbers[at.MIN_P] = params.top_p, params.min_p
+        bits[at.KEY0], bits[at.KEY1] = params.key0, params.key1
         allowed = self._no_masks
         if masks:
             lines = self._pinned(len(masks), self._words)
@@ -200,16 +193,15 @@ class DeviceSampler:
             self._adjust_long_lists(adjusted, logits, which, rows, positions, masks)
         tokens = torch.empty(len(which), dtype=torch.int32, device=self._device)
         settings = samples.view(torch.float32)
-        self._kernels.sample(
-            adjusted,
-            settings[at.TEMPERATURE],
-            samples[at.TOP_K],
-            settings[at.TOP_P],
-            settings[at.MIN_P],
-            samples[at.KEY0],
-            samples[at.KEY1],
-            out=tokens,
+        columns_of_samples = DrawParams(
+            temperature=settings[at.TEMPERATURE],
+            top_k=samples[at.TOP_K],
+            top_p=settings[at.TOP_P],
+            min_p=settings[at.MIN_P],
+            key0=samples[at.KEY0],
+            key1=samples[at.KEY1],
         )
+        self._kernels.sample(adjusted, columns_of_samples, out=tokens)
         return Drawn(samples, tokens)
 
     def _adjust_long_lists(
@@ -231,29 +223,30 @@ class DeviceSampler:
                 torch_sampling.adjust(line, [row], [int(positions[n])], self, allowed)
 
     def advance(self, drawn: Drawn, out: torch.Tensor) -> None:
-        """The tokens are final: they go to `out` [S], by sample, and to their rows."""
+        """Write the final tokens to `out`, [S], by sample, and to their rows."""
         self._kernels.advance_tokens(drawn.samples, drawn.tokens, self._state, out)
 
     def logprobs(
         self, logits: torch.Tensor, which: Ints, tokens: torch.Tensor, count: int
     ) -> Triple:
-        """`token_logprobs` of the lines `which` of raw logits, on the device."""
+        """Return `token_logprobs` of the lines `which` of raw logits, on the device."""
         host = self._pinned(len(which))
         host.numpy()[:] = which
         lines = host.to(self._device, non_blocking=True)
         return self._kernels.token_logprobs(logits, lines, tokens, count)
 
     def warm(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Launch once all that is ever launched here."""
+        """Launch every kernel of the sampler once."""
         nothing = np.zeros(1, np.int64)
-        drawn = self.draw(logits, nothing, nothing, nothing, {}, *(nothing,) * 6)
+        drawn = self.draw(logits, nothing, nothing, nothing, {}, DrawParams(*(nothing,) * 6))
         self.advance(drawn, tokens)
         self.logprobs(logits, nothing, tokens, 1)
 
     # ── to the device ───────────────────────────────────────────────────────────────────────
 
     def _pinned(self, *shape: int) -> torch.Tensor:
-        """Torch's pool of pinned memory hands a buffer out again only after its copy has run."""
+        """Return pinned memory. Torch's pool hands a buffer out again only after its copy has
+        run."""
         return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def _pinned_copy(self, values: npt.NDArray[np.int16 | np.int32 | np.int64]) -> torch.Tensor:
@@ -292,7 +285,7 @@ def _lists(bias: dict[int, float], bans: list[_Ban]) -> npt.NDArray[np.int32]:
 
 
 def _special_until(new: NewRow) -> int:
-    """The position from which tokens depend on temperature, top-k, top-p and min-p alone."""
+    """Return the position from which tokens depend on temperature, top-k, top-p and min-p alone."""
     params = new.params
     if (
         params.penalised

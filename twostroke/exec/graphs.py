@@ -101,7 +101,7 @@ class PiecewiseGraphs:
             padding = fill_step(EMPTY_PLAN, NO_WRITES, rows, size)
             self._buffer[: padding.layout.num_bytes].copy_(padding.data)
             step = program.prepare(padding.layout, self._buffer)
-            self._replays[size] = record(partial(self._pieces, step, self._work.of(size)))
+            self._replays[size] = record(partial(self._pieces, step, self._work.first(size)))
 
     def _pieces(self, step: DeviceStep, work: Workspace) -> Iterator[int]:
         program = (
@@ -126,7 +126,7 @@ class PiecewiseGraphs:
     def forward(self, step: DeviceStep) -> torch.Tensor:
         """Run the decoder's `forward` on the inputs that `send` has copied."""
         program, size = self._program, step.shape.tokens
-        decoder, pool, work = program.decoder, program.pool, self._work.of(size)
+        decoder, pool, work = program.decoder, program.pool, self._work.first(size)
         # The graphs read the token ids; attention does not.
         inputs = program.inputs(step, step.fields["read_at"])
         attend = decoder.attention(inputs, pool, work)

@@ -1,11 +1,11 @@
-"""`StepProgram`: all that the device does in a step, as one run of launches.
+"""`StepProgram`: the launches of a step, in order.
 
     cells ◀── writes           what the plan changed
     cells ──▶ token ids ──▶ decoder ──▶ head ──▶ sample ──▶ tokens
     cells ◀────────────────────────────────────────────────────┘     read there by the next step
 
-It reads only what is on the device, so that a graph can hold it, and the next step can follow
-before the host has seen this one's tokens.
+The launches read only tensors on the device, so that a CUDA graph can hold them, and the next step
+can follow before the host has seen the tokens of this one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.step_buffer import Layout, Longest, Shape, Spans
+from twostroke.kernels.records import DecodeWork, DrawParams, PrefillWork
 from twostroke.kv.pool import KVPool
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.torch.decoder import Decoder
-from twostroke.model.torch.step_inputs import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
+from twostroke.model.torch.step_inputs import KeptTokens, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class DeviceStep:
     max_continued: int
     longest: Sequence[Longest]  # per KV group
     spans: Sequence[Spans]  # likewise
-    keeps_all: bool  # hidden states, not only those that are sampled
+    keeps_all: bool  # the hidden states of all tokens, not of the sampled ones alone
 
 
 class _Group(NamedTuple):
-    """What decode attention over a KV group looks like."""
+    """The sizes of decode attention over a KV group."""
 
     num_heads: int
     num_kv_heads: int
@@ -71,8 +72,8 @@ class StepProgram:
         sampler: DeviceSampler | None = None,
         max_samples: int = 0,
     ) -> None:
-        """`sampler`: one over these rows, if there is one already. `max_samples`: of a step; by
-        default one a row."""
+        """`sampler`: a sampler over these rows, if there is one already. `max_samples`: of a step;
+        by default one a row."""
         spec, device = decoder.spec, decoder.device
         self.decoder, self.pool, self.rows = decoder, pool, rows
         self._groups = _attention_groups(spec)
@@ -94,16 +95,16 @@ class StepProgram:
         spans: Sequence[Spans] = (),
         keeps_all: bool = False,
     ) -> DeviceStep:
-        """A step over inputs that lie in `buffer` on the device. `longest`: of any context, if it
-        is not given."""
+        """Return a step whose inputs lie in `buffer` on the device. `longest`: by default the
+        longest context possible."""
         longest = longest or [Longest(self.rows.max_len, self.rows.max_len)] * len(self._groups)
         fields = layout.device(buffer)
         largest = (max_first, max_continued)
         return DeviceStep(layout.shape, fields, *largest, longest, spans, keeps_all)
 
     def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
-        """The last hidden states that are kept; logits and tokens are in their places. `forward`:
-        instead of the decoder's own."""
+        """Run the step and return the last hidden states that are kept; logits and tokens are in
+        their places. `forward`: in place of the decoder's own."""
         fields, cells = step.fields, self.rows.cells
         if step.shape.writes:
             cells.scatter_(0, fields["writes_at"], fields["writes"])
@@ -116,52 +117,56 @@ class StepProgram:
         return hidden
 
     def inputs(self, step: DeviceStep, token_ids: torch.Tensor | None = None) -> StepInputs:
-        """`token_ids`: in place of those that the rows hold now."""
+        """Return the inputs of the decoder. `token_ids`: in place of the tokens that the rows hold
+        now."""
         shape, fields, groups = step.shape, step.fields, range(len(self._groups))
         if token_ids is None:
             token_ids = self.rows.cells.index_select(0, fields["read_at"])
-        decode = prefill = kept = None
+        decode: Sequence[DecodeWork] = ()
+        prefill: Sequence[PrefillWork] = ()
+        kept = None
         if shape.decode_tokens:
             longest = [group.decode for group in step.longest]
             decode = self._decode_rows(step, shape.decode_tokens, shape.queries, longest)
         if shape.chunks and not step.keeps_all:
             longest = [group.samples for group in step.longest]
-            rows = self._decode_rows(step, shape.samples, 1, longest)
-            kept = KeptTokens(fields["sampled"], rows)
+            kept = KeptTokens(fields["sampled"], self._decode_rows(step, shape.samples, 1, longest))
         if shape.chunks:
-            prefill = PrefillInputs(
-                fields["chunk_rows"],
-                [fields[f"chunk_starts{group}"] for group in groups],
-                fields["cu_tokens"],
-                shape.chunk_tokens,
-                step.max_first,
-                step.max_continued,
-                step.spans,
-            )
+            prefill = [
+                PrefillWork(
+                    fields["chunk_rows"],
+                    fields[f"chunk_starts{group}"],
+                    fields["cu_tokens"],
+                    shape.chunk_tokens,
+                    step.max_first,
+                    step.max_continued,
+                    step.spans[group],
+                )
+                for group in groups
+            ]
         slots = [fields[f"slots{group}"] for group in groups]
         tables, positions = self.rows.tables, fields["positions"]
         return StepInputs(token_ids, positions, slots, tables, decode, prefill, kept)
 
     def _decode_rows(
         self, step: DeviceStep, tokens: int, queries: int, longest: Sequence[int]
-    ) -> DecodeInputs:
-        """The first samples, as rows of decode attention."""
+    ) -> list[DecodeWork]:
+        """Return the first samples as rows of decode attention, for each KV group."""
         decoder, count = self.decoder, tokens // queries
         fields = ["rows", *(f"lengths{group}" for group in range(len(self._groups)))]
         rows, *lengths = (step.fields[name][:tokens] for name in fields)
         if queries > 1:  # what a row's last token sees is the row's length
             last = slice(queries - 1, None, queries)
             rows, lengths = rows[last].contiguous(), [part[last].contiguous() for part in lengths]
-        each = zip(self._groups, longest, strict=True)
-        splits = [self._splits(*of, count, queries) for of in each]
-        # Made here, so that the graphs of a pool all use the same memory for it.
-        scratch = [
-            decoder.kernels.decode_scratch(
-                count * queries, group.num_heads, group.head_dim, parts, decoder.device
+        found = []
+        for group, max_length, seen in zip(self._groups, longest, lengths, strict=True):
+            splits = self._splits(group, max_length, count, queries)
+            # Made here, so that the graphs of a pool all use the same memory for it.
+            scratch = decoder.kernels.decode_scratch(
+                count * queries, group.num_heads, group.head_dim, splits, decoder.device
             )
-            for group, parts in zip(self._groups, splits, strict=True)
-        ]
-        return DecodeInputs(rows, lengths, queries, splits, scratch)
+            found.append(DecodeWork(rows, seen, queries, splits, scratch))
+        return found
 
     def _splits(self, group: _Group, longest: int, count: int, queries: int) -> int:
         if not count:
@@ -177,19 +182,21 @@ class StepProgram:
 
     def _sample(self, hidden: torch.Tensor, step: DeviceStep, count: int) -> None:
         fields = step.fields
-        if len(hidden) != count:  # all, not only those that are sampled
+        if len(hidden) != count:  # the hidden states of all tokens
             hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
         if self.decoder.ranks.rank:
             return  # the first rank draws for all (`TorchExecutor.follow`)
         self.decoder.kernels.sample(
             logits,
-            fields["temperature"],
-            fields["top_k"],
-            fields["top_p"],
-            fields["min_p"],
-            fields["key0"],
-            fields["key1"],
+            DrawParams(
+                temperature=fields["temperature"],
+                top_k=fields["top_k"],
+                top_p=fields["top_p"],
+                min_p=fields["min_p"],
+                key0=fields["key0"],
+                key1=fields["key1"],
+            ),
             out=self.tokens[:count],
             cells=self.rows.cells,
             write_at=fields["write_at"],

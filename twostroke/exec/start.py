@@ -131,8 +131,16 @@ def compile_kernels(
             DecodeGraphs(program, sizes, _run_once)
             PiecewiseGraphs(program, piece_ladder(budget), _run_once)
 
-    of = (decoder.spec, decoder.dtype, decoder.formats, kv_dtype, decoder.pdl, size, groups)
-    rank = decoder.ranks.rank  # only rank 0 samples
+    of = (
+        decoder.spec,
+        decoder.dtype,
+        decoder.formats,
+        kv_dtype,
+        decoder.dependent_launch,
+        size,
+        groups,
+    )
+    rank = decoder.ranks.rank  # only the first samples
     decoder.kernels.compile_ahead(run, (*of, rank, rows.max_rows, rows.max_len, budget, sizes))
 
 

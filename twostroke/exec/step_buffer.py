@@ -1,4 +1,4 @@
-"""A plan → the inputs of one step, in one buffer that reaches the device as one copy.
+"""The inputs of one step, made from its plan: one buffer that reaches the device as one copy.
 
     [ positions · slots · where tokens are read and written · keys │ rows · lengths · chunks │ … ]
       int64                                                          int32                    fp32
@@ -29,7 +29,7 @@ TORCH = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
 
 
 class Shape(NamedTuple):
-    """How many of each there are in a step."""
+    """The sizes of a step."""
 
     tokens: int  # padding included
     decode_tokens: int
@@ -79,12 +79,13 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def decode_layout(batch: int, groups: int) -> Layout:
-    """Of a step that decodes only, a token a row. Each row may be given a block in each group."""
+    """Return the layout of a step that decodes only, a token a row. Each row may be given a block
+    in each group."""
     return Layout(Shape(batch, batch, 1, 0, 0, batch, batch * groups, groups))
 
 
 class Longest(NamedTuple):
-    """Cache entries that are attended to at most."""
+    """The largest number of cache entries that are attended to."""
 
     decode: int
     samples: int
@@ -101,8 +102,8 @@ class StepBuffer(NamedTuple):
 
 
 def fill_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: int) -> StepBuffer:
-    """Decode rows of one token, padded up to `batch`. Writes must not be more than the layout
-    takes."""
+    """Fill the buffer with decode rows of one token, padded up to `batch`. The layout must have
+    places for all writes."""
     layout, decode = decode_layout(batch, rows.num_groups), decode_tokens(slots)
     samples = samples_of(decode, ())
     data = _allocate(layout, rows.device)
@@ -115,8 +116,8 @@ def fill_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: 
 
 
 def fill_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0) -> StepBuffer:
-    """Any step: decode rows first, then the chunks; tokens padded up to a number if one is
-    given."""
+    """Fill the buffer of any step: decode rows first, then the chunks. `padded`: the number of
+    tokens to pad up to."""
     decode, chunks = decode_tokens(plan.decode), plan.prefill
     samples = samples_of(decode, chunks)
     table = np.array([chunk[:3] for chunk in chunks], np.int64).reshape(-1, 3)
@@ -157,7 +158,7 @@ def fill_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
 
 
 def _allocate(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Torch's own pool of pinned memory hands a buffer out again only after its copy has run."""
+    """Return pinned memory. Torch's pool hands a buffer out again only after its copy has run."""
     return torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -173,7 +174,7 @@ def _put_tokens(to: Arrays, state: DeviceRows, rows: Ints, positions: Ints) -> N
 
 
 def _put_samples(to: Arrays, state: DeviceRows, samples: Samples, decoding: int) -> list[Longest]:
-    """The first `decoding` samples are of decode rows."""
+    """Fill the fields of the samples; the first `decoding` ones are of decode rows."""
     rows, positions, count = samples.rows, samples.positions, len(samples.rows)
     to["rows"][:count], to["rows"][count:] = rows, 0
     to["sampled"][:count], to["sampled"][count:] = samples.tokens, 0
@@ -181,10 +182,10 @@ def _put_samples(to: Arrays, state: DeviceRows, samples: Samples, decoding: int)
     for group in range(state.num_groups):
         place, lengths = to[f"lengths{group}"], state.indices(group, rows, positions)
         place[:count], place[count:] = lengths, 0
-        most = of_decode = int(lengths.max(initial=0))
+        longest_of_all = of_decode = int(lengths.max(initial=0))
         if decoding < count:
             of_decode = int(lengths[:decoding].max(initial=0))
-        longest.append(Longest(of_decode, most))
+        longest.append(Longest(of_decode, longest_of_all))
     to["write_at"][:count] = state.token_cells(rows, positions)
     to["write_at"][count:] = state.spare
     key0, key1 = stream_keys(state.seed[rows], positions)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from twostroke.exec.device_sampling import Numbers
 from twostroke.exec.executor import ChunkLogits, Masks
 from twostroke.exec.graphs import DecodeGraphs, PiecewiseGraphs
 from twostroke.exec.program import StepProgram
@@ -29,6 +30,7 @@ from twostroke.exec.samples import (
     wants_prompt_logprobs,
 )
 from twostroke.exec.step_buffer import StepBuffer, fill_decode, fill_step
+from twostroke.kernels.records import DrawParams
 from twostroke.model.describe.tensor_parallel import Comm
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
@@ -260,18 +262,16 @@ class TorchExecutor:
         """Sample again with all options of the requests."""
         program, state = self.program, self._rows
         rows, positions = samples.rows[which], samples.positions[which]
-        drawn = program.sampler.draw(
-            program.logits,
-            which,
-            rows,
-            positions,
-            masks,
-            state.temperature[rows],
-            state.top_k[rows],
-            state.top_p[rows],
-            state.min_p[rows],
-            *stream_keys(state.seed[rows], positions),
+        key0, key1 = stream_keys(state.seed[rows], positions)
+        params: DrawParams[Numbers] = DrawParams(
+            temperature=state.temperature[rows],
+            top_k=state.top_k[rows],
+            top_p=state.top_p[rows],
+            min_p=state.min_p[rows],
+            key0=key0,
+            key1=key1,
         )
+        drawn = program.sampler.draw(program.logits, which, rows, positions, masks, params)
         program.sampler.advance(drawn, program.tokens)
 
     def _top_logprobs(self, samples: Samples) -> TopLogprobs | None:

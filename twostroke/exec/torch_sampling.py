@@ -23,6 +23,7 @@ from twostroke.exec.executor import Masks
 from twostroke.exec.rng import stream_keys
 from twostroke.exec.token_mask import unpack_mask
 from twostroke.kernels import reference_sampling
+from twostroke.kernels.records import DrawParams
 from twostroke.kernels.reference_sampling import NEVER, penalise
 from twostroke.plan import NewRow, TokenLogprobs
 
@@ -64,15 +65,19 @@ def sample(
         return torch.tensor(values, dtype=dtype, device=device)
 
     seeds = np.array([request.seed % 2**64 for request in requests], np.uint64)
-    keys = stream_keys(seeds, np.array(positions, np.int64))
-    tokens = reference_sampling.sample(
-        logits,
-        column([0.0 if p.greedy else p.temperature for p in params]),
-        column([p.top_k for p in params], torch.int64),
-        column([p.top_p for p in params]),
-        column([p.min_p for p in params]),
-        *(torch.from_numpy(key.astype(np.int64)).to(device) for key in keys),
+    key0, key1 = (
+        torch.from_numpy(key.astype(np.int64)).to(device)
+        for key in stream_keys(seeds, np.array(positions, np.int64))
     )
+    drawn_by = DrawParams(
+        temperature=column([0.0 if p.greedy else p.temperature for p in params]),
+        top_k=column([p.top_k for p in params], torch.int64),
+        top_p=column([p.top_p for p in params]),
+        min_p=column([p.min_p for p in params]),
+        key0=key0,
+        key1=key1,
+    )
+    tokens = reference_sampling.sample(logits, drawn_by)
     if raw is None:
         return Sampled(tokens, {})
     counts = [params[index].logprobs or 0 for index in asked]

@@ -43,7 +43,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Of 4 bits."""
+        """Numbers of a block, of 4 bits."""
         return block_size(self.shape[1], self.group)
 
     @property
@@ -58,8 +58,8 @@ class PackedWeight(NamedTuple):
         return PackedWeight(self.bits, codes, scale, zero, offset, arrived)
 
     def with_scaled_rows(self, factors: Tensor) -> PackedWeight:
-        """The same with each row multiplied by its factor. Scales become fp32 where fp16 would
-        lose too much."""
+        """Return the weight with each row multiplied by its factor. Scales become fp32 where fp16
+        would lose too much."""
         scale, offset = (
             None if part is None else part.float() * factors.unsqueeze(1)
             for part in (self.scale, self.offset)
@@ -72,7 +72,7 @@ class PackedWeight(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A matrix as files have it: numbers, not packed."""
+    """A matrix as files store it: one number a code, not packed."""
 
     bits: int
     codes: Tensor  # [out, in] uint8
@@ -89,7 +89,7 @@ class Codes(NamedTuple):
 def packed_weight(
     bits: int, codes: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None
 ) -> PackedWeight:
-    """Of codes that are packed already."""
+    """Build the weight from codes that are packed already."""
     return PackedWeight(bits, codes, scale, zero, offset, arrival_counters(codes))
 
 
@@ -105,7 +105,7 @@ def pack(found: Codes) -> PackedWeight:
 
 
 def block_size(inner: int, group: int) -> int:
-    """Of rows of `inner` numbers: each quarter of a block is in one group."""
+    """Return the block size of rows of `inner` numbers: each quarter of a block is in one group."""
     for size in (128, 64, 32, 16, 8):
         if (
             inner % size == 0
@@ -129,7 +129,8 @@ def unpacked_codes(weight: PackedWeight) -> Tensor:
 
 
 def fits_fp16(numbers: Tensor) -> bool:
-    """Whether rounding them changes none by more than 2^-11 of the largest of its row."""
+    """Return True if rounding to fp16 changes no number by more than 2^-11 of the largest of its
+    row."""
     largest = numbers.abs().amax(1, keepdim=True)
     if not bool((largest <= torch.finfo(torch.float16).max).all()):
         return False
@@ -137,7 +138,7 @@ def fits_fp16(numbers: Tensor) -> bool:
 
 
 def dequantised(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """What the weight stands for."""
+    """Return the numbers that the weight stands for."""
     codes = torch.unflatten(unpacked_codes(weight), 1, (weight.scale.shape[1], -1)).float()
     scale = weight.scale.float().unsqueeze(-1)
     if weight.offset is not None:
@@ -150,10 +151,10 @@ def dequantised(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def quantised(x: Tensor, group: int, importance: Tensor | None = None) -> Codes:
-    """A matrix rounded to 4 bits, one scale a group: of some that cut off more or less of the
-    group's largest number, the one with the least squared error. The number that is the largest is
-    −8 times the scale or 7 times, whichever is nearer to the rest. `importance`, [in]: what the
-    error of each column counts."""
+    """Round a matrix to 4 bits, with one scale a group. Of several scales that clip more or less of
+    the group's largest number, the scale with the smallest squared error is taken. The largest
+    number becomes −8 or 7 times the scale, whichever gives the smaller error. `importance`, [in]:
+    the weight of each column's error."""
     rows = max(1, AT_ONCE // x.shape[1])
     counts = None if importance is None else importance.view(1, -1, group)
     parts = [_quantised(part, group, counts) for part in torch.split(x, rows)]

@@ -6,9 +6,12 @@ raw logits ─▶ adjust_logits ─▶ sample ─▶ advance_tokens ─▶ the r
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from twostroke.kernels import sampling as columns
+from twostroke.kernels.records import DrawParams
 from twostroke.kernels.sampling import SamplingState
 
 NEVER = float("-inf")
@@ -26,8 +29,8 @@ def adjust_logits(
     masks: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits [S, V] of the `samples` with masks, biases, bans and penalties applied: `out`
-    [samples, V] in fp32. `masks`: [M, ⌈V / 32⌉] int32, of which samples name their lines."""
+    """Apply masks, biases, bans and penalties to the logits [S, V] of the `samples`, and write them
+    to `out`, [samples, V] in fp32. `masks`: [M, ⌈V / 32⌉] int32; a sample names its line."""
     vocab, numbers = logits.shape[1], samples.view(torch.float32)
     sample, row, position, mask, flags = (line.long() for line in samples[:5])
     out.copy_(logits[sample])
@@ -45,9 +48,7 @@ def adjust_logits(
     if penalised.any():
         counts = state.counts[row[penalised]].int()
         rates = numbers[columns.REPETITION : columns.TEMPERATURE, penalised].unsqueeze(2)
-        out[penalised] = penalise(
-            out[penalised], counts != 0, counts & columns.MOST_WRITTEN, *rates
-        )
+        out[penalised] = penalise(out[penalised], counts != 0, counts & columns.MAX_WRITTEN, *rates)
     return out
 
 
@@ -84,7 +85,7 @@ def _ban(
 
 
 def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
-    """The first bits of each line of int32 words, lowest first: [lines, count] of bool."""
+    """Return the first bits of each line of int32 words, lowest first: [lines, count] of bool."""
     bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device)) & 1
     return bits.flatten(1)[:, :count].bool()
 
@@ -92,7 +93,7 @@ def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
 def advance_tokens(
     samples: torch.Tensor, drawn: torch.Tensor, state: SamplingState, out: torch.Tensor
 ) -> None:
-    """The tokens are final: they go to `out` by sample and to the rows, and are counted there."""
+    """Write the final tokens to `out` by sample and to the rows, and count them there."""
     sample, row, position, _, flags = (line.long() for line in samples[:5])
     out[sample] = drawn.to(out.dtype)
     token = drawn.clamp(min=0)  # -1 is not a token that a model can read
@@ -100,7 +101,7 @@ def advance_tokens(
     counted = ((flags & columns.PENALISED) > 0) & (drawn >= 0)
     row, token = row[counted], token[counted].long()
     count = state.counts[row, token]
-    grown = (count & columns.MOST_WRITTEN) < columns.MOST_WRITTEN
+    grown = (count & columns.MAX_WRITTEN) < columns.MAX_WRITTEN
     state.counts[row, token] = count + grown.to(count.dtype)
 
 
@@ -109,52 +110,37 @@ def advance_tokens(
 
 def sample(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    key0: torch.Tensor,
-    key1: torch.Tensor,
+    params: DrawParams[torch.Tensor],
     *,
     out: torch.Tensor | None = None,
     cells: torch.Tensor | None = None,
     write_at: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A token for each row of [B, V]; -1 where the largest logit is NaN or infinite.
-
-    Temperature 0 is greedy; no limit: top_k 0, top_p 1, min_p 0. The keys are `stream_key` of the
-    row's seed and position. The tokens go to `cells[write_at]`, too, if that is given: 0 for -1.
-    """
+    """Draw a token for each row of [B, V]; -1 where the largest logit is NaN or infinite. The
+    tokens also go to `cells[write_at]`, if that is given: 0 for -1."""
     wide = logits.float()
     tokens = wide.argmax(dim=-1)
-    drawn = temperature > 0
+    drawn = params.temperature > 0
     if drawn.all():
-        tokens = _draw(wide, temperature, top_k, top_p, min_p, key0, key1)
+        tokens = _draw(wide, params)
     elif drawn.any():
-        settings = (temperature, top_k, top_p, min_p, key0, key1)
-        tokens[drawn] = _draw(wide[drawn], *(each[drawn] for each in settings))
+        some = (getattr(params, field.name)[drawn] for field in fields(params))
+        tokens[drawn] = _draw(wide[drawn], DrawParams(*some))
     tokens = torch.where(wide.amax(dim=-1) < -NEVER, tokens, -1)  # NaN is the largest to torch
     if cells is not None and write_at is not None:
         cells.scatter_(0, write_at, tokens.clamp(min=0).to(cells.dtype))
     return tokens if out is None else out.copy_(tokens)
 
 
-def _draw(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    key0: torch.Tensor,
-    key1: torch.Tensor,
-) -> torch.Tensor:
+def _draw(logits: torch.Tensor, params: DrawParams[torch.Tensor]) -> torch.Tensor:
     """÷ temperature · min-p · top-k · top-p · the largest of logit + noise."""
     vocab, device = logits.shape[-1], logits.device
-    keys = torch.stack([key0.long() & UINT32, key1.long() & UINT32], dim=1)
-    scaled = logits / temperature.unsqueeze(1)
+    keys = torch.stack([params.key0.long() & UINT32, params.key1.long() & UINT32], dim=1)
+    scaled = logits / params.temperature.unsqueeze(1)
+    top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
     if (min_p > 0).any():
-        least = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
-        scaled.masked_fill_(scaled < least, NEVER)
+        smallest = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
+        scaled.masked_fill_(scaled < smallest, NEVER)
     top_k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
     bounded = (top_k < vocab) | (top_p < 1)
     every = torch.arange(vocab, device=device).unsqueeze(0)
@@ -171,10 +157,11 @@ def _draw(
 def _draw_bounded(
     scaled: torch.Tensor, keys: torch.Tensor, k: torch.Tensor, p: torch.Tensor
 ) -> torch.Tensor:
-    """Top-k, then top-p of what it leaves: from the best candidates, if they reach far enough."""
+    """Apply top-k, then top-p among the tokens that top-k keeps. Only the best candidates are
+    looked at, if they reach far enough."""
     device = scaled.device
-    most = int(k.max())
-    size = min(most, CANDIDATES)
+    max_k = int(k.max())
+    size = min(max_k, CANDIDATES)
     everything = torch.logsumexp(scaled, dim=1, keepdim=True)
     while True:
         values, ids = torch.topk(scaled, size, dim=1)
@@ -188,9 +175,9 @@ def _draw_bounded(
         keep[:, 0] = True
         # Enough when every row either ends by its k or has its p inside the candidates.
         enough = (k <= size) | (share.sum(1, keepdim=True) >= p)
-        if size >= most or bool(enough.all()):
+        if size >= max_k or bool(enough.all()):
             return _largest(values.masked_fill(~keep, NEVER), ids, keys)
-        size = most
+        size = max_k
 
 
 def _largest(scores: torch.Tensor, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -199,10 +186,9 @@ def _largest(scores: torch.Tensor, ids: torch.Tensor, keys: torch.Tensor) -> tor
 
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
+    """Return Gumbel noise for [rows, 2] keys and token ids that broadcast to [rows, n], in fp32.
 
-    The largest of logit + noise is a draw from softmax(logits), for any subset of tokens.
-    """
+    The largest of logit + noise is a draw from softmax(logits), for any subset of tokens."""
     bits = _mix(token_ids.long() ^ keys[:, :1])
     bits = _mix((bits + keys[:, 1:]) & UINT32)
     uniform = (bits.float() + 0.5) * 2.0**-32
@@ -211,7 +197,7 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """`mix` of `exec/rng.py`, of many at once."""
+    """`mix` of `exec/rng.py`, for many numbers at once."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & UINT32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & UINT32
     return x ^ (x >> 16)
@@ -223,9 +209,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, which: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For lines `which` of [S, V], of which tokens[which] were chosen: ids [n, 1 + count] of the
-    chosen token and the `count` best, their log-probabilities, and the chosen one's rank [n] from
-    1. Of a token -1, anything."""
+    """Return log-probabilities of lines `which` of [S, V], of which tokens[which] were chosen: the
+    ids [n, 1 + count] of the chosen token and of the `count` best ones, their log-probabilities,
+    and the rank of the chosen token, [n], from 1. For a token -1 the results are arbitrary."""
     logprobs = logits[which].float().log_softmax(dim=-1)
     chosen = tokens[which].long().clamp(min=0).unsqueeze(1)
     own = logprobs.gather(1, chosen)

@@ -1,4 +1,4 @@
-"""What the sampling kernels of every backend are given: a table of the samples to draw, and the
+"""The arguments of the sampling kernels of every backend: a table of the samples to draw, and the
 state that requests keep on the device from step to step. `reference_sampling` defines the kernels.
 """
 
@@ -35,7 +35,7 @@ PENALISED = 1
 ALLOWED_IDS = 2  # the row has a list of allowed tokens
 
 IN_PROMPT = -(2**15)  # bit 15 of a count; the others: how often the token was written, at most …
-MOST_WRITTEN = 2**15 - 1
+MAX_WRITTEN = 2**15 - 1
 
 # Capacities of a row's lists. A request that needs more is adjusted by `exec/torch_sampling.py`.
 MAX_BIASES = 512
@@ -54,7 +54,8 @@ LISTS_WIDTH = BAN_PREFIX + MAX_BAN_PREFIX * MAX_BANS
 
 
 class SamplingState(NamedTuple):
-    """A line for each row. What a row does not use is not read, and may be anything."""
+    """One line for each row. A tensor that a row does not use is not read, and may hold
+    anything."""
 
     tokens: Tensor  # [rows, positions] int32: those before the next one to draw
     counts: Tensor  # [rows, vocabulary] int16: IN_PROMPT, and how often written

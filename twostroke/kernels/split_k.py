@@ -10,6 +10,6 @@ ARRIVALS_COLUMNS = 32  # of a product, that share a counter
 
 
 def arrival_counters(weight: Tensor) -> Tensor:
-    """int32, zero between launches, for a matrix of so many rows."""
+    """Return the counters of a matrix: int32, zero between launches."""
     counters = -(-len(weight) // ARRIVALS_COLUMNS)
     return torch.zeros(counters, dtype=torch.int32, device=weight.device)

@@ -47,8 +47,8 @@ class W8Weight(NamedTuple):
         return W8Weight(*(part.to("meta") for part in self))
 
 
-class A8Rows(NamedTuple):
-    """Activations, and the dtype that a product with them has."""
+class QuantizedActivations(NamedTuple):
+    """Quantised activations, and the dtype of products with them."""
 
     values: Tensor  # [T, in] e4m3 or int8, contiguous
     scale: Tensor  # [T] fp32
@@ -62,12 +62,13 @@ def w8_weight(values: Tensor, scale: Tensor) -> W8Weight:
 def quantised(
     x: Tensor, dtype: torch.dtype, importance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The values of each row, the largest of which is the largest there is, and the rows' scales,
-    [rows]. `importance`, [in]: what the squared error of each column counts; of some scales that
-    cut off more or less of the largest, each row has the one with the least error then."""
-    most = LARGEST[dtype]
+    """Quantise each row, so that its largest number becomes the largest of the type, and return the
+    rows' scales too, [rows]. `importance`, [in]: the weight of each column's squared error; then
+    several scales that clip more or less of the largest number are tried, and each row takes the
+    scale with the smallest error."""
+    max_value = LARGEST[dtype]
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = (x.abs().amax(-1).float() / most).clamp_min_(SMALLEST_SCALE)
+    scale = (x.abs().amax(-1).float() / max_value).clamp_min_(SMALLEST_SCALE)
     rows = max(1, AT_ONCE // x.shape[-1])
     for part, to, unit in zip(*(torch.split(y, rows) for y in (x, values, scale)), strict=True):
         if importance is not None:
@@ -92,7 +93,7 @@ def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantised(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale`: [rows, groups]."""
+    """Dequantise. `scale`: [rows, groups]."""
     if scale.shape[1] == 1:
         return values.to(torch.float32).mul_(scale).to(dtype)
     grouped = torch.unflatten(values.to(torch.float32), 1, (scale.shape[1], -1))

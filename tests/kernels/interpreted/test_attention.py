@@ -15,6 +15,7 @@ from tests.kernels import cuda_cases as cases
 from tests.kernels import definitions
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from tests.kernels.interpreted.combinations import crossed
+from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork, Rope
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.float16, torch.float32
@@ -220,7 +221,9 @@ def test_queries_are_multiplied_by_the_scale_of_their_position(
 
 def test_scales_of_queries_that_are_left_out_are_noticed() -> None:
     def no_scales(cuda_call: Any) -> Any:
-        return lambda *args, query_scales, **how: cuda_call(*args, **how)
+        return lambda qkv, rope, *args, **how: cuda_call(
+            qkv, replace(rope, query_scales=None), *args, **how
+        )
 
     heads = Heads(4, 1, 64, scaled=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -286,37 +289,25 @@ def test_blocks_that_lie_beyond_two_to_the_31_elements() -> None:
     cos = sin = torch.ones(length, dim // 2)
     index = torch.arange(length)
     slots, one = index + page, torch.zeros(1, dtype=torch.int32)
-    make = (None, None, 1e-6, cos, sin, index, slots)
-    made = cases.cuda.rope_store(qkv, *make, keys, values, 4, kv)
+    rope = Rope(cos, sin)
+    view = KVView(keys, values, table, slots)
+    made = cases.cuda.rope_store(qkv, rope, index, view)
     assert torch.equal(keys[2], made[page:, 4:5])
     assert torch.equal(values[2], made[page:, 5:])
-    scale, lengths = heads.scale, torch.tensor([length], dtype=torch.int32)
-    where = (keys, values, table, one)
-    right = definitions.attention(made[:, :4], keys, values, table[0].long(), 0, scale, None, 0.0)
+    rule, lengths = AttentionRule(heads.scale), torch.tensor([length], dtype=torch.int32)
+    q, how = made[:, :4], (table[0].long(), 0, heads.scale, None, 0.0)
+    right = definitions.attention(q, keys, values, *how)
     out = cases.poisoned(length, 4, dim, like=qkv)
     ends = torch.tensor([0, length], dtype=torch.int32)
-    cases.cuda.prefill_attention(
-        made[:, :4],
-        *where,
-        one,
-        ends,
-        0,
-        scale,
-        None,
-        0.0,
-        out=out,
-        chunk_kv=None,
-        max_first=length,
-    )
+    chunk = PrefillWork(one, one, ends, length, length, 0, [(0, length)])
+    cases.cuda.prefill_attention(q, view, rule, chunk, out=out, chunk_kv=None)
     assert cases.worst(out, right) < BOUNDS[HALF]
-    scratch = cases.cuda.decode_scratch(1, 4, dim, 1, CPU)
-    how = (lengths, scale, None, 0.0, 1, scratch)
+    work = DecodeWork(one, lengths, 1, 1, cases.cuda.decode_scratch(1, 4, dim, 1, CPU))
     last = cases.poisoned(1, 4, dim, like=qkv)
-    cases.cuda.decode_attention(made[-1:, :4], *where, *how, out=last)
+    cases.cuda.decode_attention(made[-1:, :4], view, rule, work, out=last)
     assert cases.worst(last, right[-1:]) < BOUNDS[HALF]
-    new = torch.randn(1, (4 + 2 * kv) * dim).half()
-    make = (None, None, 1e-6, cos, sin, index[-1:], slots[-1:])
-    cases.cuda.rope_decode_attention(new, *make, *where, *how, out=last)
+    new, at_end = torch.randn(1, (4 + 2 * kv) * dim).half(), replace(view, slots=slots[-1:])
+    cases.cuda.rope_decode_attention(new, rope, index[-1:], at_end, rule, work, out=last)
     assert torch.equal(values[2, -1], new.view(6, dim)[5:])
 
 

@@ -15,6 +15,7 @@ from tests.kernels.cuda_cases import BOUNDS, worst
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.kernels.cuda import experts as cuda
 from twostroke.kernels.cuda.backend import CudaKernels
+from twostroke.kernels.records import ExpertWeights, RoutingRule, StepContext
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -23,12 +24,7 @@ def plain_mlps(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    activation: Activation,
-    gated: bool,
+    stacked: ExpertWeights,
 ) -> torch.Tensor:
     """A token and an expert at a time, in float64."""
 
@@ -39,10 +35,11 @@ def plain_mlps(
     for token, (ids, shares) in enumerate(zip(chosen.tolist(), weights.double(), strict=True)):
         for expert, share in zip(ids, shares, strict=True):
             row = x[token].double()
-            inner = F.linear(row, gate_up[expert].double(), wide(gate_up_bias, expert))
-            both = inner if gated else torch.cat([inner, torch.ones_like(inner)])
-            middle = definitions.act_and_mul(both, activation)
-            part = F.linear(middle, down[expert].double(), wide(down_bias, expert))
+            bias = wide(stacked.gate_up_bias, expert)
+            inner = F.linear(row, stacked.gate_up[expert].double(), bias)
+            both = inner if stacked.gated else torch.cat([inner, torch.ones_like(inner)])
+            middle = definitions.act_and_mul(both, stacked.activation)
+            part = F.linear(middle, stacked.down[expert].double(), wide(stacked.down_bias, expert))
             out[token] += share * part
     return out
 
@@ -64,10 +61,10 @@ def check_experts(
     down = (torch.randn(experts, hidden, inner) * inner**-0.5).to(dtype)
     biases = [torch.randn(experts, n).to(dtype) if biased else None for n in (rows, hidden)]
     weights = torch.rand(chosen.shape)
-    given = (x, chosen, weights, gate_up, biases[0], down, biases[1], activation, gated)
-    out = cuda.mix_experts(*given)
+    stacked = ExpertWeights(gate_up, biases[0], down, biases[1], activation, gated)
+    out = cuda.mix_experts(x, chosen, weights, stacked)
     assert out.dtype == dtype
-    return worst(out, plain_mlps(*given))
+    return worst(out, plain_mlps(x, chosen, weights, stacked))
 
 
 def draws(tokens: int, each: int, experts: int) -> torch.Tensor:
@@ -129,8 +126,8 @@ def test_all_tokens_on_the_same_experts(tokens: int) -> None:
 def test_an_expert_in_anothers_place_is_noticed() -> None:
     right = cuda.by_expert
 
-    def wrong(chosen: torch.Tensor, experts: int, **given: Any) -> cuda.Pairs:
-        return right((chosen + 1) % experts, experts, **given)
+    def wrong(chosen: torch.Tensor, experts: int, context: StepContext) -> cuda.Pairs:
+        return right((chosen + 1) % experts, experts, context)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "by_expert", wrong)
@@ -151,7 +148,7 @@ def test_pairs_are_sorted_by_expert_and_keep_their_order(
     assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
 
 
-PLAIN = {"scoring": "softmax", "normalised": False, "scale": 1.0}
+PLAIN: dict[str, Any] = {"scoring": "softmax", "normalised": False, "scale": 1.0}
 PLAIN |= {"num_groups": 1, "groups_used": 1, "group_score": "max"}
 GROUPS = {"num_groups": 4, "groups_used": 2}
 RULES = {
@@ -194,7 +191,7 @@ def test_every_rule_chooses_what_plain_torch_chooses(
     dtype = HALF if corrected else SINGLE
     logits = (2 * torch.randn(3, experts + 3)).to(dtype)[:, :experts]
     correction = torch.randn(experts) * 0.3 if corrected else None
-    chosen, weights = cuda.route(logits, None, correction, each, **rule)
+    chosen, weights = cuda.route(logits, None, correction, RoutingRule(each, **rule))
     ids, right = plain_route(logits, correction, each, rule)
     assert chosen.tolist() == ids.tolist()
     assert torch.allclose(weights, right, rtol=2e-6, atol=0)
@@ -202,7 +199,7 @@ def test_every_rule_chooses_what_plain_torch_chooses(
 
 def test_a_normalised_softmax_is_that_of_the_chosen_and_a_bias_is_added() -> None:
     logits, bias = torch.randn(7, 20), torch.randn(20)
-    chosen, weights = cuda.route(logits, bias, None, 3, **PLAIN | {"normalised": True})
+    chosen, weights = cuda.route(logits, bias, None, RoutingRule(3, **PLAIN | {"normalised": True}))
     right = (logits + bias).topk(3)
     assert chosen.tolist() == right.indices.tolist()
     assert torch.allclose(weights, right.values.softmax(-1), rtol=2e-6, atol=0)
@@ -212,7 +209,7 @@ def test_a_normalised_softmax_is_that_of_the_chosen_and_a_bias_is_added() -> Non
 def test_the_backend_routes_by_a_product_in_fp32(hidden: int, dtype: torch.dtype) -> None:
     kernels = CudaKernels(torch.device("cpu"))
     x, router = torch.randn(3, hidden).half(), (torch.randn(6, hidden) / 9).to(dtype)
-    chosen, weights = kernels.route(x, router, None, None, experts_per_token=2, **PLAIN)
+    chosen, weights = kernels.route(x, router, None, None, RoutingRule(2, **PLAIN))
     ids, right = plain_route(F.linear(x.float(), router.float()), None, 2, PLAIN)
     assert chosen.tolist() == ids.tolist()
     assert torch.allclose(weights, right, rtol=1e-5, atol=0)
@@ -222,7 +219,7 @@ def test_the_backend_adds_the_chosen_up() -> None:
     kernels = CudaKernels(torch.device("cpu"))
     x, chosen, weights = torch.randn(3, 32).half(), draws(3, 2, 6), torch.rand(3, 2)
     mlps = [torch.randn(shape).half() / 6 for shape in ((6, 32, 32), (6, 32, 16))]
-    given = (x, chosen, weights, mlps[0], None, mlps[1], None, "silu", True)
+    given = (x, chosen, weights, ExpertWeights(mlps[0], None, mlps[1], None, "silu", True))
     assert worst(kernels.experts(*given), plain_mlps(*given)) < BOUNDS[HALF]
 
 
@@ -231,7 +228,7 @@ def test_equal_scores_go_to_the_lower_expert_and_nan_to_some_expert(rule: str) -
     logits = torch.zeros(3, 12)
     logits[1] = float("nan")
     logits[2, 5] = float("nan")
-    chosen, weights = cuda.route(logits, None, None, 4, **RULES[rule])
+    chosen, weights = cuda.route(logits, None, None, RoutingRule(4, **RULES[rule]))
     assert chosen[0].tolist() == [0, 1, 2, 3]
     assert [sorted(set(row)) for row in chosen.tolist()] == [sorted(r) for r in chosen.tolist()]
     assert ((chosen >= 0) & (chosen < 12)).all()

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from tests.kernels.cuda_cases import BOUNDS, largest, poisoned, worst
 from twostroke.kernels.cuda import packed
 from twostroke.kernels.packed import Codes, PackedWeight, dequantised, pack
+from twostroke.kernels.records import DEFAULT_CONTEXT
 
 HALF = torch.float16
 
@@ -87,7 +88,7 @@ def test_one_row_is_streamed(group: int, kind: str, bits: int) -> None:
         tuned = packed.streaming(weight, gated=activation is not None)
         assert tuned is not None
         assert packed.choice(1, weight, activation is not None) == tuned
-        found = packed.stream(x, weight, tuned, activation, False)
+        found = packed.stream(x, weight, tuned, activation, DEFAULT_CONTEXT)
         assert worst(found, expected) < 2 * BOUNDS[HALF]
 
 
@@ -95,7 +96,7 @@ def test_one_row_is_streamed(group: int, kind: str, bits: int) -> None:
 def test_many_rows_have_the_weight_dequantised(
     monkeypatch: pytest.MonkeyPatch, group: int, kind: str, bits: int
 ) -> None:
-    monkeypatch.setattr(packed, "MOST_TILED", {4: 2, 8: 2})
+    monkeypatch.setattr(packed, "MAX_TILED", {4: 2, 8: 2})
     assert check_products(3, 6, random_weight(12, 256, group, kind, bits)) < BOUNDS[HALF]
 
 
@@ -144,7 +145,7 @@ def test_what_is_asked_for_past_the_end_of_a_row_counts_nothing(bits: int, depth
     weight, x = random_weight(6, 640, 128, "zero", bits), torch.randn(1, 640).to(HALF)
     right = x.double() @ dequantised(weight, torch.float64).t()
     tuned = packed.Streaming(2, 1, 1, depth)
-    assert worst(packed.stream(x, weight, tuned, None, False), right) < BOUNDS[HALF]
+    assert worst(packed.stream(x, weight, tuned, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
 
 
 def test_an_outlier_does_not_drown_the_rest_of_its_row() -> None:
@@ -168,8 +169,8 @@ def test_scales_may_be_taken_before_the_product(group: int, kind: str) -> None:
     right = x.double() @ dequantised(weight, torch.float64).t()
     gated = F.silu(right[:, :40]) * right[:, 40:]
     tuned = packed.Tiling(64, 64, 1, 1, True, 4, 3, scaled=True)
-    assert worst(packed.tiled(x, weight, tuned, None, False), right) < BOUNDS[HALF]
-    assert worst(packed.tiled(x, weight, tuned, "silu", False), gated) < 2 * BOUNDS[HALF]
+    assert worst(packed.tiled(x, weight, tuned, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
+    assert worst(packed.tiled(x, weight, tuned, "silu", DEFAULT_CONTEXT), gated) < 2 * BOUNDS[HALF]
 
 
 def test_what_the_table_says_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

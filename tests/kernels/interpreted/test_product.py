@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS
 from twostroke.kernels.activations import Activation, ClampedSwiglu
+from twostroke.kernels.records import DEFAULT_CONTEXT
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.float16, torch.float32
@@ -24,5 +25,5 @@ HALF, SINGLE = torch.float16, torch.float32
 def test_products_equal_the_definition(
     rows: int, columns: int, inner: int, activation: Activation, dtype: torch.dtype
 ) -> None:
-    error = cases.check_products(rows, columns, inner, CPU, dtype, activation, False)
+    error = cases.check_products(rows, columns, inner, CPU, dtype, activation, DEFAULT_CONTEXT)
     assert error < BOUNDS[dtype]

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from tests.kernels import cuda_cases as cases
 from tests.kernels.interpreted.combinations import crossed
+from twostroke.kernels.records import DrawParams
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.float16, torch.float32
@@ -30,10 +31,12 @@ def test_of_equal_logits_the_first_are_kept() -> None:
     keys = torch.arange(rows)
     limits = torch.full((rows,), k, dtype=torch.int32)
     logits = torch.zeros(rows, 3000)
-    tokens = cases.cuda.sample(logits, column, limits, column, column * 0, keys, keys)
+    tokens = cases.cuda.sample(logits, DrawParams(column, limits, column, column * 0, keys, keys))
     assert int(tokens.max()) < k
     assert len(set(tokens.tolist())) > 3
-    halved = cases.cuda.sample(logits, column, limits, column * 0.5, column * 0, keys, keys)
+    halved = cases.cuda.sample(
+        logits, DrawParams(column, limits, column * 0.5, column * 0, keys, keys)
+    )
     assert int(halved.max()) < k // 2
 
 
@@ -45,11 +48,11 @@ def test_broken_logits_give_no_token_and_leave_the_other_rows_alone(
     logits = torch.randn(4, 3000)
     column, keys = torch.ones(4), torch.arange(4)
     limits = torch.tensor([0, 5, 5, 0], dtype=torch.int32)
-    how = (column * temperature, limits, column * 0.9, column * 0, keys, keys)
-    healthy = cases.cuda.sample(logits, *how).tolist()
+    params = DrawParams(column * temperature, limits, column * 0.9, column * 0, keys, keys)
+    healthy = cases.cuda.sample(logits, params).tolist()
     logits[1, 2999] = logits[3] = bad
     cells, write_at = torch.full((9,), 7, dtype=torch.int32), torch.tensor([8, 1, 3, 4])
-    tokens = cases.cuda.sample(logits, *how, cells=cells, write_at=write_at).tolist()
+    tokens = cases.cuda.sample(logits, params, cells=cells, write_at=write_at).tolist()
     assert tokens == [healthy[0], -1, healthy[2], -1]
     assert cells.tolist() == [7, 0, 7, healthy[2], 0, 7, 7, 7, healthy[0]]
 

@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 from tests.kernels.cuda_cases import BOUNDS, largest, poisoned, worst
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import tiles, w8a8
+from twostroke.kernels.records import DEFAULT_CONTEXT
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import (
     E4M3,
     INT8,
-    A8Rows,
+    QuantizedActivations,
     W8Weight,
     dequantised,
     quantised,
@@ -112,8 +113,8 @@ def test_what_is_asked_for_past_the_end_of_a_row_counts_nothing(
     right = x.double() @ dequantised(weight.values, weight.scale, torch.float64).t()
     gated = F.silu(right[:, :3]) * right[:, 3:]
     way = tiles.Streaming(2, 128, 1, depth)
-    assert worst(w8a8.stream(x, weight, way, None, False), right) < BOUNDS[HALF]
-    assert worst(w8a8.stream(x, weight, way, "silu", False), gated) < 2 * BOUNDS[HALF]
+    assert worst(w8a8.stream(x, weight, way, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
+    assert worst(w8a8.stream(x, weight, way, "silu", DEFAULT_CONTEXT), gated) < 2 * BOUNDS[HALF]
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(5, 16), (40, 1)])
@@ -132,7 +133,7 @@ def test_a_scale_in_anothers_place_is_noticed() -> None:
 @TYPES
 def test_quantised_rows_times_a_quantised_weight(rows: int, type: torch.dtype) -> None:
     x, weight = torch.randn(rows, 512).to(HALF), random_weight(100, 512, type=type)
-    rows8 = Kernels().a8_rows(x, type)
+    rows8 = Kernels().quantise_activations(x, type)
     expected = Kernels().w8a8_product(rows8._replace(dtype=torch.float64), weight)
     assert w8a8.tiling(rows, weight, gated=False, quantised=True) is not None
     out = poisoned(rows, 100, like=x)
@@ -152,7 +153,7 @@ def test_quantised_rows_times_a_quantised_weight(rows: int, type: torch.dtype) -
 def test_sums_of_int8_are_exact(rows: int, inner: int) -> None:
     """The result is the definition's, rounded once: the same however it is cut."""
     weight = random_weight(72, inner, type=INT8)
-    rows8 = Kernels().a8_rows(torch.randn(rows, inner).to(HALF), INT8)
+    rows8 = Kernels().quantise_activations(torch.randn(rows, inner).to(HALF), INT8)
     tuned = w8a8.int8_tiling(rows, weight, gated=False)
     assert tuned is not None
     assert (tuned.splits > 1) == (inner == 4096)
@@ -169,7 +170,7 @@ def test_a_table_says_how_int8_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     way = (32, 64, 64, 1, 1, 4, 3)
     monkeypatch.setattr(w8a8, "TILES", {"int8, 72×256, 64": way})
     assert w8a8.int8_tiling(40, weight, False) == w8a8.Tiling(*way)
-    rows8 = Kernels().a8_rows(torch.randn(40, 256).to(HALF), INT8)
+    rows8 = Kernels().quantise_activations(torch.randn(40, 256).to(HALF), INT8)
     expected = Kernels().w8a8_product(rows8._replace(dtype=torch.float64), weight)
     assert worst(w8a8.w8a8_product(rows8, weight), expected) < BOUNDS[HALF]
 
@@ -185,7 +186,7 @@ def test_a_row_whose_sums_int32_does_not_hold_has_no_tiles() -> None:
 @TYPES
 def test_the_gated_pair_of_quantised_rows(rows: int, type: torch.dtype) -> None:
     """By tiles, of fp8 by the library; quantised once more, or not."""
-    rows8 = Kernels().a8_rows(torch.randn(rows, 256).to(HALF), type)
+    rows8 = Kernels().quantise_activations(torch.randn(rows, 256).to(HALF), type)
     weight = random_weight(96, 256, type=type)
     given = (rows8, weight, "silu")
     wide = (rows8._replace(dtype=torch.float64), weight, "silu")
@@ -194,7 +195,7 @@ def test_the_gated_pair_of_quantised_rows(rows: int, type: torch.dtype) -> None:
     bound = BOUNDS[torch.bfloat16] if library else 2 * BOUNDS[HALF]
     assert worst(w8a8.w8a8_gated_product(*given), expected) < bound
     again = w8a8.w8a8_gated_product(*given, to=type)
-    assert isinstance(again, A8Rows)
+    assert isinstance(again, QuantizedActivations)
     assert again.values.dtype == type
     # (What the interpreter rounds to e4m3 otherwise is in it.)
     found = again.values.double() * again.scale.unsqueeze(1)
@@ -210,10 +211,13 @@ def test_rows_are_quantised_as_the_definition_does(
     x = (3 * torch.randn(5, width * (2 if gated else 1))).to(HALF)
     x[3] = 0
     if gated:
-        found = w8a8.a8_act_and_mul(x, "silu", type)
-        expected = Kernels().a8_rows(Kernels().act_and_mul(x, "silu"), type)
+        found = w8a8.quantised_act_and_mul(x, "silu", type)
+        expected = Kernels().quantise_activations(Kernels().act_and_mul(x, "silu"), type)
     else:
-        found, expected = w8a8.a8_rows(x, type), Kernels().a8_rows(x, type)
+        found, expected = (
+            w8a8.quantise_activations(x, type),
+            Kernels().quantise_activations(x, type),
+        )
     assert found.dtype == HALF
     assert worst(found.scale, expected.scale) < 2e-3
     # The interpreter rounds some of what lies between two numbers of e4m3 otherwise; a GPU does
@@ -230,7 +234,7 @@ def test_a_norm_quantises_as_what_would_read_it(width: int, type: torch.dtype) -
     x, residual, weight = x.to(HALF), residual.to(HALF), weight.to(HALF)
     again = residual.clone()
     found = cuda.add_rms_norm(x, residual, weight, 1e-5, to=type)
-    expected = w8a8.a8_rows(cuda.add_rms_norm(x, again, weight, 1e-5), type)
+    expected = w8a8.quantise_activations(cuda.add_rms_norm(x, again, weight, 1e-5), type)
     assert torch.equal(found.values.float(), expected.values.float())
     assert torch.equal(found.scale, expected.scale)
     assert torch.equal(residual, again)
@@ -240,6 +244,6 @@ def test_a_norm_quantises_as_what_would_read_it(width: int, type: torch.dtype) -
 @TYPES
 def test_a_matrix_that_no_tile_and_no_library_takes(type: torch.dtype) -> None:
     x, weight = torch.randn(200, 104).to(HALF), random_weight(30, 104, type=type)
-    rows8 = Kernels().a8_rows(x, type)
+    rows8 = Kernels().quantise_activations(x, type)
     expected = Kernels().w8a8_product(rows8._replace(dtype=torch.float64), weight)
     assert worst(w8a8.w8a8_product(rows8, weight), expected) < BOUNDS[HALF]

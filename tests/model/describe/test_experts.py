@@ -34,6 +34,7 @@ from tests.specs import changed, make_spec
 from twostroke import LLM
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import ClampedSwiglu
+from twostroke.kernels.records import ExpertWeights, RoutingRule
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe import hf_experts
 from twostroke.model.describe.cost import cost_model, dense_weight_bytes
@@ -116,7 +117,7 @@ def test_every_rule_chooses_and_weighs_as_transformers_does(name: str) -> None:
     x = torch.randn(TOKENS, HIDDEN, generator=random)
     settings = asdict(rule)
     del settings["bias"], settings["correction_bias"]
-    chosen, weights = Kernels().route(x, theirs.weight, bias, correction, **settings)
+    chosen, weights = Kernels().route(x, theirs.weight, bias, correction, RoutingRule(**settings))
     _, expected, places = theirs(x)
     shape = (TOKENS, len(theirs.weight))
     ours = torch.zeros(shape).scatter(1, chosen, weights)
@@ -130,7 +131,8 @@ def test_experts_are_a_sum_over_the_chosen_ones() -> None:
     down, biases = torch.randn(5, 8, 12, generator=random), torch.randn(5, 12, generator=random)
     chosen = torch.tensor([[4, 1], [1, 0], [4, 0], [1, 4], [0, 1], [0, 4], [4, 1]])
     weights = torch.rand(7, 2, generator=random)
-    got = Kernels().experts(x, chosen, weights, up, biases, down, None, "silu", gated=False)
+    stacked = ExpertWeights(up, biases, down, None, "silu", gated=False)
+    got = Kernels().experts(x, chosen, weights, stacked)
     for t in range(7):
         parts = []
         for expert, weight in zip(chosen[t].tolist(), weights[t], strict=True):

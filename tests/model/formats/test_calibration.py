@@ -26,7 +26,7 @@ from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.model.formats.calibration import READ_BYTES, read_text
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.dequant import dequantize
-from twostroke.model.torch import decoder
+from twostroke.model.torch import load_layers
 from twostroke.model.torch.importance import DAMPING, measure_importance
 from twostroke.model.weights.rounding import rounded_blocks
 
@@ -118,8 +118,9 @@ def test_the_mean_square_of_each_input_is_found_and_each_layer_read_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    plain = decoder._Loader.layer
-    monkeypatch.setattr(decoder._Loader, "layer", lambda self, n: read.append(n) or plain(self, n))
+    loader = load_layers.LayerLoader
+    plain = loader.layer
+    monkeypatch.setattr(loader, "layer", lambda self, n: read.append(n) or plain(self, n))
     spec, source = load_hf_config(folder)[0], opened(folder)
     windows = [[BOS_ID, *range(5, 40)], [BOS_ID, *range(100, 135)]]
     found = measure_importance(spec, source, windows, FP32, CPU, 64)

@@ -1,4 +1,4 @@
-"""The kernels in Triton. `reference` defines each; importing this needs triton.
+"""The kernels in Triton. `reference` defines each of them. Importing this package needs triton.
 
 Every launch may be captured in a CUDA graph: grids follow from shapes and from numbers the host
 knows, lengths are read on the device, and nothing is specialised on a value that changes from step
@@ -35,7 +35,7 @@ from twostroke.kernels.cuda.splits import (
     num_sms,
 )
 from twostroke.kernels.cuda.w8a8 import (
-    a8_rows,
+    quantise_activations,
     w8_gated_product,
     w8_product,
     w8a8_gated_product,
@@ -44,7 +44,6 @@ from twostroke.kernels.cuda.w8a8 import (
 
 __all__ = [
     "DecodeScratch",
-    "a8_rows",
     "act_and_mul",
     "add_rms_norm",
     "adjust_logits",
@@ -67,6 +66,7 @@ __all__ = [
     "packed_product",
     "prefill_attention",
     "product",
+    "quantise_activations",
     "rms_norm",
     "rope_decode_attention",
     "rope_store",

@@ -1,10 +1,11 @@
-"""What requests forbid or favour, on the device: one launch over the samples that ask for it.
+"""Masks, penalties, biases and bans of requests, on the device: one launch over the samples that
+ask for them.
 
     every tile of every sample:  raw logits ─▶ masks ─▶ penalties ─▶ fp32
                                  the biased tokens of the tile once more, with their bias
                                  the banned tokens of the tile: -inf
 
-Masks and bans are -inf whatever else is done to a logit, so only bias before penalties is an order.
+Masks and bans set a logit to -inf, so the only order that matters is biases before penalties.
 `kernels/reference_sampling.py` defines the functions, `kernels/sampling.py` the tables.
 """
 
@@ -35,7 +36,7 @@ FREQUENCY = tl.constexpr(columns.FREQUENCY)
 PRESENCE = tl.constexpr(columns.PRESENCE)
 PENALISED = tl.constexpr(columns.PENALISED)
 ALLOWED_IDS = tl.constexpr(columns.ALLOWED_IDS)
-MOST_WRITTEN = tl.constexpr(columns.MOST_WRITTEN)
+MAX_WRITTEN = tl.constexpr(columns.MAX_WRITTEN)
 MAX_BIASES = tl.constexpr(columns.MAX_BIASES)
 MAX_BANS = tl.constexpr(columns.MAX_BANS)
 MAX_BAN_PREFIX = tl.constexpr(columns.MAX_BAN_PREFIX)
@@ -202,7 +203,7 @@ def _masked_and_penalised(
         frequency = tl.load(fields + FREQUENCY * count).to(tl.float32, bitcast=True)
         presence = tl.load(fields + PRESENCE * count).to(tl.float32, bitcast=True)
         seen = tl.load(counts + row * VOCAB + token, mask=inside, other=0).to(tl.int32)
-        written = seen & MOST_WRITTEN
+        written = seen & MAX_WRITTEN
         by = tl.zeros_like(logit) + repetition
         scaled = tl.where(logit > 0, tl.math.div_rn(logit, by), logit * repetition)
         logit = tl.where(seen != 0, scaled, logit)
@@ -225,5 +226,5 @@ def _advance(
     if (tl.load(fields + FLAGS * count) & PENALISED != 0) & (token >= 0):
         at = counts + row * VOCAB + token
         seen = tl.load(at)
-        grown = (seen & MOST_WRITTEN) < MOST_WRITTEN
+        grown = (seen & MAX_WRITTEN) < MAX_WRITTEN
         tl.store(at, seen + grown.to(tl.int16))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from twostroke.kernels import cuda
+from twostroke.kernels.records import DEFAULT_CONTEXT, RoutingRule, StepContext
 from twostroke.kernels.reference import Kernels
 
 
@@ -18,7 +17,7 @@ class CudaKernels(Kernels):
     gated_product = staticmethod(cuda.gated_product)
     w8_product = staticmethod(cuda.w8_product)
     w8_gated_product = staticmethod(cuda.w8_gated_product)
-    a8_rows = staticmethod(cuda.a8_rows)
+    quantise_activations = staticmethod(cuda.quantise_activations)
     w8a8_product = staticmethod(cuda.w8a8_product)
     w8a8_gated_product = staticmethod(cuda.w8a8_gated_product)
     packed_product = staticmethod(cuda.packed_product)
@@ -49,12 +48,11 @@ class CudaKernels(Kernels):
         router: torch.Tensor,
         bias: torch.Tensor | None,
         correction: torch.Tensor | None,
-        *,
-        pdl: bool = False,
-        **rule: Any,
+        rule: RoutingRule,
+        context: StepContext = DEFAULT_CONTEXT,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = cuda.exact_product(x, router, pdl=pdl)
-        return cuda.route(logits, bias, correction, **rule, pdl=pdl)
+        logits = cuda.exact_product(x, router, context)
+        return cuda.route(logits, bias, correction, rule, context)
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
         return cuda.decode_splits(batch, num_kv_heads, max_len, self._num_sms)

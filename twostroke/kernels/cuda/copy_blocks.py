@@ -24,8 +24,8 @@ def _copy(source, target, pairs, num_pairs, num_words, TILE: tl.constexpr):
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Rows of `source` to rows of `target`, both [blocks, words] of int64; `pairs`: int64, of
-    rows there and here."""
+    """Copy rows of `source` to rows of `target`, both [blocks, words] of int64. `pairs`: int64, row
+    of the target and row of the source."""
     num_pairs, num_words = len(pairs), source.shape[1]
     items = num_pairs * triton.cdiv(num_words, TILE)
     grid = (min(items, PROGRAMS),)

@@ -5,10 +5,10 @@
 
 The query heads of a KV head share one tile, so that keys and values are read once; so do the tokens
 of a row that has several. Each program reads its sequence's length on the device: one captured
-launch serves every context. What is read of the cache is converted to the queries' type; the scales
-of int8 multiply the scores and the softmax's weights, which are fewer.
+launch serves every context. Cached elements are converted to the queries' type; the scales of int8
+multiply the scores and the softmax's weights, which are fewer.
 
-`rope_decode_attention` begins one launch earlier, with what the QKV product has left: see
+`rope_decode_attention` begins one launch earlier, with the output of the QKV product: see
 `new_token.py`.
 """
 
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.kv_types import (
     operand_of,
     pair_to_operands,
@@ -30,18 +32,24 @@ from twostroke.kernels.cuda.kv_types import (
 )
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
-from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
 from twostroke.kernels.cuda.splits import (
-    MOST_SPLITS,
+    MAX_SPLITS,
     PROGRAMS_PER_SM,
-    DecodeScratch,
     merge,
     num_sms,
     query_at,
 )
 from twostroke.kernels.cuda.tiles import shared_bytes
+from twostroke.kernels.records import (
+    DEFAULT_CONTEXT,
+    AttentionRule,
+    DecodeWork,
+    KVView,
+    Rope,
+    StepContext,
+)
 from twostroke.kernels.reference import Attend
 
 ONE_TILE_SPLITS = 32  # from here on a split of a short context is one tile
@@ -52,18 +60,19 @@ class Tuning:
     tile: int  # cached positions of one step of the loop
     num_warps: int
     num_stages: int
-    least: int = 2  # tiles of a split, where the context has as many
+    min_tiles: int = 2  # tiles of a split, where the context has as many
 
 
 def tiles_held(tile: int, head_bytes: int) -> int:
-    """Of keys and values, in a multiprocessor's shared memory."""
+    """Return the number of tiles of keys and values that a multiprocessor's shared memory holds."""
     return shared_bytes() // (2 * tile * head_bytes)
 
 
 def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> Tuning:
-    """Few programs have more tiles under way each; many share a multiprocessor, where one computes
-    and the others load. Where a short context has a program for every tile, the smallest programs
-    are the fastest, as they begin beside the product in front."""
+    """Choose the tuning of 16-bit and 32-bit caches. Few programs have more tiles in flight each;
+    many programs share a multiprocessor, where one computes while another loads. Where a short
+    context has a program for every tile, the smallest programs are the fastest, since they begin
+    while the previous product still runs."""
     few = programs <= PROGRAMS_PER_SM * num_sms
     if head_bytes <= 256:
         if not few:
@@ -77,9 +86,9 @@ def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> Tuning:
 
 
 def tuning_8_bit(head_bytes: int, programs: int, splits: int, num_sms: int, queries: int) -> Tuning:
-    """Of 8-bit heads of at most 128 channels, where conversions and what warps exchange take the
-    time: many programs of two warps, or few that have more positions a step. Several queries leave
-    no registers for that."""
+    """Choose the tuning of 8-bit heads of at most 128 channels. Conversions and exchanges between
+    warps take the time here: many programs of two warps, or few programs with more positions a
+    step. Several queries leave no registers for more."""
     if queries > 1:
         return Tuning(64, 4, 3, 2)
     if programs <= PROGRAMS_PER_SM * num_sms and splits < ONE_TILE_SPLITS:
@@ -89,228 +98,187 @@ def tuning_8_bit(head_bytes: int, programs: int, splits: int, num_sms: int, quer
 
 def decode_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    splits: int,
-    scratch: DecodeScratch,
+    kv: KVView,
+    rule: AttentionRule,
+    work: DecodeWork,
+    context: StepContext = DEFAULT_CONTEXT,
     *,
     out: torch.Tensor,
-    queries: int = 1,
-    pdl: bool = False,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`out`: [rows · queries, H, D] against the first `lengths` cache entries of table rows `rows`;
-    zeros where the length is 0.
+    """Attention of the decode rows to `out`, [rows · queries, H, D]; zeros where the length is 0.
 
     A length counts the entries of all the row's queries: query j sees `length` − (queries − 1 − j),
-    of these the last `window`. `scratch` is of as many tokens or more, of these splits or more.
-    `sinks`: [H] in fp32, a score more in the softmax of each head.
+    of these the last `window`. The scratch is for as many tokens or more, and as many splits or
+    more.
     """
-    where = (q, keys, values, sinks, tables, rows, lengths)
-    make_launch(*where, scale, window, softcap, splits, scratch, out, queries, pdl)()
+    make_launch(q, kv, rule, work, out, context)()
     return out
 
 
 def bind_decode_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    splits: int,
-    scratch: DecodeScratch,
-    *,
-    out: torch.Tensor,
-    queries: int = 1,
-    sinks: torch.Tensor | None = None,
+    q: torch.Tensor, kv: KVView, rule: AttentionRule, work: DecodeWork, *, out: torch.Tensor
 ) -> Attend:
-    """`decode_attention` over the keys and values of any layer whose cache is like this one, and
-    with its sinks."""
-    where = (q, keys, values, sinks, tables, rows, lengths)
-    return make_launch(*where, scale, window, softcap, splits, scratch, out, queries).over
+    """Prepare `decode_attention` for any layer whose cache and rule are like those given here."""
+    return make_launch(q, kv, rule, work, out).over
 
 
 def rope_decode_attention(
     qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    rope: Rope,
     positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    splits: int,
-    scratch: DecodeScratch,
+    kv: KVView,
+    rule: AttentionRule,
+    work: DecodeWork,
+    context: StepContext = DEFAULT_CONTEXT,
     *,
     out: torch.Tensor,
-    pdl: bool = False,
-    sinks: torch.Tensor | None = None,
-    query_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`rope_store` and `decode_attention` of [B, (H + 2K) · D] in one launch: each token is the
-    last of its row's `lengths` cache entries, in a block that is in no other table, and its slot
-    says where; nothing is stored where that is < 0."""
-    made = (qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys)
-    q, new = new_token_of(*made, query_scales)
-    where = (q, keys, values, sinks, tables, rows, lengths)
-    make_launch(*where, scale, window, softcap, splits, scratch, out, 1, pdl, new)()
+    """`rope_store` and `decode_attention` of [B, (H + 2K) · D] in one launch. Each token is the
+    last of its row's `lengths` cache entries, in a block that is in no other table. It is stored in
+    its slot, or nowhere if the slot is < 0."""
+    q, new = heads_of_new(qkv, kv), NewToken(rope, positions)
+    make_launch(q, kv, rule, work, out, context, new)()
     return out
 
 
-def new_token_of(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    query_scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, NewToken]:
-    """Where the QKV product has left the queries, and what makes them."""
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    heads = qkv.unflatten(1, (-1, keys.shape[-1]))
-    q = heads[:, : heads.shape[1] - 2 * keys.shape[2]]
-    return q, NewToken(q_norm, k_norm, cos, sin, query_scales, positions, slots, eps)
+def heads_of_new(qkv: torch.Tensor, kv: KVView) -> torch.Tensor:
+    """Return the query heads that the QKV product has left, [B, H, D], not normed or rotated."""
+    heads = qkv.unflatten(1, (-1, kv.keys.shape[-1]))
+    return heads[:, : heads.shape[1] - 2 * kv.keys.shape[2]]
 
 
 def make_launch(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sinks: torch.Tensor | None,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    splits: int,
-    scratch: DecodeScratch,
+    kv: KVView,
+    rule: AttentionRule,
+    work: DecodeWork,
     out: torch.Tensor,
-    queries: int = 1,
-    pdl: bool = False,
+    context: StepContext = DEFAULT_CONTEXT,
     new: NewToken | None = None,
     tuned: Tuning | None = None,
 ) -> Launch:
-    """`new`: the queries are not made yet, see `new_token_of`."""
+    """Build the launch. `new`: the queries are still to be made from the heads in `q`."""
+    keys, queries, splits = kv.keys, work.queries, work.splits
     (tokens, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
     q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
-    batch = rows.shape[0]
+    batch = work.rows.shape[0]
     assert tokens == batch * queries
-    assert strides == values.stride()
-    assert strides[3] == q_strides[2] == out_strides[2] == tables.stride(1) == 1
-    assert splits <= MOST_SPLITS
+    assert strides == kv.values.stride()
+    assert strides[3] == q_strides[2] == out_strides[2] == kv.tables.stride(1) == 1
+    assert splits <= MAX_SPLITS
     if tuned is None:
         head_bytes, programs = dim * max(q.itemsize, keys.itemsize), batch * num_kv_heads * splits
         if keys.itemsize == 1 and head_bytes <= 256:
             tuned = tuning_8_bit(dim, programs, splits, num_sms(q.device), queries)
         else:
             tuned = tuning(head_bytes, programs, splits, num_sms(q.device))
-    *made, eps = new or (None, None, None, None, None, None, None, 0.0)
     variant = _variant(
-        num_heads // num_kv_heads,
-        queries,
-        dim,
-        page,
-        0 if new is None else new.cos.shape[-1],
+        _Shape(
+            group=num_heads // num_kv_heads,
+            queries=queries,
+            dim=dim,
+            page=page,
+            split=splits > 1,
+            window=rule.window is not None,
+            softcap=rule.softcap > 0,
+            sinks=rule.sinks is not None,
+        ),
+        NOT_NEW if new is None else _new_shape(new.rope),
         tuned,
-        splits > 1,
-        window is not None,
-        softcap > 0,
-        sinks is not None,
-        new is not None,
-        new is not None and new.q_norm is not None,
-        new is not None and new.query_scales is not None,
-        pdl,
     )
+    made, eps = (NO_TENSORS, 0.0) if new is None else (_new_tensors(new, kv), new.rope.norm_eps)
+    where = (q, keys, kv.values, rule.sinks, kv.tables, work.rows, work.lengths, out)
     return Launch(
-        variant,
+        variant.for_context(context),
         (num_kv_heads, splits, batch),
-        (q, keys, values, sinks, tables, rows, lengths, out, *scratch, *made),
-        (window or 0, splits),
+        (*where, *work.scratch, *made),
+        (rule.window or 0, splits),
         (
             eps,
-            float(scale),
-            float(softcap),
+            float(rule.scale),
+            float(rule.softcap),
             *q_strides[:2],
             *out_strides[:2],
-            tables.stride(0),
+            kv.tables.stride(0),
             *strides[:3],
         ),
     )
 
 
+class _Shape(NamedTuple):
+    """The sizes and features that the kernel is compiled for, besides its tuning."""
+
+    group: int  # query heads of a KV head
+    queries: int
+    dim: int
+    page: int
+    split: bool
+    window: bool
+    softcap: bool
+    sinks: bool
+
+
+class _NewShape(NamedTuple):
+    """The sizes and features of the part that makes the queries, where they are still to be
+    made."""
+
+    is_new: bool
+    half: int  # channel pairs that rotate
+    normed: bool
+    scaled: bool
+
+
+NOT_NEW = _NewShape(False, 0, False, False)
+NO_TENSORS = (None,) * 7  # in place of `_new_tensors`
+
+
+def _new_shape(rope: Rope) -> _NewShape:
+    return _NewShape(
+        True, rope.cos.shape[-1], rope.q_norm is not None, rope.query_scales is not None
+    )
+
+
+def _new_tensors(new: NewToken, kv: KVView) -> tuple[torch.Tensor | None, ...]:
+    rope = new.rope
+    assert rope.cos.is_contiguous()
+    assert rope.sin.is_contiguous()
+    tables = (rope.q_norm, rope.k_norm, rope.cos, rope.sin, rope.query_scales)
+    return (*tables, new.positions, kv.slots)
+
+
 @cache
-def _variant(
-    group: int,
-    queries: int,
-    dim: int,
-    page: int,
-    half: int,
-    tuned: Tuning,
-    split: bool,
-    has_window: bool,
-    has_softcap: bool,
-    has_sinks: bool,
-    is_new: bool,
-    normed: bool,
-    scaled: bool,
-    pdl: bool,
-) -> Variant:
-    members = group * queries
-    block_m = max(16, power_of_two(members + 1 if is_new else members))
-    block_members, block_dim = power_of_two(members), max(16, power_of_two(dim))
+def _variant(shape: _Shape, new: _NewShape, tuned: Tuning) -> Variant:
+    members = shape.group * shape.queries
+    block_m = max(16, power_of_two(members + 1 if new.is_new else members))
+    block_members, block_dim = power_of_two(members), max(16, power_of_two(shape.dim))
     # So that a thread's registers hold its part of the result, and what is merged at one time.
     num_warps, merged = tuned.num_warps, 128
-    if queries > 1:
+    if shape.queries > 1:
         num_warps, merged = max(num_warps, min(16, block_m * block_dim // 1024)), 32
     together = num_warps * 32 * merged // (block_members * block_dim)
     return Variant(
         _decode,
-        GROUP=group,
-        QUERIES=queries,
+        GROUP=shape.group,
+        QUERIES=shape.queries,
         BLOCK_M=block_m,
-        DIM=dim,
+        DIM=shape.dim,
         BLOCK_DIM=block_dim,
-        HALF=half,
-        PAGE=page,
+        HALF=new.half,
+        PAGE=shape.page,
         TILE=tuned.tile,
-        LEAST=tuned.least,
-        MOST_SPLITS=MOST_SPLITS,
+        MIN_TILES=tuned.min_tiles,
+        MAX_SPLITS=MAX_SPLITS,
         MERGE=max(1, min(16, together)),
         BLOCK_MEMBERS=block_members,
-        SPLIT=split,
-        WINDOW=has_window,
-        SOFTCAP=has_softcap,
-        SINKS=has_sinks,
-        NEW=is_new,
-        NORM=normed,
-        SCALED=scaled,
+        SPLIT=shape.split,
+        WINDOW=shape.window,
+        SOFTCAP=shape.softcap,
+        SINKS=shape.sinks,
+        NEW=new.is_new,
+        NORM=new.normed,
+        SCALED=new.scaled,
         num_warps=num_warps,
         num_stages=tuned.num_stages,
-        **launch_options(pdl),
     )
 
 
@@ -358,8 +326,8 @@ def _decode(
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     MERGE: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -369,9 +337,9 @@ def _decode(
     NEW: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     MEMBERS: tl.constexpr = GROUP * QUERIES  # of the tile; see `query_at`
     kv_head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)
@@ -383,7 +351,7 @@ def _decode(
     # Tiles [first_tile, last_tile) of the context, an equal share to each split.
     first_tile = first // TILE
     last_tile = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(last_tile - first_tile, splits), LEAST)
+    share = tl.maximum(tl.cdiv(last_tile - first_tile, splits), MIN_TILES)
     active = tl.cdiv(last_tile - first_tile, share)  # splits that have any
     begin = first_tile + split * share
     end = tl.minimum(begin + share, last_tile)
@@ -539,7 +507,7 @@ def _decode(
                     BLOCK_MEMBERS,
                     DIM,
                     BLOCK_DIM,
-                    MOST_SPLITS,
+                    MAX_SPLITS,
                     MERGE,
                 )
         else:

@@ -16,25 +16,26 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.launch import Variant
-from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
-from twostroke.kernels.w8a8 import LARGEST, SMALLEST_SCALE, A8Rows
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
+from twostroke.kernels.w8a8 import LARGEST, SMALLEST_SCALE, QuantizedActivations
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
 
 # A number below 2^22 that is added to it is rounded to the nearest whole one, even of two.
 ROUNDING = tl.constexpr(1.5 * 2.0**23)
-A8_ROOM = 128  # rows, of a tile
+QUANTISED_ROOM = 128  # rows, of a tile
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, context: StepContext = DEFAULT_CONTEXT
 ) -> torch.Tensor:
-    """The norm over the last dimension of [..., N]."""
+    """Return the norm over the last dimension of [..., N]."""
     width = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm(x.reshape(-1, width), None, weight, eps, out.view(-1, width), pdl)
+    _norm(x.reshape(-1, width), None, weight, eps, out.view(-1, width), context)
     return out
 
 
@@ -43,27 +44,32 @@ def add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
+    context: StepContext = DEFAULT_CONTEXT,
     *,
-    pdl: bool = False,
     to: torch.dtype | None = None,
-) -> torch.Tensor | A8Rows:
-    """The norm of `residual + x` [T, N]; the sum, rounded, replaces `residual`. `to`: quantised."""
+) -> torch.Tensor | QuantizedActivations:
+    """Return the norm of `residual + x`, [T, N]; the sum, rounded, replaces `residual`. `to`: the
+    type that the norm is quantised to."""
     assert residual.stride(1) == 1
     if to is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _norm(x, residual, weight, eps, out, pdl)
+        _norm(x, residual, weight, eps, out, context)
         return out
-    values = a8_values(x.shape[0], x.shape[1], to, x.device)
+    values = quantised_values(x.shape[0], x.shape[1], to, x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _norm(x, residual, weight, eps, values, pdl, scale)
-    return A8Rows(values, scale, x.dtype)
+    _norm(x, residual, weight, eps, values, context, scale)
+    return QuantizedActivations(values, scale, x.dtype)
 
 
-def a8_values(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of rows that are quantised, not written yet, with memory behind them up to a whole tile: what
-    `w8a8_hopper.py` fetches there is nobody's, but takes as long as rows. Programs with the same
-    lines of a weight then ask for these at the same time, and the L2 answers once."""
-    room = ceil_div(rows, A8_ROOM) * A8_ROOM if rows > A8_ROOM // 2 else rows
+def quantised_values(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return memory for quantised rows, with room behind them up to a whole tile.
+
+    `w8a8_hopper.py` fetches whole tiles. What it fetches behind the rows is not used, but takes as
+    long as rows: programs with the same lines of a weight then ask for these lines at the same
+    time, and the L2 reads them once."""
+    room = ceil_div(rows, QUANTISED_ROOM) * QUANTISED_ROOM if rows > QUANTISED_ROOM // 2 else rows
     return torch.empty(room, width, dtype=dtype, device=device)[:rows]
 
 
@@ -73,18 +79,19 @@ def _norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    pdl: bool,
+    context: StepContext,
     out_scale: torch.Tensor | None = None,
 ) -> None:
     (rows, width), (stride, channel_stride) = x.shape, x.stride()
     assert channel_stride == 1
     together = _rows_of_a_program(width)
-    most = 0.0 if out_scale is None else LARGEST[out.dtype]
-    _norm_variant(width, residual is not None, most, pdl)(
+    max_value = 0.0 if out_scale is None else LARGEST[out.dtype]
+    _norm_variant(width, residual is not None, max_value)(
         (ceil_div(rows, together),),
         (x, residual, weight, out, out_scale),
         (rows,),
         (eps, stride, stride if residual is None else residual.stride(0), out.stride(0)),
+        context,
     )
 
 
@@ -93,7 +100,7 @@ def _rows_of_a_program(width: int) -> int:
 
 
 @cache
-def _norm_variant(width: int, add: bool, most: float, pdl: bool) -> Variant:
+def _norm_variant(width: int, add: bool, max_value: float) -> Variant:
     block = power_of_two(width)
     return Variant(
         _rms_norm,
@@ -101,15 +108,14 @@ def _norm_variant(width: int, add: bool, most: float, pdl: bool) -> Variant:
         BLOCK=block,
         ROWS=_rows_of_a_program(width),
         ADD=add,
-        MOST=most,
-        LEAST=SMALLEST_SCALE,
+        MAX_VALUE=max_value,
+        MIN_SCALE=SMALLEST_SCALE,
         num_warps=_warps(block),
-        **launch_options(pdl),
     )
 
 
 def act_and_mul(
-    gate_up: torch.Tensor, activation: Activation, *, pdl: bool = False
+    gate_up: torch.Tensor, activation: Activation, context: StepContext = DEFAULT_CONTEXT
 ) -> torch.Tensor:
     """[T, 2N] → [T, N]: the activation of the first half, times the second."""
     assert gate_up.stride(1) == 1
@@ -117,24 +123,23 @@ def act_and_mul(
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     # Tokens along the grid's x: its y ends at 65,535.
     grid, strides = (rows, ceil_div(width, TILE)), (gate_up.stride(0), out.stride(0))
-    _act_variant(width, activation, pdl)(grid, (gate_up, out), (), strides)
+    _act_variant(width, activation)(grid, (gate_up, out), (), strides, context)
     return out
 
 
 @cache
-def _act_variant(width: int, activation: Activation, pdl: bool) -> Variant:
+def _act_variant(width: int, activation: Activation) -> Variant:
     return Variant(
         _act_and_mul,
         WIDTH=width,
         BLOCK=TILE,
         ACTIVATION=activation,
         num_warps=4,
-        **launch_options(pdl),
     )
 
 
 def _warps(block: int) -> int:
-    """Sixteen bytes a load, two or more loads a thread."""
+    """Return the number of warps for sixteen bytes a load and two or more loads a thread."""
     return min(max(block // 512, 2), 16)
 
 
@@ -154,11 +159,11 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
-    PDL: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < WIDTH)
@@ -173,17 +178,17 @@ def _rms_norm(
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
     result = times_weight(wide * inverse, scale, x.dtype.element_ty)
     if out_scale is not None:
-        result, unit = quantised_rows(result, out.dtype.element_ty, MOST, LEAST)
+        result, unit = quantised_rows(result, out.dtype.element_ty, MAX_VALUE, MIN_SCALE)
         tl.store(out_scale + row, unit, mask=row < num_rows)
     tl.store(out + row * out_stride + column, result, mask=mask)
 
 
 @triton.jit
-def quantised_rows(rows, kind: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):
-    """[rows, channels] in e4m3 or int8, and their scales, [rows, 1]."""
+def quantised_rows(rows, kind: tl.constexpr, MAX_VALUE: tl.constexpr, MIN_SCALE: tl.constexpr):
+    """Quantise [rows, channels] to e4m3 or int8, and return the scales too, [rows, 1]."""
     wide = rows.to(tl.float32)
-    unit = tl.maximum(tl.max(tl.abs(wide), axis=1, keep_dims=True) / MOST, LEAST)
-    small = tl.minimum(tl.maximum(wide / unit, -MOST), MOST)
+    unit = tl.maximum(tl.max(tl.abs(wide), axis=1, keep_dims=True) / MAX_VALUE, MIN_SCALE)
+    small = tl.minimum(tl.maximum(wide / unit, -MAX_VALUE), MAX_VALUE)
     if kind == tl.int8:
         small = (small + ROUNDING) - ROUNDING
     return small.to(kind), unit
@@ -191,7 +196,8 @@ def quantised_rows(rows, kind: tl.constexpr, MOST: tl.constexpr, LEAST: tl.const
 
 @triton.jit
 def times_weight(normed, weight, kind: tl.constexpr):
-    """What was normed in fp32 times the norm's weight, in the weight's type; then in `kind`."""
+    """Multiply numbers normed in fp32 by the norm's weight, in the weight's type, and convert to
+    `kind`."""
     rounded = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
     return rounded.to(weight.dtype).to(kind)
 
@@ -205,10 +211,10 @@ def _act_and_mul(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     at = gate_up + row * stride + column
@@ -221,8 +227,8 @@ def _act_and_mul(
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Gelu by erf; the others are x · sigmoid(y): silu has y = x; since 0.5 (1 + tanh z) =
-    sigmoid(2z), gelu by tanh has y = 2 √(2/π) (x + 0.044715 x³)."""
+    """Apply an activation. Gelu uses erf; the others are x · sigmoid(y): silu has y = x; since 0.5
+    (1 + tanh z) = sigmoid(2z), gelu by tanh has y = 2 √(2/π) (x + 0.044715 x³)."""
     if ACTIVATION == "gelu":
         result = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
     else:

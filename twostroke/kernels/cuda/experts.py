@@ -7,12 +7,12 @@ in use.
     down       the same with its down, each pair back to its token's place
     combine    the weighted sum of a token's pairs, best expert first
 
-A token or two (`stream_experts`) need no tiles and no order: a program has a few columns of a
-pair's gate and up, or of a token's output, and the weights go past it once.
+One or two tokens (`stream_experts`) need no tiles and no sorting: a program computes a few columns
+of a pair's gate and up, or of a token's output, and reads the weights once.
 
-Nothing asks the device for a value. How many tiles there are is known there alone: the grid is what
-there could be at the most, a program finds its expert by counting tiles, and those that are left
-over end at once. Experts that no token goes to are not read.
+No value is read from the device. The number of tiles is known on the device alone: the grid has the
+largest possible number of programs, a program finds its expert by counting tiles, and a program
+without a tile ends at once. The weights of experts without tokens are not read.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.elementwise import activated, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
-from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.records import DEFAULT_CONTEXT, ExpertWeights, RoutingRule, StepContext
 
-MOST_STREAMED = 16  # pairs that share no weights: each reads its own
+MAX_STREAMED = 16  # pairs that are not sorted: each reads its own weights
 SORTED_AT_ONCE = 4096  # pairs
 UP_COLUMNS, DOWN_COLUMNS = 2, 4  # of a program that streams
 COMBINED = 1024  # channels of a program
 
 
 class Pairs(NamedTuple):
-    """Those of a token and an expert of it, expert by expert."""
+    """The pairs of a token and one of its experts, sorted by expert."""
 
     order: torch.Tensor  # [pairs], int32: token · experts_per_token + which of its experts
     starts: torch.Tensor  # [experts + 1], int32: where each expert's begin
@@ -54,8 +55,9 @@ class Tiling:
 
 
 def tiling(pairs: int, experts: int, inner: int, gated: bool) -> Tiling:
-    """`inner` of a product with one expert. Few pairs an expert: its weight goes past once. Many:
-    the matrix units' own size. By `tests.gpu.experts_check` on an H200."""
+    """Choose the tiling of the product with one expert, whose inner size is `inner`. With few pairs
+    an expert the weight is read once; with many pairs the tiles have the matrix units' own size.
+    Measured by `tests.gpu.experts_check` on an H200."""
     each = pairs / min(pairs, experts)
     if each <= 12:
         tuned = Tiling(16, 32, 256, 4, 3) if gated else Tiling(16, 64, 128, 4, 3)
@@ -83,40 +85,31 @@ def route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     correction: torch.Tensor | None,
-    experts_per_token: int,
-    scoring: str,
-    normalised: bool,
-    scale: float,
-    num_groups: int,
-    groups_used: int,
-    group_score: str,
-    *,
-    pdl: bool = False,
+    rule: RoutingRule,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a router's product [T, experts]: each token's experts (int32), best first and of equals
-    the lower one, and their weights (fp32). `bias` is added to the product, `correction` to the
-    scores for the choice alone. What is NaN comes last: no other number leaves here than that of
-    an expert."""
+    """Choose the experts of each token by the router's logits [T, experts]. Returns their numbers
+    (int32), best first and the lower number first among equals, and their weights (fp32). `bias`
+    is added to the logits, `correction` to the scores for the choice alone. A NaN comes last: every
+    number returned is that of an expert."""
     tokens, experts = logits.shape
+    each = rule.experts_per_token
     assert logits.stride(1) == 1
-    chosen = torch.empty(tokens, experts_per_token, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=logits.device)
-    groups = (num_groups, groups_used) if groups_used < num_groups else (1, 1)
-    variant = _route_variant(
-        experts, experts_per_token, scoring, normalised, *groups, group_score, pdl
-    )
+    chosen = torch.empty(tokens, each, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, each, dtype=torch.float32, device=logits.device)
+    variant = _route_variant(experts, rule)
     tensors = (logits, bias, correction, chosen, weights)
-    variant((tokens,), tensors, (float(scale),), (logits.stride(0),))
+    variant((tokens,), tensors, (float(rule.scale),), (logits.stride(0),), context)
     return chosen, weights
 
 
-def by_expert(chosen: torch.Tensor, experts: int, *, pdl: bool = False) -> Pairs:
-    """`chosen`: [T, experts_per_token], int32."""
+def by_expert(chosen: torch.Tensor, experts: int, context: StepContext = DEFAULT_CONTEXT) -> Pairs:
+    """Sort the pairs of `chosen`, [T, experts_per_token] in int32, by expert."""
     pairs = chosen.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
-    at_once = min(power_of_two(pairs), SORTED_AT_ONCE)
-    _sort_variant(experts, at_once, pdl)((experts,), (chosen, order, starts), (pairs,), ())
+    variant = _sort_variant(experts, min(power_of_two(pairs), SORTED_AT_ONCE))
+    variant((experts,), (chosen, order, starts), (pairs,), context=context)
     return Pairs(order, starts)
 
 
@@ -124,18 +117,15 @@ def gated_experts(
     x: torch.Tensor,
     pairs: Pairs,
     experts_per_token: int,
-    gate_up: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: Activation,
-    gated: bool,
-    *,
-    pdl: bool = False,
+    stacked: ExpertWeights,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """[pairs, inner], in the order of `pairs`: the activation of each pair's gate times its up.
-    gate_up: [experts, 2 · inner, hidden], gates first; without a gate [experts, inner, hidden]."""
+    """Return the activated gate times up of each pair, [pairs, inner], in the order of `pairs`."""
+    gate_up, gated = stacked.gate_up, stacked.gated
     width = gate_up.shape[1] // (2 if gated else 1)
     out = torch.empty(len(pairs.order), width, dtype=x.dtype, device=x.device)
-    _grouped(x, pairs, experts_per_token, gate_up, bias, out, activation, gated, True, pdl)
+    part = _Part(gate_up, stacked.gate_up_bias, stacked.activation, gated, by_token=True)
+    _grouped(x, pairs, experts_per_token, part, out, context)
     return out
 
 
@@ -143,20 +133,19 @@ def experts_down(
     inner: torch.Tensor,
     pairs: Pairs,
     weights: torch.Tensor,
-    down: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    pdl: bool = False,
+    stacked: ExpertWeights,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """[T, hidden]: the products with `down` [experts, hidden, inner], times the weights
-    [T, experts_per_token], added up in fp32, best expert first."""
+    """Return [T, hidden]: the products with `down` times the weights [T, experts_per_token], added
+    up in fp32, best expert first."""
     tokens, each = weights.shape
-    hidden = down.shape[1]
-    parts = torch.empty(tokens * each, hidden, dtype=inner.dtype, device=inner.device)
-    _grouped(inner, pairs, each, down, bias, parts, "", False, False, pdl)
+    hidden = stacked.down.shape[1]
+    products = torch.empty(tokens * each, hidden, dtype=inner.dtype, device=inner.device)
+    part = _Part(stacked.down, stacked.down_bias, "", gated=False, by_token=False)
+    _grouped(inner, pairs, each, part, products, context)
     out = torch.empty(tokens, hidden, dtype=inner.dtype, device=inner.device)
     grid = (tokens, ceil_div(hidden, COMBINED))
-    _combine_variant(hidden, each, pdl)(grid, (parts, weights, out), (), ())
+    _combine_variant(hidden, each)(grid, (products, weights, out), context=context)
     return out
 
 
@@ -164,120 +153,105 @@ def mix_experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    activation: Activation,
-    gated: bool,
-    *,
-    pdl: bool = False,
+    stacked: ExpertWeights,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Σ weight · mlp(x) over each token's experts: [T, hidden]. Weights are stacked,
-    [experts, out, in]."""
-    each, count = chosen.shape[1], len(down)
-    how = (activation, gated)
-    if chosen.numel() <= MOST_STREAMED:
-        biased = (gate_up, gate_up_bias, down, down_bias)
-        return stream_experts(x.contiguous(), chosen.int(), weights, *biased, *how, pdl=pdl)
-    pairs = by_expert(chosen.int(), count, pdl=pdl)
-    inner = gated_experts(x.contiguous(), pairs, each, gate_up, gate_up_bias, *how, pdl=pdl)
-    return experts_down(inner, pairs, weights, down, down_bias, pdl=pdl)
+    """Return Σ weight · mlp(x) over each token's experts: [T, hidden]."""
+    x, chosen = x.contiguous(), chosen.int()
+    if chosen.numel() <= MAX_STREAMED:
+        return stream_experts(x, chosen, weights, stacked, context)
+    pairs = by_expert(chosen, len(stacked.down), context)
+    inner = gated_experts(x, pairs, chosen.shape[1], stacked, context)
+    return experts_down(inner, pairs, weights, stacked, context)
 
 
 def stream_experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    activation: Activation,
-    gated: bool,
-    *,
-    pdl: bool = False,
+    stacked: ExpertWeights,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """`mix_experts` of few tokens: what two of them share is read twice."""
-    (tokens, each), (_, hidden, width) = chosen.shape, down.shape
+    """`mix_experts` of few tokens: an expert that two tokens share is read twice."""
+    (tokens, each), (_, hidden, width) = chosen.shape, stacked.down.shape
     inner = torch.empty(tokens * each, width, dtype=x.dtype, device=x.device)
     grid = (tokens * each * ceil_div(width, UP_COLUMNS),)
-    variant = _stream_up_variant(each, width, hidden, activation, gated, pdl)
-    variant(grid, (x, chosen, gate_up, gate_up_bias, inner), (), ())
+    variant = _stream_up_variant(each, width, hidden, stacked.activation, stacked.gated)
+    variant(grid, (x, chosen, stacked.gate_up, stacked.gate_up_bias, inner), context=context)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     grid = (tokens * ceil_div(hidden, DOWN_COLUMNS),)
-    variant = _stream_down_variant(each, hidden, width, pdl)
-    variant(grid, (inner, chosen, weights, down, down_bias, out), (), ())
+    variant = _stream_down_variant(each, hidden, width)
+    down = (stacked.down, stacked.down_bias)
+    variant(grid, (inner, chosen, weights, *down, out), context=context)
     return out
+
+
+class _Part(NamedTuple):
+    """One of the two products of an expert: gate and up, or down."""
+
+    weight: torch.Tensor  # [experts, out, in]
+    bias: torch.Tensor | None
+    activation: Activation | str
+    gated: bool
+    by_token: bool  # the input has a row for each token, not for each pair
 
 
 def _grouped(
     x: torch.Tensor,
     pairs: Pairs,
     experts_per_token: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    part: _Part,
     out: torch.Tensor,
-    activation: Activation | str,
-    gated: bool,
-    by_token: bool,
-    pdl: bool,
+    context: StepContext,
 ) -> None:
+    weight = part.weight
     count, (experts, _, inner), columns = len(pairs.order), weight.shape, out.shape[1]
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    tuned = tiling(count, experts, inner, gated)
+    tuned = tiling(count, experts, inner, part.gated)
     # Every expert in use has at most one tile that is not full.
     tiles = count // tuned.rows + min(experts, count)
     grid = (tiles * ceil_div(columns, tuned.columns),)
-    exact = x.dtype == torch.float32
-    key = (experts, experts_per_token, columns, inner, tuned, activation, gated, by_token, exact)
-    variant = _grouped_variant(*key, pdl)
-    variant(grid, (x, pairs.order, pairs.starts, weight, bias, out), (), ())
+    sizes = _Sizes(experts, experts_per_token, columns, inner)
+    how = (part.activation, part.gated, part.by_token, x.dtype == torch.float32)
+    variant = _grouped_variant(sizes, tuned, *how)
+    variant(grid, (x, pairs.order, pairs.starts, weight, part.bias, out), context=context)
 
 
 # ── variants ────────────────────────────────────────────────────────────────────────────────────
 
 
 @cache
-def _route_variant(
-    experts: int,
-    each: int,
-    scoring: str,
-    normalised: bool,
-    num_groups: int,
-    groups_used: int,
-    group_score: str,
-    pdl: bool,
-) -> Variant:
-    assert 0 < each <= experts // num_groups * groups_used
-    assert experts % num_groups == 0
+def _route_variant(experts: int, rule: RoutingRule) -> Variant:
+    each, grouped = rule.experts_per_token, rule.groups_used < rule.num_groups
+    groups, used = (rule.num_groups, rule.groups_used) if grouped else (1, 1)
+    assert 0 < each <= experts // groups * used
+    assert experts % groups == 0
     return Variant(
         _route,
         E=experts,
         BLOCK=power_of_two(experts),
         EACH=each,
         BLOCK_EACH=power_of_two(each),
-        SIGMOID=scoring == "sigmoid",
-        NORMALISED=normalised,
-        GROUPS=num_groups,
-        BLOCK_GROUPS=power_of_two(num_groups),
-        USED=groups_used,
-        TOP2=group_score == "top2_sum",
+        SIGMOID=rule.scoring == "sigmoid",
+        NORMALISED=rule.normalised,
+        GROUPS=groups,
+        BLOCK_GROUPS=power_of_two(groups),
+        USED=used,
+        TOP2=rule.group_score == "top2_sum",
         num_warps=1,
-        **launch_options(pdl),
     )
 
 
 @cache
-def _sort_variant(experts: int, at_once: int, pdl: bool) -> Variant:
+def _sort_variant(experts: int, at_once: int) -> Variant:
     warps = 4 if at_once <= 1024 else 8
-    return Variant(_sort, E=experts, PAIRS=at_once, num_warps=warps, **launch_options(pdl))
+    return Variant(_sort, E=experts, PAIRS=at_once, num_warps=warps)
 
 
 @cache
 def _stream_up_variant(
-    each: int, columns: int, inner: int, activation: Activation, gated: bool, pdl: bool
+    each: int, columns: int, inner: int, activation: Activation, gated: bool
 ) -> Variant:
     return Variant(
         _stream_up,
@@ -289,12 +263,11 @@ def _stream_up_variant(
         GATED=gated,
         ACTIVATION=activation,
         num_warps=4,
-        **launch_options(pdl),
     )
 
 
 @cache
-def _stream_down_variant(each: int, columns: int, inner: int, pdl: bool) -> Variant:
+def _stream_down_variant(each: int, columns: int, inner: int) -> Variant:
     return Variant(
         _stream_down,
         EACH=each,
@@ -303,30 +276,32 @@ def _stream_down_variant(each: int, columns: int, inner: int, pdl: bool) -> Vari
         COLUMNS=DOWN_COLUMNS,
         INNER=min(256, power_of_two(inner)),
         num_warps=4,
-        **launch_options(pdl),
     )
+
+
+class _Sizes(NamedTuple):
+    experts: int
+    each: int  # experts of a token
+    columns: int
+    inner: int
 
 
 @cache
 def _grouped_variant(
-    experts: int,
-    each: int,
-    columns: int,
-    inner: int,
+    sizes: _Sizes,
     tuned: Tiling,
     activation: Activation | str,
     gated: bool,
     by_token: bool,
     exact: bool,
-    pdl: bool,
 ) -> Variant:
     return Variant(
         _grouped_product,
-        E=experts,
-        BLOCK=power_of_two(experts),
-        EACH=each,
-        N=columns,
-        K=inner,
+        E=sizes.experts,
+        BLOCK=power_of_two(sizes.experts),
+        EACH=sizes.each,
+        N=sizes.columns,
+        K=sizes.inner,
         ROWS=tuned.rows,
         COLUMNS=tuned.columns,
         INNER=tuned.inner,
@@ -336,15 +311,12 @@ def _grouped_variant(
         PRECISION="ieee" if exact else "tf32",  # of fp32; narrower types have no other
         num_warps=tuned.num_warps,
         num_stages=2 if exact else tuned.num_stages,
-        **launch_options(pdl),
     )
 
 
 @cache
-def _combine_variant(hidden: int, each: int, pdl: bool) -> Variant:
-    return Variant(
-        _combine, N=hidden, EACH=each, BLOCK=COMBINED, num_warps=4, **launch_options(pdl)
-    )
+def _combine_variant(hidden: int, each: int) -> Variant:
+    return Variant(_combine, N=hidden, EACH=each, BLOCK=COMBINED, num_warps=4)
 
 
 # ── kernels ─────────────────────────────────────────────────────────────────────────────────────
@@ -352,7 +324,7 @@ def _combine_variant(hidden: int, each: int, pdl: bool) -> Variant:
 
 @triton.jit
 def _first_of_best(values, number, left, NONE: tl.constexpr):
-    """The lowest number whose value is the largest of those that are left."""
+    """Return the lowest number whose value is the largest among those in `left`."""
     best = tl.max(tl.where(left, values, float("-inf")), axis=0)
     return tl.min(tl.where(left & (values == best), number, NONE), axis=0)
 
@@ -376,12 +348,12 @@ def _route(
     BLOCK_GROUPS: tl.constexpr,
     USED: tl.constexpr,
     TOP2: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     left = expert < E
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     at = logits + token * stride + expert
     logit = tl.load(at, mask=left, other=float("-inf")).to(tl.float32)
     if bias is not None:
@@ -438,12 +410,12 @@ def _sort(
     num_pairs,
     E: tl.constexpr,
     PAIRS: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """A program has an expert: its pairs come after those of the experts before it."""
+    """A program sorts the pairs of one expert: they come after those of the experts before it."""
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     before = tl.zeros([PAIRS], tl.int32)
     for start in range(0, num_pairs, PAIRS):
         theirs = tl.load(chosen + start + pair, mask=start + pair < num_pairs, other=E)
@@ -474,14 +446,14 @@ def _stream_up(
     INNER: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     HALF: tl.constexpr = N * K
     pair = tl.program_id(0) // PARTS
     column = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     expert = tl.load(chosen + pair).to(tl.int64)
     # Columns past the end read the last row of the weight again, and are dropped.
     own = weight + expert * (2 * HALF if GATED else HALF)
@@ -532,16 +504,17 @@ def _stream_down(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """A token's experts are added up as they are read."""
+    """Multiply with `down`; the outputs of a token's experts are added up as their weights are
+    read."""
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     token = tl.program_id(0) // PARTS
     column = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     mask = column < N
     line = tl.minimum(column, N - 1)[:, None] * K + inner[None, :]
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     sums = tl.zeros([COLUMNS, INNER], tl.float32)
     biases = tl.zeros([COLUMNS], tl.float32)
     for number in tl.static_range(EACH):
@@ -585,15 +558,16 @@ def _grouped_product(
     ACTIVATION: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """BY_TOKEN: x has a row for each token, and the result one for each pair in their order;
-    otherwise x has those, and the result the pairs of a token side by side."""
+    """The product of sorted pairs with their experts' weights. BY_TOKEN: x has a row for each
+    token, and the result has one for each pair, in sorted order. Otherwise x has a row for each
+    sorted pair, and the result has the pairs of a token side by side."""
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // PARTS
     column = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     number = tl.arange(0, BLOCK)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     first = tl.load(starts + number, mask=number < E, other=0)
     end = tl.load(starts + number + 1, mask=number < E, other=0)
     tiles = (end - first + ROWS - 1) // ROWS
@@ -656,12 +630,12 @@ def _combine(
     N: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < N
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     sums = tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(EACH):
         pair = token * EACH + number

@@ -12,13 +12,14 @@ import triton.language as tl
 
 @triton.jit
 def largest_of(x):
-    """Of each row's magnitudes, [rows, 1]."""
+    """Return the largest magnitude of each row, [rows, 1]."""
     return tl.max(tl.abs(x), axis=1, keep_dims=True)
 
 
 @triton.jit
 def quantised(x, largest, to: tl.constexpr):
-    """fp32 as elements of the cache. `largest`: of the row's magnitudes, for int8."""
+    """Return fp32 numbers as elements of the cache. `largest`: the largest magnitude of each row,
+    for int8."""
     if to == tl.int8:
         # From 1.5 · 2²³ on fp32 has no fractions: added and taken away again it rounds to even.
         scaled = x * (127.0 / tl.maximum(largest, 1e-30))
@@ -31,7 +32,7 @@ def quantised(x, largest, to: tl.constexpr):
 
 @triton.jit
 def dequantised(elements, largest):
-    """What they stand for, in fp32."""
+    """Return the numbers that cached elements stand for, in fp32."""
     made = elements.to(tl.float32)
     if elements.dtype == tl.int8:
         made = made * (largest / 127.0)
@@ -40,15 +41,17 @@ def dequantised(elements, largest):
 
 @triton.jit
 def scale_at(block, head, slot, num_heads, DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Where the scale of a head and slot is. `block`: where the block's keys or values begin."""
+    """Return the address of the scale of a head and slot. `block`: the address of the block's keys
+    or values."""
     offset = (PAGE * num_heads * DIM + 15) // 16 * 16
     return (block + offset + (head * PAGE + slot) * 4).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def operand_of(query, cache):
-    """Queries in the type of the products with what is cached. Of 8-bit types that is fp16, which
-    has all their values, and which they become in fewer instructions than bf16."""
+    """Return queries in the type of their product with cached elements. For 8-bit caches that is
+    fp16: it has all their values, and the conversion to fp16 takes fewer instructions than to
+    bf16."""
     if cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.bfloat16:
         wide = query.to(tl.float32)
         query = tl.minimum(tl.maximum(wide, -65504.0), 65504.0).to(tl.float16)
@@ -57,7 +60,7 @@ def operand_of(query, cache):
 
 @triton.jit
 def to_operand(elements, to: tl.constexpr, ASM: tl.constexpr):
-    """Elements of keys in the type of the queries. `ASM`: not interpreted."""
+    """Return elements of keys in the type of the queries. `ASM`: the kernel is not interpreted."""
     if ASM and elements.dtype == tl.int8:
         # 1024 + (x + 128) in fp16 is the byte, its sign turned, beside 0x64.
         elements = tl.inline_asm_elementwise(
@@ -85,8 +88,9 @@ def to_operand(elements, to: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def pair_to_operands(pairs, kind: tl.constexpr, ASM: tl.constexpr):
-    """Two neighbouring elements of type `kind`, as int16, as two tiles in fp16: the even and the
-    odd ones. e4m3 without `ASM` comes out 2⁻⁸ of what it is: see `pair_unit`."""
+    """Convert pairs of neighbouring elements of type `kind`, each pair an int16, to two tiles in
+    fp16: the even and the odd elements. Without `ASM` e4m3 comes out as 2⁻⁸ of its value: see
+    `pair_unit`."""
     if ASM:
         if kind == tl.float8e4nv:
             even, odd = tl.inline_asm_elementwise(
@@ -155,6 +159,6 @@ def pair_to_operands(pairs, kind: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def pair_unit(kind: tl.constexpr, ASM: tl.constexpr):
-    """What sums of products with `pair_to_operands` are to be multiplied by."""
+    """Return the factor for sums of products with `pair_to_operands`."""
     unit: tl.constexpr = 256.0 if kind == tl.float8e4nv and not ASM else 1.0
     return unit

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of decode steps, and what stands before it.
+"""Latent attention (MLA) of decode steps, with the norm, rope and store before it.
 
     kv_a's row ─┬─ latent   ─▶ norm ─▶ kv, keys[slot]          one launch: `latent_rope_store`
                 └─ rope key ─▶ rope ─▶ kv, keys[slot]
@@ -9,30 +9,39 @@
     program (channels, head, token):            the splits' results ─▶ one
 
 All heads share the cached vectors, so that heads are the rows of a tile, and a tile of the cache is
-in shared memory once for scores and values. Of few heads the bytes of the cache decide, of 128 the
-products: 2 · (2R + rope) operations a head for R + rope cached elements. What a split finds is
-large (fp32, R channels a head): the splits meet in a launch of their own, which has programs enough
-to read it. A decode step's launches read lengths on the device: one recorded launch serves every
-context. What is read of the cache is converted to the queries' type.
+in shared memory once for scores and values. With few heads the bytes of the cache take the time,
+with 128 heads the products: 2 · (2R + rope) operations a head for R + rope cached elements. The
+result of a split is large (fp32, R channels a head): a launch of its own merges the splits, with
+enough programs to read them. A decode step's launches read lengths on the device: one recorded
+launch serves every context. Cached elements are converted to the queries' type.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.elementwise import times_weight
 from twostroke.kernels.cuda.launch import Variant
-from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
-from twostroke.kernels.cuda.splits import DecodeScratch, num_sms, query_at
+from twostroke.kernels.cuda.splits import num_sms, query_at
+from twostroke.kernels.records import (
+    DEFAULT_CONTEXT,
+    AttentionRule,
+    DecodeWork,
+    KVView,
+    Rope,
+    StepContext,
+)
 
-MOST_SPLITS = 128
+MAX_SPLITS = 128
 SETUP_TILES = 2  # what a program costs beside its tiles: to begin, and to write what it found
 HEADS = 8  # queries of one program of `latent_rope_store`
 
@@ -43,40 +52,38 @@ HEADS = 8  # queries of one program of `latent_rope_store`
 def latent_rope_store(
     q: torch.Tensor,
     projected: torch.Tensor,
-    kv_norm: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    rope: Rope,
     positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
+    kv: KVView,
+    context: StepContext = DEFAULT_CONTEXT,
     *,
-    kv: torch.Tensor,
-    pdl: bool = False,
+    out: torch.Tensor,
 ) -> None:
-    """The last channels of q [T, H, D] turn in place. Of `projected` [T, R + rope] the first R are
-    normed and the others turn: to `kv`, which may be the same, and to the slots of the cache
-    (nowhere if a slot is < 0)."""
-    (tokens, num_heads, dim), rank, half = q.shape, len(kv_norm), cos.shape[1]
-    assert q.stride(2) == projected.stride(1) == kv.stride(1) == keys.stride(3) == 1
-    assert cos.stride() == sin.stride()
-    _store_variant(num_heads, dim, rank, half, keys.shape[1], pdl)(
+    """Rotate the last channels of q, [T, H, D], in place. Norm the first R channels of `projected`,
+    [T, R + rope], and rotate the others; write both to `out`, which may be `projected`, and to the
+    slots of the cache (nowhere if a slot is < 0)."""
+    (tokens, num_heads, dim), keys, norm = q.shape, kv.keys, rope.k_norm
+    assert norm is not None
+    assert q.stride(2) == projected.stride(1) == out.stride(1) == keys.stride(3) == 1
+    assert rope.cos.stride() == rope.sin.stride()
+    _store_variant(num_heads, dim, len(norm), rope.cos.shape[1], keys.shape[1])(
         (tokens, 1 + ceil_div(num_heads, HEADS)),
-        (q, projected, kv_norm, cos, sin, positions, slots, kv, keys),
+        (q, projected, norm, rope.cos, rope.sin, positions, kv.slots, out, keys),
         (),
         (
-            eps,
+            rope.norm_eps,
             *q.stride()[:2],
             projected.stride(0),
-            kv.stride(0),
-            cos.stride(0),
+            out.stride(0),
+            rope.cos.stride(0),
             *keys.stride()[:2],
         ),
+        context,
     )
 
 
 @cache
-def _store_variant(num_heads: int, dim: int, rank: int, half: int, page: int, pdl: bool) -> Variant:
+def _store_variant(num_heads: int, dim: int, rank: int, half: int, page: int) -> Variant:
     return Variant(
         _latent_rope_store,
         NUM_HEADS=num_heads,
@@ -88,7 +95,6 @@ def _store_variant(num_heads: int, dim: int, rank: int, half: int, page: int, pd
         PAGE=page,
         HEADS=HEADS,
         num_warps=2,
-        **launch_options(pdl),
     )
 
 
@@ -119,9 +125,9 @@ def _latent_rope_store(
     PAIRS: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     angle = tl.load(positions + token).to(tl.int64) * angle_stride
@@ -183,7 +189,8 @@ class Tuning:
 
 
 def tuning(members: int, width: int, itemsize: int) -> Tuning:
-    """Of `width` cached channels. `itemsize`: the larger of queries and cache."""
+    """Choose the tuning for `width` cached channels. `itemsize`: the larger one of queries and
+    cache."""
     if itemsize == 4:
         return Tuning(16, 16, False, 8, 2, 1)
     if members <= 16:
@@ -195,8 +202,9 @@ def tuning(members: int, width: int, itemsize: int) -> Tuning:
 
 @lru_cache(maxsize=4096)
 def latent_decode_splits(batch: int, members: int, width: int, max_len: int, num_sms: int) -> int:
-    """Into how many parts each of `batch` contexts is cut: those with which the programs are done
-    first if every context is the longest. `members`: heads times the tokens of a row."""
+    """Return the number of parts that each of `batch` contexts is cut into: the number with which
+    the programs end first if every context is the longest. `members`: heads times the tokens of a
+    row."""
     tuned = tuning(members, width, 2)
     programs, places = batch * ceil_div(members, tuned.members), tuned.per_sm * num_sms
     tiles = ceil_div(max_len, tuned.tile)
@@ -204,82 +212,84 @@ def latent_decode_splits(batch: int, members: int, width: int, max_len: int, num
     def rounds(splits: int) -> int:
         return ceil_div(programs * splits, places) * (ceil_div(tiles, splits) + SETUP_TILES)
 
-    return min(range(1, max(1, min(MOST_SPLITS, tiles)) + 1), key=rounds)
+    return min(range(1, max(1, min(MAX_SPLITS, tiles)) + 1), key=rounds)
 
 
 def latent_decode_attention(
     q: torch.Tensor,
     q_rope: torch.Tensor,
-    keys: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    splits: int,
-    scratch: DecodeScratch,
+    kv: KVView,
+    rule: AttentionRule,
+    work: DecodeWork,
+    context: StepContext = DEFAULT_CONTEXT,
     *,
     out: torch.Tensor,
-    queries: int = 1,
-    pdl: bool = False,
     tuned: Tuning | None = None,
 ) -> torch.Tensor:
-    """`out`, [rows · queries, H, R]: queries in the latents' space [.., H, R] and with rope [.., H,
-    rope] against the first `lengths` entries of the cache [blocks, block_size, 1, R + rope]; zeros
-    where the length is 0. Lengths, `queries` and `scratch` are those of `decode_attention`."""
+    """Attention of the decode rows to `out`, [rows · queries, H, R]: queries in the latents' space,
+    [.., H, R], and with rope, [.., H, rope], against the cache, [blocks, block_size, 1, R + rope];
+    zeros where the length is 0. The work is that of `decode_attention`."""
+    keys, queries, splits, scratch = kv.keys, work.queries, work.splits, work.scratch
     (tokens, num_heads, rank), rope, page = q.shape, q_rope.shape[2], keys.shape[1]
-    batch, members = rows.shape[0], num_heads * queries
+    batch, members = work.rows.shape[0], num_heads * queries
     assert tokens == batch * queries
     assert q.stride(2) == q_rope.stride(2) == out.stride(2) == keys.stride(3) == 1
-    assert tables.stride(1) == 1
-    assert splits <= MOST_SPLITS
+    assert kv.tables.stride(1) == 1
+    assert splits <= MAX_SPLITS
     tuned = tuned or tuning(members, rank + rope, max(q.itemsize, keys.itemsize))
-    sizes, has_window = (num_heads, queries, rank), window is not None
-    _decode_variant(*sizes, rope, page, tuned, splits > 1, has_window, softcap > 0, pdl)(
+    sizes, has_window = _Sizes(num_heads, queries, rank), rule.window is not None
+    varying = (rule.window or 0, splits)
+    kinds = (splits > 1, has_window, rule.softcap > 0)
+    where = (q, q_rope, keys, kv.tables, work.rows, work.lengths, out)
+    _decode_variant(sizes, rope, page, tuned, *kinds)(
         (ceil_div(members, tuned.members), splits, batch),
-        (q, q_rope, keys, tables, rows, lengths, out, scratch.partial, scratch.weight),
-        (window or 0, splits),
+        (*where, scratch.partial, scratch.weight),
+        varying,
         (
-            float(scale),
-            float(softcap),
+            float(rule.scale),
+            float(rule.softcap),
             *q.stride()[:2],
             *q_rope.stride()[:2],
             *out.stride()[:2],
-            tables.stride(0),
+            kv.tables.stride(0),
             *keys.stride()[:2],
         ),
+        context,
     )
     if splits > 1:
         channels = 128 if tokens * num_heads <= 2 * num_sms(q.device) else 512
-        _merge_variant(*sizes, channels, tuned.tile, has_window, pdl)(
+        _merge_variant(sizes, channels, tuned.tile, has_window)(
             (ceil_div(rank, channels), num_heads, tokens),
-            (scratch.partial, scratch.weight, lengths, out),
-            (window or 0, splits),
+            (scratch.partial, scratch.weight, work.lengths, out),
+            varying,
             out.stride()[:2],
+            context,
         )
     return out
 
 
+class _Sizes(NamedTuple):
+    num_heads: int
+    queries: int
+    rank: int
+
+
 @cache
 def _decode_variant(
-    num_heads: int,
-    queries: int,
-    rank: int,
+    sizes: _Sizes,
     rope: int,
     page: int,
     tuned: Tuning,
     split: bool,
     has_window: bool,
     has_softcap: bool,
-    pdl: bool,
 ) -> Variant:
     return Variant(
         _latent_decode,
-        NUM_HEADS=num_heads,
-        QUERIES=queries,
-        RANK=rank,
-        BLOCK_RANK=max(16, power_of_two(rank)),
+        NUM_HEADS=sizes.num_heads,
+        QUERIES=sizes.queries,
+        RANK=sizes.rank,
+        BLOCK_RANK=max(16, power_of_two(sizes.rank)),
         ROPE=rope,
         BLOCK_ROPE=max(16, power_of_two(rope)),
         PAGE=page,
@@ -291,33 +301,29 @@ def _decode_variant(
         SOFTCAP=has_softcap,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
-        **launch_options(pdl),
     )
 
 
 @cache
-def _merge_variant(
-    num_heads: int, queries: int, rank: int, block: int, tile: int, has_window: bool, pdl: bool
-) -> Variant:
+def _merge_variant(sizes: _Sizes, block: int, tile: int, has_window: bool) -> Variant:
     return Variant(
         _merge,
-        NUM_HEADS=num_heads,
-        QUERIES=queries,
-        RANK=rank,
-        BLOCK=min(block, power_of_two(rank)),
+        NUM_HEADS=sizes.num_heads,
+        QUERIES=sizes.queries,
+        RANK=sizes.rank,
+        BLOCK=min(block, power_of_two(sizes.rank)),
         TILE=tile,
-        MOST_SPLITS=MOST_SPLITS,
+        MAX_SPLITS=MAX_SPLITS,
         TOGETHER=4096 // block,
         WINDOW=has_window,
         num_warps=4,
-        **launch_options(pdl),
     )
 
 
 @triton.jit
 def _tiles(length, window, splits, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Of a context: the first position that is seen, its tile, how many tiles are seen, and how
-    many each split has."""
+    """Return, of a context: the first visible position, its tile, the number of visible tiles, and
+    the number of tiles of each split."""
     first = 0
     if WINDOW:
         first = tl.maximum(length - (QUERIES - 1) - window, 0)
@@ -366,9 +372,9 @@ def _latent_decode(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     MEMBERS: tl.constexpr = NUM_HEADS * QUERIES  # see `query_at`
     # Scores and sums are [positions, members] and [channels, members], or the other way round.
     AXIS: tl.constexpr = 0 if POSITIONS_FIRST else 1
@@ -483,20 +489,20 @@ def _merge(
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
     WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """The splits' results, each by its share of the whole softmax."""
-    wait_for_previous(PDL)
+    """Merge the results of the splits, each weighted by its share of the whole softmax."""
+    wait_for_previous(DEPENDENT)
     head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + token // QUERIES).to(tl.int32)
     _, _, tiles, share = _tiles(length, window, splits, QUERIES, TILE, WINDOW)
     active = tl.cdiv(tiles, share)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = (token * NUM_HEADS + head) * splits
-    every = tl.arange(0, MOST_SPLITS)
+    every = tl.arange(0, MAX_SPLITS)
     sizes = tl.load(weight + line + every, mask=every < active, other=float("-inf"))
     best = tl.max(sizes, axis=0)
     best = tl.where(best == float("-inf"), 0.0, best)  # of a length of 0

@@ -11,7 +11,6 @@ added up to one score.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,6 +21,7 @@ import triton.language as tl
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
 
 EXPANDED_BYTES = 512 << 20  # of keys and values at one time; at the least, one head's
 GATHERED = 16  # cached vectors of one program that puts them side by side
@@ -43,41 +43,34 @@ def tuning(itemsize: int) -> Tuning:
 
 def latent_prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
     kv_b: torch.Tensor,
-    tables: torch.Tensor,
-    chunk_rows: torch.Tensor,
-    chunk_starts: torch.Tensor,
-    cu_tokens: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    kv: KVView,
+    rule: AttentionRule,
+    work: PrefillWork,
     *,
     out: torch.Tensor,
     chunk_kv: torch.Tensor,
-    spans: Sequence[tuple[int, int]],
-    max_first: int,
     tuned: Tuning | None = None,
 ) -> torch.Tensor:
-    """`out`, [T, H, value]: see `Kernels.latent_prefill_attention`. First chunks read `chunk_kv`
-    where the cache has the same type; the others, one after another, what is cached for them."""
+    """Attention of all chunks to `out`, [T, H, value]: see `Kernels.latent_prefill_attention`.
+    First chunks read `chunk_kv` where the cache has the same type; the other chunks, one after
+    another, read the cache."""
     heads, made, rank = kv_b.shape
-    value, width = out.shape[2], keys.shape[3]
+    keys, value, width = kv.keys, out.shape[2], kv.keys.shape[3]
     assert q.stride(2) == out.stride(2) == keys.stride(3) == chunk_kv.stride(1) == 1
     tuned = tuned or tuning(q.itemsize)
-    # As large whatever the chunks are: what the start has measured does for all steps.
-    longest = tables.shape[1] * keys.shape[1]
-    most = max(longest, len(q)) * made  # of one head
-    room = max(most, min(EXPANDED_BYTES // q.itemsize, most * heads))
+    # The size does not depend on the chunks: what the start has measured does for all steps.
+    longest = kv.tables.shape[1] * keys.shape[1]
+    max_size = max(longest, len(q)) * made  # of one head
+    room = max(max_size, min(EXPANDED_BYTES // q.itemsize, max_size * heads))
     expanded = torch.empty(room, dtype=q.dtype, device=q.device)
     gathered = torch.empty(longest, width, dtype=q.dtype, device=q.device)
 
     def attend(entries: torch.Tensor, which: slice, longest_chunk: int, is_first: bool) -> None:
-        """Chunks `which` over latents and rope keys, [entries, R + rope]."""
-        starts, ends = chunk_starts[which], cu_tokens[which.start : which.stop + 1]
-        variant = _variant(
-            made - value, width - rank, value, tuned, window is not None, softcap > 0, is_first
-        )
+        """Attend with the chunks `which` to latents and rope keys, [entries, R + rope]."""
+        starts, ends = work.starts[which], work.cu_tokens[which.start : which.stop + 1]
+        kinds = (rule.window is not None, rule.softcap > 0, is_first)
+        variant = _variant(made - value, width - rank, value, tuned, *kinds)
         fit = max(1, room // (len(entries) * made))
         each = heads if fit >= heads else 1 << (fit.bit_length() - 1)  # few different strides
         for head in range(0, heads, each):
@@ -89,10 +82,10 @@ def latent_prefill_attention(
             variant(
                 grid,
                 (q[:, some], place, entries[:, rank:], starts, ends, out[:, some]),
-                (window or 0,),
+                (rule.window or 0,),
                 (
-                    float(scale),
-                    float(softcap),
+                    float(rule.scale),
+                    float(rule.softcap),
                     *q.stride()[:2],
                     *out.stride()[:2],
                     place.stride(0),
@@ -101,26 +94,24 @@ def latent_prefill_attention(
             )
 
     has_own = chunk_kv.dtype == keys.dtype
-    if max_first and has_own:
-        attend(chunk_kv, slice(0, len(spans)), max_first, True)
-    for index, (start, end) in enumerate(spans):
+    if work.max_first and has_own:
+        attend(chunk_kv, slice(0, len(work.spans)), work.max_first, True)
+    for index, (start, end) in enumerate(work.spans):
         if start or not has_own:
             one = slice(index, index + 1)
-            _gather(keys, tables, chunk_rows[one], gathered[:end])
+            _gather(kv, work.rows[one], gathered[:end])
             attend(gathered[:end], one, end - start, False)
     return out
 
 
-def _gather(
-    keys: torch.Tensor, tables: torch.Tensor, row: torch.Tensor, entries: torch.Tensor
-) -> None:
-    """The first cached vectors of a sequence, side by side."""
-    count, width = entries.shape
+def _gather(kv: KVView, row: torch.Tensor, entries: torch.Tensor) -> None:
+    """Copy the first cached vectors of a sequence to `entries`, side by side."""
+    (count, width), keys = entries.shape, kv.keys
     _gather_variant(width, keys.shape[1])(
         (ceil_div(count, GATHERED),),
-        (keys, tables, row, entries),
+        (keys, kv.tables, row, entries),
         (count,),
-        (tables.stride(0), *keys.stride()[:2]),
+        (kv.tables.stride(0), *keys.stride()[:2]),
     )
 
 
@@ -216,8 +207,8 @@ def _expanded_prefill(
     SOFTCAP: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ):
-    """Program (tile of queries, head, chunk). A first chunk's entries begin where its tokens do, a
-    continued one's at 0."""
+    """A program attends with a tile of queries of one head and chunk. The entries of a first chunk
+    begin where its tokens do; those of a continued chunk begin at 0."""
     # The last tiles see the most keys: they start first, and the short ones fill the gaps.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head, chunk = tl.program_id(1), tl.program_id(2)

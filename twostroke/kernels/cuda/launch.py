@@ -1,15 +1,16 @@
-"""Launches of kernels that Triton has prepared before.
+"""Launches of kernels, without Triton's dispatch where the same launch was made before.
 
     the first of its kind    kernel[grid](…)      Triton looks at every argument, and compiles
-    the others               compiled.run(…)      what it came to, with these pointers
+    the others               compiled.run(…)      the compiled kernel, with these pointers
 
-To look at every argument takes Triton longer than many a kernel runs. Here what it would find is a
-key: the constants, the types, the numbers that a kernel may be specialised on. Pointers that are
-not aligned, the interpreter, and a Triton whose launches were not tested, go Triton's way always.
+Triton's dispatch looks at every argument, which takes longer than many kernels run. Here a key has
+everything that the dispatch would find: the constants, the types, and the numbers that a kernel may
+be specialised on. Launches with unaligned pointers, launches of the interpreter, and launches of a
+Triton version that was not tested always go through Triton's dispatch.
 
-What is compiled belongs to its `Variant`, as Triton's own cache does to the kernel: it depends on
-the key alone, so that engines of one process may share it. Compiling ahead is of the thread that
-asked for it; others launch meanwhile.
+Compiled kernels belong to their `Variant`, as Triton's own cache belongs to the kernel: they depend
+on the key alone, so that engines of one process may share them. Compiling ahead affects only the
+thread that asked for it; other threads launch meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from typing import Any
 import torch
 import triton
 from triton.runtime import driver
+
+from twostroke.kernels.cuda.dependent_launch import CONSTANT, OPTIONS
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 
 # Versions of Triton whose compiled kernels take the arguments given here: `test_cuda_launch.py`
 # passes with each.
@@ -41,11 +46,11 @@ _ahead: ContextVar[dict[object, Any] | None] = ContextVar("compile_ahead", defau
 
 
 def compile_ahead(run: Callable[[], object], of: object) -> None:
-    """Compile the kernels that `run` would launch, many at a time; none of them is launched, so its
+    """Compile the kernels that `run` would launch, many at a time. None of them is launched, so its
     tensors need no memory. A launch that differs from them after all compiles on its own.
 
-    `of`: all that decides what those are. Once that is compiled a file beside Triton's own says so,
-    and the next start loads each kernel where it is first launched."""
+    `of`: everything that decides which kernels these are. Once they are compiled a file in Triton's
+    cache says so, and the next start loads each kernel where it is first launched."""
     mark = _mark(of)
     if mark.exists():
         return
@@ -67,9 +72,10 @@ def compile_ahead(run: Callable[[], object], of: object) -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Threads that parse fail each other if one is interrupted by another, as before Python 3.13
-    they count their depth in one place ("AST constructor recursion depth mismatch"). Parsers are
-    interrupted by the garbage collector alone, where something in Python follows it."""
+    """Hold back the garbage collector while threads parse. Before Python 3.13 a parser fails if
+    another thread's parser interrupts it, because both count their depth in one place ("AST
+    constructor recursion depth mismatch"). Only the garbage collector interrupts a parser, where a
+    callback in Python follows a collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -80,8 +86,8 @@ def _without_collections() -> Iterator[None]:
 
 
 def _compiled_by(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
-    """What Triton is asked to compile in here, `threads` compile; what goes wrong there goes wrong
-    again where it is launched, and is told there."""
+    """Return a context in which `threads` compile the kernels that Triton is asked for. A kernel
+    that fails to compile fails again where it is launched, and the error is raised there."""
     try:
         from triton.runtime._async_compile import AsyncCompileMode
     except ImportError:  # one after another then
@@ -98,8 +104,9 @@ def _mark(of: object) -> Path:
 
 
 def _build_launcher(asked: Any) -> bool:
-    """Triton has a C compiler build a function for each signature, which takes as long as a kernel,
-    and finds it on disk at the first launch. Whether that and the kernel are there now."""
+    """Build the launcher of a kernel and return True if both are there now. Triton has a C compiler
+    build a function for each signature; that takes as long as a kernel, and the first launch finds
+    it on disk."""
     with suppress(Exception):
         compiled = asked.result() if hasattr(asked, "result") else asked
         driver.active.launcher_cls(compiled.src, compiled.metadata)
@@ -108,19 +115,22 @@ def _build_launcher(asked: Any) -> bool:
 
 
 def is_tested() -> bool:
-    """Whether the `run` of what this Triton compiles takes what it is given here."""
+    """Return True if launches by `run` were tested with this version of Triton."""
     major, minor = triton.__version__.split(".")[:2]
     return (int(major), int(minor)) in TESTED
 
 
 class Variant:
-    """A kernel with its constants and options, and what was compiled of it.
+    """A kernel with its constants and options, and what Triton has compiled of it.
 
-    Its arguments are tensors, or None; then what differs from launch to launch (numbers that it is
-    not specialised on, tensor descriptors); then other numbers; then the constants.
+    The arguments of a kernel are tensors, or None; then what differs from launch to launch (numbers
+    that the kernel is not specialised on, tensor descriptors); then other numbers; then the
+    constants. The step context of a call decides whether the launch is a dependent one.
     """
 
     def __init__(self, kernel: Any, **given: Any) -> None:
+        if CONSTANT in kernel.arg_names:
+            given = {CONSTANT: False} | given
         self.kernel, self.given = kernel, given
         self.constants = [given[name] for name in kernel.arg_names if name in given]
         self.can_repeat = is_tested() and hasattr(kernel, "params")  # else it is interpreted
@@ -129,14 +139,28 @@ class Variant:
         # By device and all else, beside the constants, that decides what Triton compiles.
         self.compiled: dict[tuple[object, ...], Any] = {}
 
+    @cached_property
+    def dependent(self) -> Variant:
+        """The same kernel for dependent launches; itself, if the kernel cannot wait."""
+        return Variant(self.kernel, **self.given | OPTIONS) if CONSTANT in self.given else self
+
+    def for_context(self, context: StepContext) -> Variant:
+        return self.dependent if context.dependent_launch else self
+
     def __call__(
-        self, grid: tuple[int, ...], tensors: Tensors, varying: tuple[Any, ...], fixed: Numbers
+        self,
+        grid: tuple[int, ...],
+        tensors: Tensors,
+        varying: tuple[Any, ...] = (),
+        fixed: Numbers = (),
+        context: StepContext = DEFAULT_CONTEXT,
     ) -> None:
-        Launch(self, grid, tensors, varying, fixed)()
+        """Launch the kernel."""
+        Launch(self.for_context(context), grid, tensors, varying, fixed)()
 
 
 class Launch:
-    """One launch of a variant, on the stream that is the current one when this is made."""
+    """One launch of a variant, on the stream that is current when the object is made."""
 
     __slots__ = ("_args", "_grid", "_key", "_numbers", "_run", "_tensors", "_variant")
 
@@ -164,8 +188,8 @@ class Launch:
     def over(
         self, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> None:
-        """The same over the cache of another layer, like the one that it was made with, and with
-        that layer's sinks, of which alignment does not matter."""
+        """Launch over the cache of another layer, of the same layout as the first, and with that
+        layer's sinks, whose alignment does not matter."""
         first, second = keys.data_ptr(), values.data_ptr()
         is_aligned = (first | second) % ALIGNED == 0
         if self._run is not None and is_aligned:
@@ -178,7 +202,7 @@ class Launch:
             self._dispatch((query, keys, values, sinks, *others), self._key if is_aligned else None)
 
     def with_sinks(self, sinks: torch.Tensor | None) -> None:
-        """The same over its own keys and values, with the sinks of another layer."""
+        """Launch over the same keys and values, with the sinks of another layer."""
         _, keys, values, *_ = self._tensors
         if sinks is None or keys is None or values is None:
             self()

@@ -18,21 +18,21 @@ from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # tokens of one program of the scan
-MOST = 32  # best tokens that are looked for in every tile; beyond, a sort is faster
+MAX_BEST = 32  # best tokens that are looked for in every tile; beyond, a sort is faster
 LOWEST = tl.constexpr(-3.0e38)  # a token that is not taken yet, however unlikely
 
 
 def token_logprobs(
     logits: torch.Tensor, which: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if count > MOST:
+    if count > MAX_BEST:
         return reference_sampling.token_logprobs(logits, which, tokens, count)
     assert logits.stride(1) == 1
     lines, vocab = len(which), logits.shape[1]
     tiles, device = ceil_div(vocab, TILE), logits.device
     sums = torch.empty(lines, 3, tiles, dtype=torch.float32, device=device)
-    best = torch.empty(lines, tiles, MOST, dtype=torch.float32, device=device)
-    best_ids = torch.empty(lines, tiles, MOST, dtype=torch.int32, device=device)
+    best = torch.empty(lines, tiles, MAX_BEST, dtype=torch.float32, device=device)
+    best_ids = torch.empty(lines, tiles, MAX_BEST, dtype=torch.int32, device=device)
     ids = torch.empty(lines, 1 + count, dtype=torch.int32, device=device)
     values = torch.empty(lines, 1 + count, dtype=torch.float32, device=device)
     ranks = torch.empty(lines, dtype=torch.int32, device=device)
@@ -46,7 +46,7 @@ def token_logprobs(
 @cache
 def _variants(vocab: int) -> tuple[Variant, Variant]:
     tiles = ceil_div(vocab, TILE)
-    shape = {"VOCAB": vocab, "TILES": tiles, "MOST": MOST}
+    shape = {"VOCAB": vocab, "TILES": tiles, "MAX_BEST": MAX_BEST}
     scan = Variant(_scan, **shape, TILE=TILE, num_warps=4)
     merge = Variant(_merge, **shape, BLOCK=power_of_two(tiles), num_warps=8)
     return scan, merge
@@ -72,7 +72,7 @@ def _scan(
     stride,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_BEST: tl.constexpr,
     TILE: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -89,7 +89,7 @@ def _scan(
     tl.store(to + TILES, tl.sum(tl.exp(logit - top), axis=0))
     tl.store(to + 2 * TILES, tl.sum((logit > own).to(tl.float32), axis=0))
     logit = tl.where(inside, tl.maximum(logit, LOWEST), float("-inf"))
-    place = (n * TILES + tile) * MOST
+    place = (n * TILES + tile) * MAX_BEST
     for k in range(count):
         value, index = tl.max(logit, axis=0, return_indices=True)
         tl.store(best + place + k, value)
@@ -112,7 +112,7 @@ def _merge(
     stride,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_BEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -131,11 +131,11 @@ def _merge(
     tl.store(values + to, own - total)
     tl.store(ranks + n, tl.sum(above.to(tl.int32), axis=0) + 1)
     # Those of a tile come in order, and of equal ones the lower ids first.
-    entry = tl.arange(0, BLOCK * MOST)
-    there = (entry < TILES * MOST) & (entry % MOST < count)
-    rest = tl.load(best + n * TILES * MOST + entry, mask=there, other=float("-inf"))
+    entry = tl.arange(0, BLOCK * MAX_BEST)
+    there = (entry < TILES * MAX_BEST) & (entry % MAX_BEST < count)
+    rest = tl.load(best + n * TILES * MAX_BEST + entry, mask=there, other=float("-inf"))
     for k in range(count):
         value, index = tl.max(rest, axis=0, return_indices=True)
-        tl.store(ids + to + 1 + k, tl.load(best_ids + n * TILES * MOST + index))
+        tl.store(ids + to + 1 + k, tl.load(best_ids + n * TILES * MAX_BEST + index))
         tl.store(values + to + 1 + k, tl.where(value > LOWEST, value - total, float("-inf")))
         rest = tl.where(entry == index, float("-inf"), rest)

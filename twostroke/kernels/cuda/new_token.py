@@ -1,4 +1,4 @@
-"""The new token of a decode step: what an attention does that begins with the QKV product.
+"""The new token of a decode step: attention that begins with the output of the QKV product.
 
 qkv row ─┬─ queries ─▶ norm · rope · scale ─▶ the tile that attends
          ├─ key     ─▶ norm · rope ─────────▶ keys[slot]     by the program that has the context's
@@ -15,17 +15,14 @@ import triton.language as tl
 
 from twostroke.kernels.cuda.elementwise import times_weight
 from twostroke.kernels.cuda.kv_types import largest_of, quantised, scale_at
+from twostroke.kernels.records import Rope
 
 
 class NewToken(NamedTuple):
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    cos: torch.Tensor  # [max_len, dim / 2], as `sin`
-    sin: torch.Tensor
-    query_scales: torch.Tensor | None  # [max_len]
-    positions: torch.Tensor  # [B]: where those are read
-    slots: torch.Tensor  # [B]: where key and value go; nowhere if it is < 0
-    eps: float
+    """The rope of the layer, and the position of each row's token, [B]."""
+
+    rope: Rope
+    positions: torch.Tensor
 
 
 @triton.jit
@@ -56,7 +53,7 @@ def queries_of_new(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_DIM]: the group's queries, and after them its key, which nobody asks about.
+    """[BLOCK_M, BLOCK_DIM]: the group's queries, and after them its key, whose scores are not used.
     Rounded after each step, as `rope_store` does. Where the program is the `last` of its context,
     key and value are in the cache when this returns, for itself to read.
 
@@ -76,7 +73,7 @@ def queries_of_new(
     head = tl.where(is_query, kv_head * GROUP + member, num_kv_heads * GROUP + kv_head)
     kind = row.dtype.element_ty
     x = tl.load(row + head * DIM + channel, mask=inside, other=0.0).to(tl.float32)
-    beside = tl.load(row + head * DIM + partner, mask=turns, other=0.0).to(tl.float32)
+    paired = tl.load(row + head * DIM + partner, mask=turns, other=0.0).to(tl.float32)
     cosine = tl.load(cos + angle, mask=turns, other=1.0)
     sine = tl.load(sin + angle, mask=turns, other=0.0)
     value_at = row + (num_kv_heads * (GROUP + 1) + kv_head) * DIM + line
@@ -84,11 +81,11 @@ def queries_of_new(
     if NORM:
         weight = tl.where(is_query, q_norm, k_norm)
         scale = tl.load(weight + channel, mask=inside, other=0.0)
-        scale_beside = tl.load(weight + partner, mask=turns, other=0.0)
+        scale_paired = tl.load(weight + partner, mask=turns, other=0.0)
         inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
         x = times_weight(x * inverse, scale, kind).to(tl.float32)
-        beside = times_weight(beside * inverse, scale_beside, kind).to(tl.float32)
-    tile = (x * cosine + beside * tl.where(first, -sine, sine)).to(kind)
+        paired = times_weight(paired * inverse, scale_paired, kind).to(tl.float32)
+    tile = (x * cosine + paired * tl.where(first, -sine, sine)).to(kind)
     if SCALED:
         by = tl.load(query_scales + position).to(kind).to(tl.float32)
         tile = (tile.to(tl.float32) * tl.where(is_query, by, 1.0)).to(kind)

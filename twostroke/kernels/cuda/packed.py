@@ -7,7 +7,7 @@
     8 bits      numbers are scaled in registers and rounded before the matrix units have them
     many rows   the weight is dequantised as a whole, and the library multiplies
 
-`tiles.py` has what a launch is cut into, and split-K.
+`tiles.py` has the tilings and split-K.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from twostroke.kernels.cuda.packed_tiles import TILES
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_plain, num_columns
 from twostroke.kernels.packed import PackedWeight, block_size
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 
-MOST_TILED = {4: 256, 8: 128}  # rows that have tiles here, where no table says otherwise
+MAX_TILED = {4: 256, 8: 128}  # rows that have tiles here, where no table says otherwise
 PROGRAMS = 512  # of a matrix whose K is split
 STREAM_K_ROWS = range(65, 2049)  # of 4 bits; for more the library is as fast
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
-LEAST_STEPS = 4  # of a program's part of K, of 8 bits
-LEAST_INNER = 1024  # numbers of it, of 4 bits
-LEAST_GROUP = 64  # numbers of a group whose scale may come after its product
+MIN_STEPS = 4  # of a program's part of K, of 8 bits
+MIN_INNER = 1024  # numbers of it, of 4 bits
+MIN_GROUP = 64  # numbers of a group whose scale may come after its product
 DEQUANTISED = 1024  # words of a program, at the most
 
 
@@ -44,7 +45,7 @@ def table_key(rows: int, weight: PackedWeight, gated: bool) -> str:
 
 
 def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling | None:
-    """How a product is computed; None: by the library, of a weight that is dequantised."""
+    """Choose how a product is computed; None: by the library, after the weight is dequantised."""
     known = TILES.get(table_key(rows, weight, gated))
     if known is not None:
         return tiles.of_table(known)
@@ -53,11 +54,11 @@ def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling |
 
 
 def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
-    """None where the library is taken."""
+    """Choose the tiling of a weight of 4 bits; None where the library is taken."""
     if weight.block < 64:
         return None
     columns, inner = weight.shape
-    if rows > MOST_TILED[4]:
+    if rows > MAX_TILED[4]:
         return None
     blocks = inner // weight.block
     block = min(64 if gated else 128, max(8, power_of_two(rows)))
@@ -68,34 +69,35 @@ def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     splits = 1
     if not gated and rows <= block:
         programs = PROGRAMS if block <= 16 else PROGRAMS // 2
-        most = min(programs // ceil_div(columns, 64), inner // LEAST_INNER)
-        splits = tiles.power_of_two_below(most)
+        max_splits = min(programs // ceil_div(columns, 64), inner // MIN_INNER)
+        splits = tiles.power_of_two_below(max_splits)
     # What two programs of a multiprocessor have room for.
     stages = 3 if step == 4 or block == 128 else 4 if block >= 32 else 5
     return Tiling(block, 64, step, splits, True, 4, stages)
 
 
 def streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
-    """Of one row: a warp has 1,024 numbers of 4 bits or 256 of 8 at one time, of some columns, and
-    asks for the next meanwhile. None where blocks are too short for its loads."""
+    """Choose how the product of one row streams the weight. A warp loads 1,024 numbers of 4 bits or
+    256 of 8 bits at a time, from a few columns, and asks for the next ones meanwhile. None where
+    the blocks are too short for its loads."""
     block = stream_block(weight)
     if block < (64 if weight.bits == 4 else 16):
         return None
-    blocks, most = weight.shape[1] // block, (1024 if weight.bits == 4 else 256) // block
-    step = next(n for n in (16, 8, 4, 2, 1) if n <= most and blocks % n == 0)
+    blocks, max_step = weight.shape[1] // block, (1024 if weight.bits == 4 else 256) // block
+    step = next(n for n in (16, 8, 4, 2, 1) if n <= max_step and blocks % n == 0)
     return Streaming(2 if gated else 4, step, 1, 2)
 
 
 def stream_block(weight: PackedWeight) -> int:
-    """Numbers whose codes lie together, and which have one scale where they are of 8 bits."""
+    """Return the number of codes that lie together; of 8 bits they share one scale."""
     if weight.bits == 4:
         return weight.block
     return min(128, weight.group & -weight.group)
 
 
 def tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
-    """None where the library is taken."""
-    if rows > MOST_TILED[8] or weight.group not in (16, 32, 64, 128):
+    """Choose the tiling of a weight of 8 bits; None where the library is taken."""
+    if rows > MAX_TILED[8] or weight.group not in (16, 32, 64, 128):
         return None
     groups = weight.scale.shape[1]
     block = min(128, max(16, power_of_two(rows)))
@@ -104,8 +106,8 @@ def tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     tile = 32 if block == 16 and not gated and weight.shape[0] <= NARROW else 64
     splits = 1
     if not gated and rows <= block:
-        most = min(PROGRAMS // ceil_div(weight.shape[0], tile), groups // count // LEAST_STEPS)
-        splits = tiles.power_of_two_below(most)
+        max_splits = min(PROGRAMS // ceil_div(weight.shape[0], tile), groups // count // MIN_STEPS)
+        splits = tiles.power_of_two_below(max_splits)
     stages = 3 if block == 128 or gated else 4
     return Tiling(block, tile, count, splits, block >= 64, 4, stages)
 
@@ -114,29 +116,37 @@ def tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
 
 
 def packed_product(
-    x: torch.Tensor, weight: PackedWeight, *, pdl: bool = False, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: PackedWeight,
+    context: StepContext = DEFAULT_CONTEXT,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ what the weight stands for, transposed; to `out`, contiguous, if it is given."""
+    """Return x @ dequantised weight, transposed; in `out`, contiguous, if it is given."""
     if is_plain(x):
         if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight, out):
-            return stream_k.multiply(x, weight, None, pdl, out)
+            return stream_k.multiply(x, weight, None, context, out)
         tuned = choice(x.shape[0], weight, gated=False)
         if tuned is not None:
-            return run(x, weight, tuned, None, pdl, out)
+            return run(x, weight, tuned, None, context, out)
     return library_product(x, weight, out)
 
 
 def packed_gated_product(
-    x: torch.Tensor, weight: PackedWeight, activation: Activation, *, pdl: bool = False
+    x: torch.Tensor,
+    weight: PackedWeight,
+    activation: Activation,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
+    """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
+    `act_and_mul`."""
     if is_plain(x):
         if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight):
-            return stream_k.multiply(x, weight, activation, pdl)
+            return stream_k.multiply(x, weight, activation, context)
         tuned = choice(x.shape[0], weight, gated=True)
         if tuned is not None:
-            return run(x, weight, tuned, activation, pdl)
-    return act_and_mul(library_product(x, weight), activation, pdl=pdl)
+            return run(x, weight, tuned, activation, context)
+    return act_and_mul(library_product(x, weight), activation, context)
 
 
 def library_product(
@@ -150,17 +160,17 @@ def run(
     weight: PackedWeight,
     tuned: Streaming | Tiling,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product, or with an activation the gated one."""
+    """Compute the product, or with an activation the gated product."""
     if isinstance(tuned, Streaming):
-        return stream(x, weight, tuned, activation, pdl, out)
-    return tiled(x, weight, tuned, activation, pdl, out)
+        return stream(x, weight, tuned, activation, context, out)
+    return tiled(x, weight, tuned, activation, context, out)
 
 
 def dequantise(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """What the weight stands for, whole."""
+    """Return the whole weight dequantised."""
     columns, inner = weight.shape
     out = torch.empty(columns, inner, dtype=dtype, device=weight.codes.device)
     words = words_of(weight)
@@ -168,7 +178,7 @@ def dequantise(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     size = min(DEQUANTISED, power_of_two(words.shape[1]))
     grid = (columns, ceil_div(words.shape[1], size))
     variant = _dequantise_variant(inner, weight.group, weight.bits, weight.block, size)
-    variant(grid, (words, weight.scale, weight.zero, weight.offset, out), (), ())
+    variant(grid, (words, weight.scale, weight.zero, weight.offset, out))
     return out
 
 
@@ -187,18 +197,19 @@ def stream(
     weight: PackedWeight,
     tuned: Streaming,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of one row, or with an activation the gated one."""
+    """Compute the product of one row, or with an activation the gated product."""
     columns, inner = num_columns(weight.shape[0], activation), weight.shape[1]
     if out is None:
         out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
     how = (columns, inner, weight.group, weight.bits, stream_block(weight))
-    variant = _stream_variant(*how, tuned, activation, pdl)
+    variant = _stream_variant(*how, tuned, activation)
     grid = (ceil_div(columns, tuned.columns),)
     words = weight.codes.view(torch.int16 if weight.bits == 4 else torch.int32)
-    variant(grid, (x, words, weight.scale, weight.zero, weight.offset, out), (), ())
+    tensors = (x, words, weight.scale, weight.zero, weight.offset, out)
+    variant(grid, tensors, context=context)
     return out
 
 
@@ -211,11 +222,10 @@ def _stream_variant(
     block: int,
     tuned: Streaming,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     sizes = {"N": columns, "K": inner, "GROUP": group, "BITS": bits, "BLOCK": block}
     sizes |= {"PARTS": tuned.step, "DEPTH": tuned.depth}
-    return Variant(kernels.stream_row, **sizes, **tiles.stream_options(tuned, activation, pdl))
+    return Variant(kernels.stream_row, **sizes, **tiles.stream_options(tuned, activation))
 
 
 def tiled(
@@ -223,10 +233,10 @@ def tiled(
     weight: PackedWeight,
     tuned: Tiling,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product, or with an activation the gated one."""
+    """Compute the product by tiles, or with an activation the gated product."""
     rows, inner = x.shape
     columns = num_columns(weight.shape[0], activation)
     if out is None:
@@ -241,9 +251,9 @@ def tiled(
     if weight.bits == 4 and scaled_first(weight):
         tuned = replace(tuned, scaled=True)
     make = _variant_4 if weight.bits == 4 else _variant_8
-    variant = make(columns, inner, weight.group, tuned, activation, pdl)
+    variant = make(columns, inner, weight.group, tuned, activation)
     of_weight = (words_of(weight), weight.scale, weight.zero, weight.offset)
-    variant(grid, (x, *of_weight, out, *splits), (rows,), ())
+    variant(grid, (x, *of_weight, out, *splits), (rows,), context=context)
     return out
 
 
@@ -254,20 +264,19 @@ def _variant_4(
     group: int,
     tuned: Tiling,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     block = block_size(inner, group)
     sizes = {"N": columns, "K": inner, "GROUP": group, "BLOCK": block}
-    options = tiles.tile_options(tuned, activation, pdl)
+    options = tiles.tile_options(tuned, activation)
     del options["WEIGHT_FIRST"]
     options |= {"STEP": tuned.step, "SCALED": tuned.scaled}
     return Variant(kernels.multiply_tile_4, **sizes, **options)
 
 
 def scaled_first(weight: PackedWeight) -> bool:
-    """Whether tiles of 4 bits must be: sums of short groups would be scaled too often, and offsets
-    are no factor."""
-    return weight.offset is not None or weight.group < LEAST_GROUP
+    """Return True if tiles of 4 bits must be scaled before the product: the sums of short groups
+    would be scaled too often, and an offset is not a factor."""
+    return weight.offset is not None or weight.group < MIN_GROUP
 
 
 @cache
@@ -277,8 +286,7 @@ def _variant_8(
     group: int,
     tuned: Tiling,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     sizes = {"N": columns, "K": inner, "GROUP": group, "PARTS": tuned.step}
-    options = tiles.tile_options(tuned, activation, pdl)
+    options = tiles.tile_options(tuned, activation)
     return Variant(kernels.multiply_tile_8, **sizes, **options)

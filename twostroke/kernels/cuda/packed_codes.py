@@ -223,13 +223,13 @@ def whole_4(words, a, b, c, d, kind: tl.constexpr):
 
 @triton.jit
 def _taken(zero, kind: tl.constexpr):
-    """What is added to a code below a power of two."""
+    """Return the number that is added to a code that lies below a power of two."""
     return (-(128.0 if kind == tl.bfloat16 else 1024.0) - zero).to(kind)
 
 
 @triton.jit
 def group_line(scale, zero, offset, at, BITS: tl.constexpr):
-    """What groups' codes are multiplied with, and what is added then."""
+    """Return the factors of the groups' codes, and the numbers that are added after."""
     factor = tl.load(scale + at).to(tl.float32)
     if offset is not None:
         term = tl.load(offset + at).to(tl.float32)

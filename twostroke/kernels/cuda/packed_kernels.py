@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.dependent_launch import fetch_to_l2, wait_for_previous
 from twostroke.kernels.cuda.elementwise import gate_times_up
 from twostroke.kernels.cuda.packed_codes import (
     floats_4,
@@ -14,7 +15,6 @@ from twostroke.kernels.cuda.packed_codes import (
     scaled_8,
     whole_4,
 )
-from twostroke.kernels.cuda.pdl import fetch_to_l2, wait_for_previous
 from twostroke.kernels.cuda.tiles import (
     FETCHED,
     dot,
@@ -44,7 +44,7 @@ def stream_row(
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # [loads of a block, blocks, columns, words]: a load's words are one thread's, four codes each,
     # and so are the row's numbers of these codes, 8 of them neighbours. The next threads have the
@@ -79,7 +79,7 @@ def stream_row(
             places += HALF_GROUPS
             found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
             up_held += (found,)  # type: ignore[assignment]
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     sums = tl.zeros([LOADS, PARTS, COLUMNS], tl.float32)
     others = sums
     for begin in tl.range(0, K, DEPTH * STEP):
@@ -116,8 +116,8 @@ def _places(start, part, LAST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.cons
 
 @triton.jit
 def _asked(at, scale, zero, offset, places, start, K: tl.constexpr, RUNS: tl.constexpr):
-    """The codes of the step from `start` on, their groups' scales, and zeros or offsets. Past the
-    end of K they are something, for numbers that are 0."""
+    """Load the codes of the step from `start` on, their groups' scales, and zeros or offsets. Past
+    the end of K these are arbitrary; they are multiplied by 0."""
     words = tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
     if RUNS > 1:
         places = places[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
@@ -131,7 +131,8 @@ def _asked(at, scale, zero, offset, places, start, K: tl.constexpr, RUNS: tl.con
 
 @triton.jit
 def _numbers_of_row(x_at, here, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Those of words' first codes, [loads, blocks, 1, words], of their second, third, fourth."""
+    """Load the row's numbers for the words' first codes, [loads, blocks, 1, words], and for their
+    second, third and fourth codes."""
     if BITS == 4:
         found = ()
         for n in tl.static_range(4):
@@ -173,7 +174,7 @@ def _add_step(sums, of_x, asked, OFFSETS: tl.constexpr, BITS: tl.constexpr, RUNS
 
 @triton.jit
 def _of_runs(numbers, RUNS: tl.constexpr):
-    """[…, runs] → those of each; of one run, they are it."""
+    """Split […, runs] into one tensor for each run; a single run is returned as it is."""
     if RUNS == 1:
         found = (numbers,)
     elif RUNS == 2:
@@ -218,7 +219,7 @@ def multiply_tile_4(
     SCALED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # The weight is the left operand: its numbers are made in registers, where that one may be, and
     # 64 columns are what the matrix units of Hopper take, with 8 rows or more. A gated pair's
@@ -247,7 +248,7 @@ def multiply_tile_4(
     there = (row < num_rows)[:, None]
     sums = tl.zeros([LINES, ROWS], tl.float32)
     begin, end = split * EACH, tl.minimum(BLOCKS, (split + 1) * EACH)
-    if PDL:
+    if DEPENDENT:
         AHEAD: tl.constexpr = EACH * WORDS if EACH * WORDS * 2 < FETCHED else FETCHED // 2
         first = codes + line * (BLOCKS * WORDS)
         fetch_to_l2(first + tl.minimum(begin * WORDS, BLOCKS * WORDS - AHEAD), AHEAD * 2)
@@ -255,7 +256,7 @@ def multiply_tile_4(
     group = line * (K // GROUP)
     ahead = tl.minimum(begin, BLOCKS - STEP) * BLOCK
     of_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     for start in tl.range(begin, end, STEP):
         ahead = tl.minimum(start + STEP, BLOCKS - STEP) * BLOCK
         next_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
@@ -377,7 +378,7 @@ def _whole(words, zeros, RUNS: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _pieces(numbers, COUNT: tl.constexpr):
-    """Those of the four nibbles → so many, side by side."""
+    """Join the four nibbles into `n` tensors, side by side."""
     if COUNT < 4:
         numbers = (_joined(numbers[0], numbers[1]), _joined(numbers[2], numbers[3]))
     if COUNT < 2:
@@ -387,7 +388,7 @@ def _pieces(numbers, COUNT: tl.constexpr):
 
 @triton.jit
 def _zeros(at, n: tl.constexpr, words):
-    """What is taken from codes, shaped like their words."""
+    """Return the zeros that are subtracted from codes, in the shape of the codes' words."""
     if at is None:
         taken = tl.full(words.shape, 8, tl.float32)
     else:
@@ -426,7 +427,7 @@ def multiply_tile_8(
     WEIGHT_FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # Numbers are scaled and rounded before they are multiplied.
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -447,13 +448,13 @@ def multiply_tile_8(
     else:
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     others = sums
-    if PDL:
+    if DEPENDENT:
         AHEAD: tl.constexpr = EACH * GROUP if EACH * GROUP < FETCHED else FETCHED
         begin = codes + line * K + tl.minimum(split * EACH * GROUP, K - AHEAD)
         fetch_to_l2(begin, AHEAD)
         if GATED:
             fetch_to_l2(begin + HALF, AHEAD)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     for group in tl.range(split * EACH, tl.minimum(GROUPS, (split + 1) * EACH), PARTS):
         place = scale_at + group
         # Asked for first: these loads have nothing that fetches them ahead.
@@ -497,7 +498,7 @@ def _add_scaled(sums, x, codes, factor, term, WEIGHT_FIRST: tl.constexpr):
 
 @triton.jit
 def _of_codes(numbers, codes):
-    """[columns, groups] → those of each code of the groups."""
+    """Repeat [columns, groups] for each code of the groups."""
     if numbers.shape[1] == 1:
         wide = tl.broadcast_to(numbers, codes.shape)
     else:
@@ -530,7 +531,7 @@ def _store(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """[rows, columns], which are the whole sums or a split's."""
+    """Store [rows, columns], which are the whole sums or those of a split."""
     if SPLITS == 1:
         store_tile(sums, others, row, column, there, out, N, GATED, ACTIVATION)
     else:

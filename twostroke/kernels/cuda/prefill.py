@@ -9,10 +9,10 @@
 A tile holds some tokens with all the query heads that share the KV head, so that keys and values
 are read once for the group and little of a tile lies beyond the causal edge.
 
-A first chunk, which begins its sequence at cache index 0, finds all it may see among the step's own
-keys and values, which lie side by side: the hardware fetches whole tiles of them (TMA). Continued
-chunks walk the pages. A step that has both kinds is two launches, each of which leaves the other's
-chunks alone. What is read of the cache is converted to the queries' type.
+A first chunk begins its sequence at cache index 0. All that it may see is among the step's own keys
+and values, which lie side by side: the hardware fetches whole tiles of them (TMA). Continued chunks
+walk the pages. A step that has both kinds is two launches, each of which skips the other's chunks.
+Cached elements are converted to the queries' type.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.kv_types import is_8_bit
+from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
 from twostroke.kernels.reference import Attend
 
 
@@ -43,10 +44,10 @@ class Tuning:
 
 
 def tuning(dim: int, itemsize: int, first: bool) -> Tuning:
-    """The keys and values of `num_stages` − 1 steps are in shared memory: those that are worked
-    on, and what is under way. Two small tiles a multiprocessor, one of which computes while the
-    other is at its exponentials, do better than one large one where the loads cost no thread.
-    `itemsize`: the larger of queries and cache; `first`: the tiles come by TMA."""
+    """Choose the tuning. The keys and values of `num_stages` − 1 steps are in shared memory, in use
+    or in flight. Where loads cost no thread, two small tiles a multiprocessor are faster than one
+    large tile: one multiplies while the other computes exponentials. `itemsize`: the larger one of
+    queries and cache; `first`: the tiles come by TMA."""
     if itemsize == 4:
         return Tuning(64, 32, 4, 2) if dim <= 128 else Tuning(32, 16, 4, 2)
     if dim <= 64:
@@ -60,43 +61,22 @@ def tuning(dim: int, itemsize: int, first: bool) -> Tuning:
 ALL, FIRST, CONTINUED = 0, 1, 2  # the chunks of a launch
 
 
-class Chunks(NamedTuple):
-    tables: torch.Tensor
-    rows: torch.Tensor
-    starts: torch.Tensor
-    cu_tokens: torch.Tensor
-
-
 def prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    chunk_rows: torch.Tensor,
-    chunk_starts: torch.Tensor,
-    cu_tokens: torch.Tensor,
-    max_continued: int,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    kv: KVView,
+    rule: AttentionRule,
+    work: PrefillWork,
     *,
     out: torch.Tensor,
     chunk_kv: torch.Tensor | None,
-    max_first: int,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`out`: chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of q [T, H, D]; they stand from
-    cache index chunk_starts[c] on in the sequence of table row chunk_rows[c], and see all of it
-    that is cached up to themselves, or the last `window` of that.
+    """Attention of all chunks to `out`, [T, H, D]. A token sees all cache entries of its sequence
+    up to its own, or the last `window` of them.
 
-    `max_first`: tokens of the longest first chunk, which starts at 0; `max_continued`: of the
-    longest other. `chunk_kv`: keys and values of those tokens, [T, 2K, D]; without it, and where
-    the cache has another type, first chunks read the cache too. `sinks`: [H] in fp32, a score more
-    in the softmax of each head.
+    `chunk_kv`: the keys and values of the chunks' tokens, [T, 2K, D]. Without `chunk_kv`, and where
+    the cache has another type, first chunks read the cache too.
     """
-    chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
-    how = (scale, window, softcap, out, chunk_kv)
-    for launch in make_launches(q, keys, values, sinks, chunks, max_first, max_continued, *how):
+    for launch in make_launches(q, kv, rule, work, out, chunk_kv):
         if launch is not None:
             launch()
     return out
@@ -104,27 +84,16 @@ def prefill_attention(
 
 def bind_prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    chunk_rows: torch.Tensor,
-    chunk_starts: torch.Tensor,
-    cu_tokens: torch.Tensor,
-    max_continued: int,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    kv: KVView,
+    rule: AttentionRule,
+    work: PrefillWork,
     *,
     out: torch.Tensor,
     chunk_kv: torch.Tensor | None,
-    max_first: int,
-    sinks: torch.Tensor | None = None,
 ) -> Attend:
-    """`prefill_attention` over the keys and values of any layer whose cache is like this one, with
-    its sinks, and over what `chunk_kv` holds then."""
-    chunks = Chunks(tables, chunk_rows, chunk_starts, cu_tokens)
-    how = (scale, window, softcap, out, chunk_kv)
-    of_own, of_cache = make_launches(q, keys, values, sinks, chunks, max_first, max_continued, *how)
+    """Prepare `prefill_attention` for any layer whose cache and rule are like those given here. The
+    launches read what `chunk_kv` holds when they run."""
+    of_own, of_cache = make_launches(q, kv, rule, work, out, chunk_kv)
 
     def attend(keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         if of_own is not None:
@@ -137,112 +106,120 @@ def bind_prefill_attention(
 
 def make_launches(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sinks: torch.Tensor | None,
-    chunks: Chunks,
-    max_first: int,
-    max_continued: int,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    kv: KVView,
+    rule: AttentionRule,
+    work: PrefillWork,
     out: torch.Tensor,
     chunk_kv: torch.Tensor | None,
     tuned: Tuning | None = None,
 ) -> tuple[Launch | None, Launch | None]:
-    """Over the step's own keys and values, and over the cache."""
-    how = (scale, window, softcap, out, tuned)
-    if chunk_kv is None or not _can_fetch(chunk_kv, keys):
-        longest = max(max_first, max_continued)
-        return None, _launch(ALL, q, keys, values, sinks, chunks, longest, *how, None)
-    over = (q, keys, values, sinks, chunks)
+    """Build the launch over the step's own keys and values, and the launch over the cache."""
+
+    def launch(which: int, longest: int, own: torch.Tensor | None = None) -> Launch:
+        return _launch(_Chunks(which, longest, own), q, kv, rule, work, out, tuned)
+
+    if chunk_kv is None or not _can_fetch(chunk_kv, kv.keys):
+        return None, launch(ALL, max(work.max_first, work.max_continued))
     return (
-        _launch(FIRST, *over, max_first, *how, chunk_kv) if max_first else None,
-        _launch(CONTINUED, *over, max_continued, *how, None) if max_continued else None,
+        launch(FIRST, work.max_first, chunk_kv) if work.max_first else None,
+        launch(CONTINUED, work.max_continued) if work.max_continued else None,
     )
 
 
 def _can_fetch(chunk_kv: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether what is computed equals what is cached (of 8-bit types it was rounded to that, see
-    `rope_store`), in tiles that the hardware knows."""
+    """Check that what is computed equals what is cached (values of 8-bit types were rounded by
+    `rope_store`), in tiles that the hardware can fetch."""
     dim, width = chunk_kv.shape[2], chunk_kv.itemsize
     aligned = chunk_kv.data_ptr() % 16 == 0 == chunk_kv.stride(0) * width % 16
     same = chunk_kv.dtype == keys.dtype or is_8_bit(keys.dtype)
     return same and width == 2 and dim == power_of_two(dim) >= 16 and aligned
 
 
+class _Chunks(NamedTuple):
+    """The chunks of one launch."""
+
+    which: int  # ALL, FIRST or CONTINUED
+    longest: int  # tokens
+    own: torch.Tensor | None  # their keys and values, if the launch does not read the cache
+
+
 def _launch(
-    which: int,
+    chunks: _Chunks,
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sinks: torch.Tensor | None,
-    chunks: Chunks,
-    longest: int,
-    scale: float,
-    window: int | None,
-    softcap: float,
+    kv: KVView,
+    rule: AttentionRule,
+    work: PrefillWork,
     out: torch.Tensor,
     tuned: Tuning | None,
-    chunk_kv: torch.Tensor | None,
 ) -> Launch:
+    keys, values = kv.keys, kv.values
     (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
     q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
     assert strides == values.stride()
-    assert strides[3] == q_strides[2] == out_strides[2] == chunks.tables.stride(1) == 1
-    tuned = tuned or tuning(dim, max(q.itemsize, keys.itemsize), which == FIRST)
+    assert strides[3] == q_strides[2] == out_strides[2] == kv.tables.stride(1) == 1
+    tuned = tuned or tuning(dim, max(q.itemsize, keys.itemsize), chunks.which == FIRST)
     group = num_heads // num_kv_heads
-    fetched = None
-    if chunk_kv is not None:
-        size = [chunk_kv.shape[0], 2 * num_kv_heads * dim]
-        fetched = TensorDescriptor(chunk_kv, size, [chunk_kv.stride(0), 1], [tuned.keys, dim])
-        keys, values = (
-            chunk_kv[:, :num_kv_heads],
-            chunk_kv[:, num_kv_heads:],
-        )  # for tiles at the edge
-        strides = (0, *chunk_kv.stride())
-    kinds = (window is not None, softcap > 0, sinks is not None)
+    fetched, own = None, chunks.own
+    if own is not None:
+        size = [own.shape[0], 2 * num_kv_heads * dim]
+        fetched = TensorDescriptor(own, size, [own.stride(0), 1], [tuned.keys, dim])
+        keys, values = own[:, :num_kv_heads], own[:, num_kv_heads:]  # for tiles at the edge
+        strides = (0, *own.stride())
+    shape = _Shape(
+        chunks.which,
+        group,
+        num_kv_heads,
+        dim,
+        page,
+        rule.window is not None,
+        rule.softcap > 0,
+        rule.sinks is not None,
+    )
+    where = (kv.tables, work.rows, work.starts, work.cu_tokens)
     return Launch(
-        _variant(which, group, num_kv_heads, dim, page, tuned, *kinds),
-        (ceil_div(longest, tuned.queries // group), num_kv_heads, chunks.rows.shape[0]),
-        (q, keys, values, sinks, *chunks, out),
-        (fetched, window or 0),
+        _variant(shape, tuned),
+        (ceil_div(chunks.longest, tuned.queries // group), num_kv_heads, work.rows.shape[0]),
+        (q, keys, values, rule.sinks, *where, out),
+        (fetched, rule.window or 0),
         (
-            float(scale),
-            float(softcap),
+            float(rule.scale),
+            float(rule.softcap),
             *q_strides[:2],
             *out_strides[:2],
-            chunks.tables.stride(0),
+            kv.tables.stride(0),
             *strides[:3],
         ),
     )
 
 
+class _Shape(NamedTuple):
+    """The sizes and features that the kernel is compiled for, besides its tuning."""
+
+    chunks: int
+    group: int  # query heads of a KV head
+    num_kv_heads: int
+    dim: int
+    page: int
+    window: bool
+    softcap: bool
+    sinks: bool
+
+
 @cache
-def _variant(
-    which: int,
-    group: int,
-    num_kv_heads: int,
-    dim: int,
-    page: int,
-    tuned: Tuning,
-    has_window: bool,
-    has_softcap: bool,
-    has_sinks: bool,
-) -> Variant:
+def _variant(shape: _Shape, tuned: Tuning) -> Variant:
     return Variant(
         _prefill,
-        GROUP=group,
-        NUM_KV_HEADS=num_kv_heads,
-        DIM=dim,
-        BLOCK_DIM=max(16, power_of_two(dim)),
-        PAGE=page,
+        GROUP=shape.group,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        DIM=shape.dim,
+        BLOCK_DIM=max(16, power_of_two(shape.dim)),
+        PAGE=shape.page,
         QUERIES=tuned.queries,
         KEYS=tuned.keys,
-        WINDOW=has_window,
-        SOFTCAP=has_softcap,
-        SINKS=has_sinks,
-        CHUNKS=which,
+        WINDOW=shape.window,
+        SOFTCAP=shape.softcap,
+        SINKS=shape.sinks,
+        CHUNKS=shape.chunks,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )

@@ -6,7 +6,7 @@
                 end, so that neither half is ever written
     the rest    the library's
 
-A program of one row asks for its first part of the weight before it waits for the launch in front.
+A program of one row loads its first part of the weight before it waits for the previous launch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.activations import Activation
+from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.elementwise import act_and_mul, gate_times_up
 from twostroke.kernels.cuda.launch import Variant
-from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import Streaming, dense_product, num_columns, stream_options
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 
-MOST_STREAMED = 8192  # elements of a result of several rows: each row reads the weight again
+MAX_STREAMED = 8192  # elements of a result of several rows: each row reads the weight again
 SMALL_WEIGHT = 16 << 20  # that the L2 has for it
-MOST_TILED = 64  # rows of a gated pair that the matrix units have
+MAX_TILED = 64  # rows of a gated pair that the matrix units have
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,18 @@ class Tiling:
 
 
 def streaming(rows: int, weight: torch.Tensor) -> Streaming | None:
-    """None where the library is faster, or nothing here divides K."""
+    """Choose how the weight is streamed; None where the library is faster, or no size here divides
+    K."""
     columns, inner = weight.shape
     small = weight.numel() * weight.itemsize <= SMALL_WEIGHT
-    if inner % 512 or (rows > 1 and not (small and rows * columns <= MOST_STREAMED)):
+    if inner % 512 or (rows > 1 and not (small and rows * columns <= MAX_STREAMED)):
         return None
     return Streaming(2 if rows == 1 else 4, 1024 if inner % 1024 == 0 else 512, 4)
 
 
 def tiling(rows: int, weight: torch.Tensor) -> Tiling | None:
     columns, inner = weight.shape
-    if rows > MOST_TILED or inner % 256:
+    if rows > MAX_TILED or inner % 256:
         return None
     if columns * inner * weight.itemsize <= SMALL_WEIGHT:
         return Tiling(32, 128, 4, 4)
@@ -60,24 +62,27 @@ def tiling(rows: int, weight: torch.Tensor) -> Tiling | None:
 def product(
     x: torch.Tensor,
     weight: torch.Tensor,
+    context: StepContext = DEFAULT_CONTEXT,
     *,
-    pdl: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T, added up in fp32 and rounded once; to `out`, contiguous, if it is given."""
+    """Return x @ weight.T, added up in fp32 and rounded once; in `out`, contiguous, if it is
+    given."""
     tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
     if tuned is not None:
-        return stream(x, weight, tuned, None, pdl, out)
+        return stream(x, weight, tuned, None, context, out)
     return dense_product(x, weight, out)
 
 
-def exact_product(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """x @ weight.T in fp32, whatever the two are in."""
+def exact_product(
+    x: torch.Tensor, weight: torch.Tensor, context: StepContext = DEFAULT_CONTEXT
+) -> torch.Tensor:
+    """Return x @ weight.T in fp32, whatever the types of the two."""
     if x.dtype == weight.dtype and x.dtype.itemsize == 2:
         tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
         if tuned is not None:
             out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-            return stream(x, weight, tuned, None, pdl, out)
+            return stream(x, weight, tuned, None, context, out)
         if not x.is_cpu:  # where the library has no such product
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
@@ -87,18 +92,18 @@ def gated_product(
     x: torch.Tensor,
     weight: torch.Tensor,
     activation: Activation,
-    *,
-    pdl: bool = False,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
+    """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
+    `act_and_mul`."""
     if _is_plain(x, weight):
         streamed = streaming(x.shape[0], weight)
         if streamed is not None:
-            return stream(x, weight, streamed, activation, pdl)
+            return stream(x, weight, streamed, activation, context)
         tiles = tiling(x.shape[0], weight)
         if tiles is not None:
-            return tiled(x, weight, tiles, activation, pdl)
-    return act_and_mul(F.linear(x, weight), activation, pdl=pdl)
+            return tiled(x, weight, tiles, activation, context)
+    return act_and_mul(F.linear(x, weight), activation, context)
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -110,17 +115,17 @@ def stream(
     weight: torch.Tensor,
     tuned: Streaming,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product, or with an activation the gated one."""
+    """Compute the product, or with an activation the gated product."""
     (rows, inner), columns = x.shape, num_columns(len(weight), activation)
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     # One dimension: a second one ends at 65,535, and a large vocabulary has more.
     grid = (rows * ceil_div(columns, tuned.columns),)
-    variant = _stream_variant(rows == 1, columns, inner, tuned, activation, pdl)
-    variant(grid, (x, weight, out), (rows,), ())
+    variant = _stream_variant(rows == 1, columns, inner, tuned, activation)
+    variant(grid, (x, weight, out), (rows,), context=context)
     return out
 
 
@@ -131,7 +136,6 @@ def _stream_variant(
     inner: int,
     tuned: Streaming,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     return Variant(
         _stream,
@@ -139,25 +143,29 @@ def _stream_variant(
         N=columns,
         K=inner,
         INNER=tuned.step,
-        **stream_options(tuned, activation, pdl),
+        **stream_options(tuned, activation),
     )
 
 
 def tiled(
-    x: torch.Tensor, weight: torch.Tensor, tuned: Tiling, activation: Activation, pdl: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tuned: Tiling,
+    activation: Activation,
+    context: StepContext,
 ) -> torch.Tensor:
     rows, inner = x.shape
     columns = weight.shape[0] // 2
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     grid, block = (ceil_div(columns, tuned.columns),), max(16, power_of_two(rows))
-    variant = _tiled_variant(columns, inner, block, tuned, activation, pdl)
-    variant(grid, (x, weight, out), (rows,), ())
+    variant = _tiled_variant(columns, inner, block, tuned, activation)
+    variant(grid, (x, weight, out), (rows,), context=context)
     return out
 
 
 @cache
 def _tiled_variant(
-    columns: int, inner: int, block: int, tuned: Tiling, activation: Activation, pdl: bool
+    columns: int, inner: int, block: int, tuned: Tiling, activation: Activation
 ) -> Variant:
     return Variant(
         _tiled,
@@ -169,7 +177,6 @@ def _tiled_variant(
         ACTIVATION=activation,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
-        **launch_options(pdl),
     )
 
 
@@ -186,7 +193,7 @@ def _stream(
     INNER: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # The rows of a column are neighbours: the second finds the weight in the L2.
     program = tl.program_id(0)
@@ -201,7 +208,7 @@ def _stream(
     part = tl.load(at, eviction_policy="evict_first")
     if GATED:
         second = tl.load(at + HALF, eviction_policy="evict_first")
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     x_at = x + row * K + inner
     of_x = tl.load(x_at).to(tl.float32)[None, :]
     sums = of_x * part.to(tl.float32)
@@ -232,9 +239,9 @@ def _tiled(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)

@@ -1,12 +1,12 @@
-"""What stands between the QKV product and attention, in one launch.
+"""Norm, rope and KV store: everything between the QKV product and attention, in one launch.
 
 qkv row ─┬─ query heads ─▶ norm · rope · scale ─▶ the row
          ├─ key heads   ─▶ norm · rope ─────────▶ the row, keys[slot]
          └─ value heads ────────────────────────▶ values[slot]
 
-What the row holds then is what a chunk that begins its sequence attends to. The cache may be of
-another type: keys and values are rounded to it when they are stored, and to 8-bit types in the row
-as well.
+A chunk that begins its sequence attends to the keys and values in the row. The cache may have
+another type: keys and values are rounded to that type when they are stored, and to 8-bit types in
+the row as well.
 """
 
 from __future__ import annotations
@@ -17,48 +17,39 @@ import torch
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.elementwise import times_weight
 from twostroke.kernels.cuda.kv_types import dequantised, largest_of, quantised, scale_at
 from twostroke.kernels.cuda.launch import Variant
-from twostroke.kernels.cuda.pdl import launch_options, wait_for_previous
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.records import DEFAULT_CONTEXT, KVView, Rope, StepContext
 
 HEADS = 8  # heads of one program
 
 
 def rope_store(
     qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    rope: Rope,
     positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    *,
-    pdl: bool = False,
-    query_scales: torch.Tensor | None = None,
+    kv: KVView,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """[T, (H + 2K) · D] → [T, H + 2K, D], in place; keys and values also go to their slots (block ·
-    page + offset), nowhere if that is < 0.
-
-    `cos` and `sin` are [max_len, dim / 2] and are read at `positions`; channels past dim pass
-    through. Queries are multiplied by `query_scales`, [max_len], if there are any.
-    """
-    (_, page, _, dim), strides = keys.shape, keys.stride()
-    assert strides == values.stride()
+    """Norm, rotate and scale the heads of [T, (H + 2K) · D] in place: [T, H + 2K, D]. Keys and
+    values also go to their slots in the cache, or nowhere if a slot is < 0. Channels past those
+    that rotate pass through."""
+    (_, page, num_kv_heads, dim), strides = kv.keys.shape, kv.keys.stride()
+    assert strides == kv.values.stride()
     assert strides[3] == 1
     assert qkv.is_contiguous()
-    sizes = (num_heads, num_kv_heads, dim, cos.shape[1], page)
-    _variant(*sizes, q_norm is not None, query_scales is not None, pdl)(
+    num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
+    sizes = (num_heads, num_kv_heads, dim, rope.cos.shape[1], page)
+    tables = (rope.q_norm, rope.k_norm, rope.cos, rope.sin, rope.query_scales)
+    _variant(*sizes, rope.q_norm is not None, rope.query_scales is not None)(
         (qkv.shape[0], ceil_div(num_heads, HEADS) + ceil_div(num_kv_heads, HEADS)),
-        (qkv, q_norm, k_norm, cos, sin, query_scales, positions, slots, keys, values),
+        (qkv, *tables, positions, kv.slots, kv.keys, kv.values),
         (),
-        (eps, cos.stride(0), *strides[:3]),
+        (rope.norm_eps, rope.cos.stride(0), *strides[:3]),
+        context,
     )
     return qkv.view(-1, num_heads + 2 * num_kv_heads, dim)
 
@@ -72,7 +63,6 @@ def _variant(
     page: int,
     normed: bool,
     scaled: bool,
-    pdl: bool,
 ) -> Variant:
     rest = dim - 2 * half
     return Variant(
@@ -90,7 +80,6 @@ def _variant(
         NORM=normed,
         SCALED=scaled,
         num_warps=2,
-        **launch_options(pdl),
     )
 
 
@@ -123,9 +112,9 @@ def _rope_store(
     Q_TILES: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     line = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM

@@ -23,6 +23,7 @@ from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.noise import exponential_noise, load_logits, uniform_noise
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.top_k_candidates import CANDIDATES, PART, draw_from_candidates
+from twostroke.kernels.records import DrawParams
 
 TILE = 2048  # tokens of one program of the scan
 STEP = 4  # tiles that are looked at together when a row is chosen from
@@ -32,21 +33,18 @@ LOWEST = tl.constexpr(-3.0e38)
 
 def sample(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    key0: torch.Tensor,
-    key1: torch.Tensor,
+    params: DrawParams[torch.Tensor],
     *,
     out: torch.Tensor | None = None,
     cells: torch.Tensor | None = None,
     write_at: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token for each row of [B, V]; -1 where the largest logit is NaN or infinite."""
+    """Draw one token for each row of [B, V]; -1 where the largest logit is NaN or infinite."""
     batch, vocab = logits.shape
+    keys, min_p = (params.key0, params.key1), params.min_p
+    limits = (params.temperature, params.top_k, params.top_p)
     assert logits.stride(1) == 1
-    assert all(each.is_contiguous() for each in (temperature, top_k, top_p, min_p, key0, key1))
+    assert all(each.is_contiguous() for each in (*limits, min_p, *keys))
     tiles = ceil_div(vocab, TILE)
     device = logits.device
     if out is None:
@@ -58,14 +56,12 @@ def sample(
     kept = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=device)
     which = torch.empty(2, batch, CANDIDATES, dtype=torch.int32, device=device)
     scan, choose = _variants(vocab)
-    limits, scratch = (temperature, top_k, top_p), (kept, *which.unbind(0))
+    scratch, stride = (kept, *which.unbind(0)), (logits.stride(0),)
     found_in_tiles = (tile_score, tile_max, tile_mass, tokens, parts)
-    scan((tiles, batch), (logits, *limits, key0, key1, *found_in_tiles), (), (logits.stride(0),))
+    scan((tiles, batch), (logits, *limits, *keys, *found_in_tiles), (), stride)
+    written = (out, cells, write_at)
     choose(
-        (batch,),
-        (logits, *limits, min_p, key0, key1, *found_in_tiles, *scratch, out, cells, write_at),
-        (),
-        (logits.stride(0),),
+        (batch,), (logits, *limits, min_p, *keys, *found_in_tiles, *scratch, *written), (), stride
     )
     return out
 
@@ -140,15 +136,15 @@ def _scan_tiles(
         uniform = uniform_noise(first, second, token)
         weight = tl.exp(top - scaled)
         bound = uniform * weight
-        least = tl.min(bound, axis=0)
-        winner = tl.min(tl.where(bound == least, token, VOCAB), axis=0)
+        smallest = tl.min(bound, axis=0)
+        winner = tl.min(tl.where(bound == smallest, token, VOCAB), axis=0)
         chance = uniform_noise(first, second, winner)
-        least = least * (exponential_noise(chance) / chance)
-        if tl.sum((bound <= least).to(tl.int32), axis=0) > 1:
+        smallest = smallest * (exponential_noise(chance) / chance)
+        if tl.sum((bound <= smallest).to(tl.int32), axis=0) > 1:
             wait = exponential_noise(uniform) * weight
-            least = tl.min(wait, axis=0)
-            winner = tl.min(tl.where(wait == least, token, VOCAB), axis=0)
-        tl.store(tile_score + at, top - tl.log(least))
+            smallest = tl.min(wait, axis=0)
+            winner = tl.min(tl.where(wait == smallest, token, VOCAB), axis=0)
+        tl.store(tile_score + at, top - tl.log(smallest))
         tl.store(tokens + at, winner)
         if tl.load(top_p + row) < 1:
             tl.store(tile_mass + at, tl.sum(tl.exp(scaled - top), axis=0))
@@ -199,13 +195,13 @@ def _choose(
         inv_temp = 1.0 / temp
         k = tl.load(top_k + row).to(tl.int32)
         p = tl.load(top_p + row)
-        least = tl.load(min_p + row)
+        smallest = tl.load(min_p + row)
         k = tl.where((k > 0) & (k < VOCAB), k, VOCAB)
-        if (k < VOCAB) | (p < 1) | (least > 0):
+        if (k < VOCAB) | (p < 1) | (smallest > 0):
             row_logits = logits + row * stride
             tile_maxima = tile_max + row * TILES
-            fraction = tl.log(tl.where(least > 0, least, 1.0))
-            min_logit = tl.where(least > 0, max_logit + fraction, float("-inf"))
+            fraction = tl.log(tl.where(smallest > 0, smallest, 1.0))
+            min_logit = tl.where(smallest > 0, max_logit + fraction, float("-inf"))
             candidate = -1
             if k * 2 <= CANDIDATES:
                 candidate = draw_from_candidates(
@@ -245,7 +241,7 @@ def _choose(
                             TILE,
                             STEP,
                         )
-                    elif least > 0:
+                    elif smallest > 0:
                         above_min = _above(
                             row_logits,
                             tile_maxima,
@@ -302,7 +298,7 @@ def _first_within_limits(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """From winner to winner, upwards, until one is within the limits."""
+    """Go from winner to winner, upwards, until one is within the limits."""
     turn = 0
     while turn < MAX_TURNS:
         value = tl.load(row_logits + token).to(tl.float32) * inv_temp
@@ -347,7 +343,7 @@ def _above(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """How many tokens stand above (value, token), and the sum of their exponentials."""
+    """Return the number of tokens above (value, token), and the sum of their exponentials."""
     count = tl.zeros([TILE * STEP], tl.int32)
     tile_mass = tl.zeros([TILE * STEP], tl.float32)
     for tile in range(0, TILES, STEP):
@@ -374,7 +370,7 @@ def _draw_above(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The token of the largest logit + noise among the tokens above (value, token)."""
+    """Return the token of the largest logit + noise among the tokens above (value, token)."""
     best = tl.full([TILE * STEP], float("-inf"), tl.float32)
     where = tl.zeros([TILE * STEP], tl.int32)
     for tile in range(0, TILES, STEP):
@@ -389,8 +385,8 @@ def _draw_above(
             )
             where = tl.where(noisy > best, ids, where)
             best = tl.maximum(best, noisy)
-    most = tl.max(best, axis=0)
-    return tl.min(tl.where(best == most, where, VOCAB - 1), axis=0)
+    top = tl.max(best, axis=0)
+    return tl.min(tl.where(best == top, where, VOCAB - 1), axis=0)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""What both attentions do to a score.
+"""Scores of prefill and decode attention: scale, softcap and sinks.
 
-Their products name the precision `tf32x3`, which only fp32 feels: three products on the matrix
-units, as good as fp32's own. Constants stand inside the functions: Triton compares what a kernel
-reads of its module at every launch.
+The products of attention name the precision `tf32x3`, which affects fp32 alone: three products on
+the matrix units, as exact as in fp32. Constants are written inside the functions, because Triton
+compares a kernel's module-level constants at every launch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import triton.language as tl
 
 @triton.jit
 def unit_of(scale, SOFTCAP: tl.constexpr):
-    """What a score is to be multiplied by for exp2. Left to the end, where it costs nothing: the
-    product and the subtraction of the largest are one instruction."""
+    """Return the factor of a score for exp2. The factor is applied last, where it costs nothing:
+    the product and the subtraction of the largest score are one instruction."""
     LOG2E: tl.constexpr = 1.4426950408889634
     return LOG2E if SOFTCAP else scale * LOG2E
 
 
 @triton.jit
 def sink_of(at, there):
-    """A softmax that begins with a sink where `there`: the largest score so far, in powers of two,
-    and the sum of weights."""
+    """Begin a softmax with a sink, where `there`: return the largest score so far, in powers of
+    two, and the sum of weights."""
     LOG2E: tl.constexpr = 1.4426950408889634
     best = tl.load(at, mask=there, other=float("-inf")) * LOG2E
     return best, tl.where(there, 1.0, 0.0)
@@ -30,7 +30,8 @@ def sink_of(at, there):
 
 @triton.jit
 def capped(score, scale, softcap, SOFTCAP: tl.constexpr):
-    """As the product is, or scaled and bent towards ±softcap where the model does so."""
+    """Scale a score and bend it towards ±softcap, where the model has a softcap; otherwise return
+    it unchanged."""
     if SOFTCAP:
         # tanh from exp2: 1 − 2 / (1 + e^2x), which is right at both ends.
         LOG2E: tl.constexpr = 1.4426950408889634

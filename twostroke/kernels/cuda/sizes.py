@@ -7,6 +7,6 @@ def ceil_div(amount: int, size: int) -> int:
     return -(-amount // size)
 
 
-def power_of_two(least: int) -> int:
-    """The smallest that is not below."""
-    return 1 << (least - 1).bit_length()
+def power_of_two(minimum: int) -> int:
+    """Return the smallest power of two that is not below `minimum`."""
+    return 1 << (minimum - 1).bit_length()

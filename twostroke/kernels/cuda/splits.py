@@ -1,7 +1,7 @@
-"""How a context is split between programs, and how what they found meets again.
+"""The splits of a context: several programs attend to a part each, and the results are merged.
 
 split 0 ─▶ partial, weight ─┐
-split 1 ─▶ partial, weight ─┤ whoever arrives last merges them all
+split 1 ─▶ partial, weight ─┤ the last program to arrive merges them all
 …                           ┘
 """
 
@@ -14,16 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-# Two programs a multiprocessor keep enough of the context under way; what more of them would even
-# out between sequences of different lengths, they lose by meeting at the end.
+# Two programs a multiprocessor keep enough loads in flight. More programs would even out sequences
+# of different lengths, but would lose as much time in the merge.
 PROGRAMS_PER_SM = 2
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 INTERPRETED_SMS = 132  # an H200's, where there is no device to ask
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device that will run what is launched with tensors there: for those
-    without memory (`meta`), the current one."""
+    """Return the number of multiprocessors of the device that runs launches with tensors on
+    `device`; for tensors without memory (`meta`) that of the current device."""
     if device.type == "cuda":
         return _num_sms(device.index)
     if device.type == "meta" and torch.cuda.is_available():
@@ -37,7 +37,7 @@ def _num_sms(index: int | None) -> int:
 
 
 class DecodeScratch(NamedTuple):
-    """Where the splits of one launch meet; launches of one stream may share it."""
+    """Memory where the splits of one launch meet; launches of one stream may share it."""
 
     partial: torch.Tensor  # [B, H, splits, D] fp32
     weight: torch.Tensor  # [B, H, splits]: log2 of the softmax's sum
@@ -45,16 +45,16 @@ class DecodeScratch(NamedTuple):
 
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int, num_sms: int) -> int:
-    """Programs enough to fill the card, but none with less than 128 positions of the longest
-    context. Shorter ones use fewer of the splits, see `Tuning.least`."""
-    wanted = min(PROGRAMS_PER_SM * num_sms // (batch * num_kv_heads), MOST_SPLITS)
+    """Return enough splits to fill the card with programs, but none with less than 128 positions of
+    the longest context. Shorter contexts use fewer of the splits, see `Tuning.min_tiles`."""
+    wanted = min(PROGRAMS_PER_SM * num_sms // (batch * num_kv_heads), MAX_SPLITS)
     return max(1, min(wanted, -(-max_len // 128)))
 
 
 def decode_scratch(
     batch: int, num_heads: int, head_dim: int, splits: int, device: torch.device
 ) -> DecodeScratch:
-    """For `batch` tokens: rows times queries."""
+    """Return the scratch for `batch` tokens: rows times queries."""
     return DecodeScratch(
         torch.empty(batch, num_heads, splits, head_dim, dtype=torch.float32, device=device),
         torch.empty(batch, num_heads, splits, dtype=torch.float32, device=device),
@@ -72,8 +72,8 @@ def query_at(
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Where members of a tile begin in [rows · QUERIES, H, D]: member m is query head m % GROUP of
-    the KV head's, of the row's token m // GROUP."""
+    """Return the offsets where members of a tile begin in [rows · QUERIES, H, D]: member m is query
+    head m % GROUP of the KV head's, of the row's token m // GROUP."""
     if QUERIES == 1:
         at = row * stride + (kv_head * GROUP + member) * head_stride
     else:
@@ -94,16 +94,17 @@ def merge(
     BLOCK_MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """The splits' results, each by its share of the whole softmax, to the rows that begin at `to`
-    [BLOCK_MEMBERS]. The shares come first, of all splits, so that the results need not wait for
-    one another. Read past the first-level cache, which may hold what an earlier launch left."""
+    """Merge the splits' results, each weighted by its share of the whole softmax, into the rows
+    that begin at `to`, [BLOCK_MEMBERS]. The weights of all splits are read first, so that the
+    results need not wait for one another. Loads bypass the first-level cache, which may hold what
+    an earlier launch left."""
     member = tl.arange(0, BLOCK_MEMBERS)
     channel = tl.arange(0, BLOCK_DIM)
     valid = member < MEMBERS
-    split = tl.arange(0, MOST_SPLITS)
+    split = tl.arange(0, MAX_SPLITS)
     at = line + member[None, :] * splits + split[:, None]
     there = valid[None, :] & (split < active)[:, None]
     sizes = tl.load(weight + at, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -148,7 +149,7 @@ def _parts(
     BLOCK_DIM: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """MERGE splits from `start` on: their weights [MERGE, members] and results [.., .., D]."""
+    """Load MERGE splits from `start` on: their weights [MERGE, members] and results [.., .., D]."""
     member = tl.arange(0, BLOCK_MEMBERS)
     channel = tl.arange(0, BLOCK_DIM)
     split = start + tl.arange(0, MERGE)

@@ -1,13 +1,14 @@
 """Products of many rows with weights of 4 bits, on Hopper: as many programs as the card has
 multiprocessors, which share the work of all tiles evenly (stream-K).
 
-    tiles    each program has as many whole ones as there are for all; of those that are left, it
-             has as many blocks of K as the others, wherever these begin and end
-    parts    of a tile that several programs share: whoever has its first one adds the others up, in
-             their order. They were left before: a program begins with what another waits for,
-             and waits for programs behind it alone, so that some can always go on
+    tiles    each program has the same number of whole tiles; of the remaining tiles each program
+             has the same number of blocks of K, wherever these begin and end
+    parts    of a tile that several programs share: the program with the first part adds up the
+             other parts, in their order. These are there before: a program begins with the part
+             that another program waits for, and waits only for programs behind it, so that some
+             program can always go on
 
-`stream_k_kernels.py` has what a program does.
+`stream_k_kernels.py` has the program.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from triton.runtime import driver
 
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda.launch import ALIGNED, Variant, is_tested
-from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import OF_HOPPER, num_columns
 from twostroke.kernels.packed import PackedWeight
+from twostroke.kernels.records import StepContext
 
 # Gluon may change with each Triton: others go without.
 IS_KNOWN = is_tested()
@@ -33,7 +34,7 @@ if IS_KNOWN:
 
 BLOCK = 128  # numbers of K at one time
 LINES = 64  # rows of the weight that each of a program's two consumers has at one time
-LEAST_GROUP = 32  # numbers that have one scale: a quarter of a block
+MIN_GROUP = 32  # numbers that have one scale: a quarter of a block
 HEIGHTS = (128, 160, 192, 256)  # rows of a tile
 OF_CODES = 48  # rows that take as long as to make numbers of a tile's codes
 MIN_BLOCKS = 16  # that a program has for itself, but of the lowest tiles
@@ -43,7 +44,8 @@ OF_H200 = 132  # multiprocessors, where kernels are compiled without a GPU
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each program has: so many tiles, and `each` of the blocks of those that are left."""
+    """The work of each program: a number of whole tiles, and `each` blocks of the remaining
+    tiles."""
 
     programs: int
     rows: int  # of a tile
@@ -53,12 +55,12 @@ class Plan:
     each: int
 
     def shares(self, blocks: int) -> bool:
-        """Whether programs share tiles, of so many blocks."""
+        """Return True if programs share tiles of so many blocks."""
         return self.units > 0 and self.each < blocks
 
 
 def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Plan:
-    """Of a weight of so many rows. `counters`: tiles that may be shared."""
+    """Plan the work for a weight of `lines` rows. `counters`: tiles that may be shared."""
     columns = ceil_div(lines, 2 * LINES)
     # Higher tiles read less, and convert less; sums that meet again are larger, too.
     tile = min(HEIGHTS, key=lambda height: ceil_div(rows, height) * (height + OF_CODES))
@@ -71,14 +73,14 @@ def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Pl
     # Where nearly all programs could have one of the tiles that are left, they do: to share them
     # takes longer.
     if left <= min(counters, programs * 7 // 8):
-        most = 2 if whole else 8  # parts of a tile
-        each = max(ceil_div(units, programs), ceil_div(blocks, most))
+        max_parts = 2 if whole else 8  # parts of a tile
+        each = max(ceil_div(units, programs), ceil_div(blocks, max_parts))
     return Plan(programs, tile, row_tiles, whole, units, each)
 
 
 def can_multiply(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> bool:
-    """Here; to `out`, if it is given."""
-    fits = weight.bits == 4 and weight.block == BLOCK and weight.group >= LEAST_GROUP
+    """Return True if this kernel can compute the product; in `out`, if it is given."""
+    fits = weight.bits == 4 and weight.block == BLOCK and weight.group >= MIN_GROUP
     of_one_type = out is None or out.dtype == x.dtype
     return fits and of_one_type and is_hopper() and x.data_ptr() % ALIGNED == 0
 
@@ -103,10 +105,10 @@ def multiply(
     x: torch.Tensor,
     weight: PackedWeight,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product, or with an activation the gated one."""
+    """Compute the product, or with an activation the gated product."""
     rows, inner = x.shape
     columns, blocks = num_columns(weight.shape[0], activation), inner // BLOCK
     if out is None:
@@ -125,8 +127,9 @@ def multiply(
     box = LINES if activation is None else LINES // 2
     of_codes = kernels.descriptor(weight.codes.view(torch.int32), box, 64)
     numbers = (rows, work.row_tiles, work.whole_tiles, work.units, work.each)
-    variant = _variant(columns, blocks, weight.group, height, more, activation, pdl)
-    variant((work.programs,), tensors, (of_x, of_more, of_codes, *numbers), ())
+    variant = _variant(columns, blocks, weight.group, height, more, activation)
+    varying = (of_x, of_more, of_codes, *numbers)
+    variant((work.programs,), tensors, varying, context=context)
     return out
 
 
@@ -138,7 +141,6 @@ def _variant(
     rows: int,
     more: int,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     return Variant(
         kernels.multiply_stream_k,
@@ -151,5 +153,4 @@ def _variant(
         GATED=activation is not None,
         ACTIVATION=activation or "",
         num_warps=4,
-        **launch_options(pdl),
     )

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.elementwise import gate_times_up
 from twostroke.kernels.cuda.packed_codes import number_4_asm
-from twostroke.kernels.cuda.pdl import wait_for_previous
 
 # By the names of Triton 3.7 and 3.9, and those before.
 _all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -64,7 +64,7 @@ _WORDS_OF_HALF = gl.constexpr(
 
 
 def descriptor(matrix: torch.Tensor, rows: int, size: int) -> TensorDescriptor:
-    """By tiles of so many rows and bytes."""
+    """Return a tensor descriptor with tiles of so many rows and bytes."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=size, element_bitwidth=8 * matrix.itemsize)
     return TensorDescriptor.from_tensor(matrix, [rows, size // matrix.itemsize], layout)
 
@@ -93,7 +93,7 @@ def multiply_stream_k(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    PDL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     # A program has `whole_tiles` tiles, and `each` of the blocks of the tiles that are left, which
     # are `units`.
@@ -113,7 +113,7 @@ def multiply_stream_k(
     begin = gl.minimum(program * each, units)
     end = gl.minimum(begin + each, units)
     work = (program, programs, whole_tiles * BLOCKS, begin, end)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     tiles = (x_tiles, more_tiles, code_tiles, x_full, x_empty, code_full, code_empty, turn)
     of_groups = (scale, zero, offset)
     to = (out, partial, arrived, num_rows, row_tiles, each)
@@ -139,7 +139,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _place(unit, work, BLOCKS: gl.constexpr):
-    """The tile that a program's unit belongs to, and the block of it."""
+    """Return the tile that a program's unit belongs to, and the unit's block of that tile."""
     program, programs, whole, begin, _ = work
     rest = begin + unit - whole
     is_whole = unit < whole
@@ -287,8 +287,8 @@ def _consume(
 
 @gluon.jit
 def publish_part(counter, CONSUMER: gl.constexpr):
-    """That a part is there which is not its tile's first. A program has one at the most, before all
-    else that it shares."""
+    """Publish a part that is not the first of its tile. A program has at most one such part, before
+    everything else that it shares."""
     # All threads' stores before the count.
     _all_threads()
     gl.atomic_add(counter, 1 << (16 * CONSUMER), sem="release")
@@ -296,7 +296,7 @@ def publish_part(counter, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def await_parts(counter, others, CONSUMER: gl.constexpr):
-    """The parts behind a tile's first."""
+    """Wait for the parts of a tile after the first."""
     there = 0
     while there < others:
         there = gl.atomic_add(counter, 0, sem="acquire") >> (16 * CONSUMER) & 0xFFFF
@@ -306,7 +306,8 @@ def await_parts(counter, others, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def at_slot(sums, place):
-    """Where sums lie from `place` on: what a warp stores at one time lies together."""
+    """Return the addresses of sums from `place` on: what a warp stores at one time lies
+    together."""
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, sums.type.layout))
     row = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
     return place + (row // 8 * (8 * LINES) + row % 8)[None, :] + line[:, None] * 8

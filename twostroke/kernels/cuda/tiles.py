@@ -1,8 +1,8 @@
-"""What the products of all weight formats share: how a launch is cut into programs, what a tile
-ends in, and split-K.
+"""Tilings that the products of all weight formats share: the programs of a launch, the end of a
+tile, and split-K.
 
 Where a matrix has fewer tiles than the card has room for, several programs share the columns of a
-tile: each has a part of K, and whoever arrives last adds the parts up, in their order.
+tile: each has a part of K, and the last one to arrive adds the parts up, in their order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from triton.runtime import driver
 
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda.elementwise import gate_times_up
-from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.split_k import ARRIVALS_COLUMNS
 
-# Bytes of each column that are on their way before a tile's launch waits.
+# Bytes of each column that are fetched before a dependent launch waits.
 FETCHED = tl.constexpr(512)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # else the same in plain operations
 
@@ -32,7 +31,7 @@ OF_HOPPER = 227 << 10  # bytes of shared memory that a program may have there
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Of one row: a program has all of K."""
+    """The launch of a product of one row: a program has all of K."""
 
     columns: int  # of a program
     step: int  # of K, at one time: numbers, or groups where the weight has them
@@ -53,14 +52,14 @@ class Tiling:
 
 
 def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> str:
-    """Of a table of what was the fastest, by the power of two that rows are padded to."""
+    """Return the key of a table of the fastest launches, with rows padded to a power of two."""
     size = "×".join(map(str, shape))
     block = rows if rows == 1 else max(16, power_of_two(rows))
     return f"{format}, {size}{' gated' if gated else ''}, {block}"
 
 
 def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
-    """None, where the table has nothing: the library was faster."""
+    """Return an entry of a table; None where the entry is empty: the library was faster."""
     if len(entry) in (3, 4):
         return Streaming(*entry)
     if not entry:
@@ -69,9 +68,9 @@ def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
     return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages, *map(bool, ways))
 
 
-def power_of_two_below(most: int) -> int:
-    """The largest that is not above; 1 at the least."""
-    return 1 << max(0, most.bit_length() - 1)
+def power_of_two_below(limit: int) -> int:
+    """Return the largest power of two that is not above `limit`; at least 1."""
+    return 1 << max(0, limit.bit_length() - 1)
 
 
 def is_plain(x: torch.Tensor) -> bool:
@@ -81,13 +80,14 @@ def is_plain(x: torch.Tensor) -> bool:
 def dense_product(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The library's x @ weight.T."""
+    """Return x @ weight.T, computed by the library."""
     return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
 
 
 @cache
 def shared_bytes() -> int:
-    """That a program may have on this GPU; where there is none, kernels are compiled for Hopper."""
+    """Return the shared memory that a program may have on this GPU, in bytes. Without a GPU kernels
+    are compiled for Hopper."""
     if not torch.cuda.is_available():
         return OF_HOPPER
     device = driver.active.get_current_device()
@@ -95,28 +95,27 @@ def shared_bytes() -> int:
 
 
 def fitted(tuned: Tiling, step_bytes: int) -> Tiling:
-    """With fewer stages, where a GPU has less shared memory than Hopper. `step_bytes`: of a stage,
-    the rows' and the columns' numbers of a step of K."""
-    most = max(1, shared_bytes() // step_bytes)
-    return tuned if tuned.num_stages <= most else replace(tuned, num_stages=most)
+    """Return the tiling with fewer stages where a GPU has less shared memory than Hopper.
+    `step_bytes`: of a stage, the rows' and the columns' numbers of a step of K."""
+    max_stages = max(1, shared_bytes() // step_bytes)
+    return tuned if tuned.num_stages <= max_stages else replace(tuned, num_stages=max_stages)
 
 
 def num_columns(weight_rows: int, activation: Activation | None) -> int:
-    """Of a product, or with an activation of the gated one."""
+    """Return the number of columns of a product, or with an activation of the gated product."""
     return weight_rows if activation is None else weight_rows // 2
 
 
-def stream_options(tuned: Streaming, activation: Activation | None, pdl: bool) -> dict[str, Any]:
+def stream_options(tuned: Streaming, activation: Activation | None) -> dict[str, Any]:
     return {
         "COLUMNS": tuned.columns,
         "num_warps": tuned.num_warps,
         "num_stages": 1,
         **_gating(activation),
-        **launch_options(pdl),
     }
 
 
-def tile_options(tuned: Tiling, activation: Activation | None, pdl: bool) -> dict[str, Any]:
+def tile_options(tuned: Tiling, activation: Activation | None) -> dict[str, Any]:
     return {
         "ROWS": tuned.rows,
         "COLUMNS": tuned.columns,
@@ -125,7 +124,6 @@ def tile_options(tuned: Tiling, activation: Activation | None, pdl: bool) -> dic
         "num_warps": tuned.num_warps,
         "num_stages": tuned.num_stages,
         **_gating(activation),
-        **launch_options(pdl),
     }
 
 
@@ -140,7 +138,8 @@ def split_buffers(
     arrived: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where the splits of K leave their sums, and where they meet; None if there is one."""
+    """Return the memory for the sums of the splits of K, and the counters where splits meet; None
+    if there is one split."""
     if tuned.splits == 1:
         return None, None
     assert rows <= tuned.rows
@@ -155,10 +154,9 @@ def split_buffers(
 @triton.jit
 def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr, MADE: tl.constexpr):
     if WEIGHT_FIRST and MADE:
-        # The matrix units read a left operand that was made in registers until somebody waits for
-        # the product, as this sum does; else the next step's numbers may be made there before.
-        # (Of a product with that limit, whose types have no use for it, the compiler does not take
-        # the sum in.)
+        # The matrix units read a left operand in registers until an instruction waits for the
+        # product, as this sum does; otherwise the next step's numbers could overwrite it. (The
+        # compiler does not fuse the sum into a product with that limit.)
         sums += tl.dot(weight, tl.trans(x), max_num_imprecise_acc=1)
     elif WEIGHT_FIRST:
         sums = tl.dot(weight, tl.trans(x), sums, out_dtype=sums.dtype)
@@ -169,7 +167,8 @@ def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr, MADE: tl.constexpr):
 
 @triton.jit
 def is_last_split(sums, to, arrived, block, split, SPLITS: tl.constexpr, SIZE: tl.constexpr):
-    """Leaves a split's sums for the last to arrive, which this may be."""
+    """Leave a split's sums for the last split to arrive, and return True if this split is the
+    last."""
     tl.store(to + split * SIZE, sums)
     # All threads' stores before the count that publishes them.
     tl.debug_barrier()
@@ -197,7 +196,7 @@ def store_tile(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """[rows, columns]: activated, and stored. `there`: rows that are."""
+    """Activate and store [rows, columns]. `there`: the rows that exist."""
     if GATED:
         sums = gate_times_up(sums, others, out.dtype.element_ty, ACTIVATION)
     to = out + row.to(tl.int64)[:, None] * N + column[None, :]

@@ -37,7 +37,8 @@ def draw_from_candidates(
     PART: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The draw, or −1 if the candidates are too many. `kept`, `ids` and `hits` are scratch."""
+    """Return the drawn token, or −1 if the candidates are too many. `kept`, `ids` and `hits` are
+    scratch."""
     reached, num_hits = _threshold(parts, hits, max_logit, k, PARTS, BLOCK, CANDIDATES)
     tl.debug_barrier()
     count = 0
@@ -56,7 +57,8 @@ def draw_from_candidates(
 def _threshold(
     parts, hits, max_logit, k, PARTS: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr
 ):
-    """A value that the largest of k parts or a few more reach; the parts go to `hits`."""
+    """Return a value that the largest tokens of k parts or a few more reach; the numbers of these
+    parts go to `hits`."""
     MAX_TURNS: tl.constexpr = 24
     part = tl.arange(0, BLOCK)
     part_max = tl.load(parts + part, mask=part < PARTS, other=float("-inf"))
@@ -94,8 +96,8 @@ def _gather(
     PART: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The tokens of the hit parts that reach the value, and how many: those past CANDIDATES are
-    only counted."""
+    """Gather the tokens of the hit parts that reach the value, and return their number: those past
+    CANDIDATES are only counted."""
     TOGETHER: tl.constexpr = 32
     count = 0
     for start in range(0, num_hits, TOGETHER):
@@ -144,10 +146,10 @@ def _draw(
         before += tl.sum(tl.where(above, tl.exp(theirs - max_logit), 0.0), axis=1)
     within = (mine < count) & (rank < k) & (value >= min_logit)
     total = tl.sum(tl.where(within, tl.exp(value - max_logit), 0.0), axis=0)
-    most_before = tl.where(p < 1, p * total, float("inf"))
-    within = within & ((before < most_before) | (rank == 0))
+    mass_limit = tl.where(p < 1, p * total, float("inf"))
+    within = within & ((before < mass_limit) | (rank == 0))
     noise = tl.log(exponential_noise(uniform_noise(key0, key1, token)))
     noisy = tl.where(within, value - noise, float("-inf"))
-    most = tl.max(noisy, axis=0)
-    found = tl.min(tl.where(within & (noisy == most), token, VOCAB), axis=0)
+    best = tl.max(noisy, axis=0)
+    found = tl.min(tl.where(within & (noisy == best), token, VOCAB), axis=0)
     return tl.where(found < VOCAB, found, -1)

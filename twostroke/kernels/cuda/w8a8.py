@@ -7,7 +7,7 @@
                 e4m3 by the library where arithmetic does, but where that has too few columns to
                 fill Hopper (`w8a8_hopper.py`)
 
-`tiles.py` has what a launch is cut into, and split-K.
+`tiles.py` has the tilings and split-K.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ import torch
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.cuda import tiles, w8a8_hopper
 from twostroke.kernels.cuda import w8a8_kernels as kernels
-from twostroke.kernels.cuda.elementwise import a8_values, act_and_mul
+from twostroke.kernels.cuda.elementwise import act_and_mul, quantised_values
 from twostroke.kernels.cuda.launch import Variant
-from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_plain, num_columns
 from twostroke.kernels.cuda.w8a8_tiles import TILES
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 from twostroke.kernels.w8a8 import (
     E4M3,
     INT8,
     LARGEST,
     LONGEST_INT8,
     SMALLEST_SCALE,
-    A8Rows,
+    QuantizedActivations,
     W8Weight,
     dequantised,
 )
 
 # Rows whose products have tiles here, but of int8 with int8. More of them the library multiplies:
 # e4m3 with e4m3, or, where activations are as they are, with the weight dequantised as a whole.
-MOST_TILED = 64
+MAX_TILED = 64
 LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
 PROGRAMS, FEW_PROGRAMS = 512, 256  # of a matrix whose K is split; the latter of 8-bit activations
 NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
 DEQUANTISED = 2048  # numbers of a program
 BAND = 8  # tiles of rows, of many, that are computed beside each other
-MOST_TUNED = 1024  # rows of int8: with more of them it is the same
+MAX_TUNED = 1024  # rows of int8: with more of them it is the same
 
 
 def streaming(weight: W8Weight, gated: bool) -> Streaming | None:
-    """Of one row; None where nothing here divides K or a group."""
+    """Choose how the product of one row streams the weight; None where no size here divides K or a
+    group."""
     inner = weight.values.shape[1]
     step = next((n for n in (512, 256, 128) if inner % n == 0), None)
     if step is None or _group(weight) % 16:
@@ -59,12 +60,12 @@ def streaming(weight: W8Weight, gated: bool) -> Streaming | None:
 
 
 def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling | None:
-    """None where the library is faster, or nothing here divides K or a group. `quantised`: the
-    activations have the weight's type."""
+    """Choose the tiling; None where the library is faster, or no size here divides K or a group.
+    `quantised`: the activations have the weight's type."""
     columns, inner = weight.values.shape
     if quantised and weight.dtype == INT8:
         return int8_tiling(rows, weight, gated)
-    if rows > MOST_TILED:
+    if rows > MAX_TILED:
         return None
     block = max(16, power_of_two(rows))
     step = _step(weight, 128 if block > (16 if gated else 64 if quantised else 32) else 256)
@@ -75,18 +76,19 @@ def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling 
     splits = 1
     if not gated:
         programs, steps = (FEW_PROGRAMS, 8 if block == 16 else 14) if quantised else (PROGRAMS, 4)
-        most = min(programs // ceil_div(columns, tile), inner // step // steps)
-        splits = tiles.power_of_two_below(most)
+        max_splits = min(programs // ceil_div(columns, tile), inner // step // steps)
+        splits = tiles.power_of_two_below(max_splits)
     stages = 3 if gated and (block == 16 or not quantised) else 4
     return Tiling(block, tile, step, splits, block >= 64 or quantised, 4, stages)
 
 
 def int8_key(rows: int, weight: W8Weight, gated: bool) -> str:
-    return tiles.table_key("int8", min(rows, MOST_TUNED), tuple(weight.values.shape), gated)
+    return tiles.table_key("int8", min(rows, MAX_TUNED), tuple(weight.values.shape), gated)
 
 
 def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
-    """Of int8 with int8; None where nothing here divides K, or sums would not fit int32."""
+    """Choose the tiling of int8 with int8; None where no size here divides K, or sums would not fit
+    int32."""
     columns, inner = weight.values.shape
     known = TILES.get(int8_key(rows, weight, gated))
     found = None if known is None else tiles.of_table(known)
@@ -100,21 +102,21 @@ def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
         return Tiling(128, 64 if gated else 128, step, 1, False, 8, 4)
     splits = 1
     if not gated:
-        most = min(FEW_PROGRAMS // ceil_div(columns, 64), inner // step // 8)
-        splits = tiles.power_of_two_below(most)
+        max_splits = min(FEW_PROGRAMS // ceil_div(columns, 64), inner // step // 8)
+        splits = tiles.power_of_two_below(max_splits)
     weight_first, warps = (True, 4) if block <= 64 else (False, 8)
     return Tiling(block, 64, step, splits, weight_first, warps, 4)
 
 
 def _step(weight: W8Weight, largest: int) -> int | None:
-    """Of K, at one time."""
+    """Return the number of elements of K that are loaded at one time."""
     sizes = (n for n in (256, 128, 64) if n <= largest)
     inner, group = weight.values.shape[1], _group(weight)
     return next((n for n in sizes if inner % n == 0 and group % n == 0), None)
 
 
 def _group(weight: W8Weight) -> int:
-    """Columns that share a scale."""
+    """Return the number of columns that share a scale."""
     return weight.values.shape[1] // weight.scale.shape[1]
 
 
@@ -122,42 +124,54 @@ def _group(weight: W8Weight) -> int:
 
 
 def w8_product(
-    x: torch.Tensor, weight: W8Weight, *, pdl: bool = False, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: W8Weight,
+    context: StepContext = DEFAULT_CONTEXT,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ what the weight stands for, transposed; to `out`, contiguous, if it is given."""
+    """Return x @ dequantised weight, transposed; in `out`, contiguous, if it is given."""
     if is_plain(x):
         streamed = streaming(weight, gated=False) if x.shape[0] == 1 else None
         if streamed is not None:
-            return stream(x, weight, streamed, None, pdl, out)
+            return stream(x, weight, streamed, None, context, out)
         tuned = tiling(x.shape[0], weight, gated=False, quantised=False)
         if tuned is not None:
-            return tiled(x, None, weight, tuned, None, pdl, out)
+            return tiled(x, None, weight, tuned, None, context, out)
     return tiles.dense_product(x, dequantise(weight, x.dtype), out)
 
 
 def w8_gated_product(
-    x: torch.Tensor, weight: W8Weight, activation: Activation, *, pdl: bool = False
+    x: torch.Tensor,
+    weight: W8Weight,
+    activation: Activation,
+    context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """activation(x @ first half of the weight) · (x @ second half), rounded as by `act_and_mul`."""
+    """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
+    `act_and_mul`."""
     if is_plain(x):
         streamed = streaming(weight, gated=True) if x.shape[0] == 1 else None
         if streamed is not None:
-            return stream(x, weight, streamed, activation, pdl)
+            return stream(x, weight, streamed, activation, context)
         tuned = tiling(x.shape[0], weight, gated=True, quantised=False)
         if tuned is not None:
-            return tiled(x, None, weight, tuned, activation, pdl)
-    return act_and_mul(w8_product(x, weight), activation, pdl=pdl)
+            return tiled(x, None, weight, tuned, activation, context)
+    return act_and_mul(w8_product(x, weight), activation, context)
 
 
 def w8a8_product(
-    x: A8Rows, weight: W8Weight, *, pdl: bool = False, out: torch.Tensor | None = None
+    x: QuantizedActivations,
+    weight: W8Weight,
+    context: StepContext = DEFAULT_CONTEXT,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of both as they are quantised, where the weight has one scale a row."""
+    """Return the product of quantised activations with a weight that has one scale a row."""
     if w8a8_hopper.can_multiply(x, weight) and (out is None or out.dtype == x.dtype):
-        return w8a8_hopper.multiply(x, weight, pdl, out)
+        return w8a8_hopper.multiply(x, weight, context, out)
     tuned = _tiling_of_rows(x, weight, gated=False)
     if tuned is not None:
-        return tiled(x.values, x, weight, tuned, None, pdl, out)
+        return tiled(x.values, x, weight, tuned, None, context, out)
     if weight.dtype == E4M3 and all(size % LIBRARY_STEP == 0 for size in weight.values.shape):
         return library_product(x, weight, out)
     whole = dequantised(x.values, x.scale.unsqueeze(1), x.dtype)
@@ -165,32 +179,35 @@ def w8a8_product(
 
 
 def w8a8_gated_product(
-    x: A8Rows,
+    x: QuantizedActivations,
     weight: W8Weight,
     activation: Activation,
+    context: StepContext = DEFAULT_CONTEXT,
     *,
-    pdl: bool = False,
     to: torch.dtype | None = None,
-) -> torch.Tensor | A8Rows:
-    """The gated product of both, rounded as by `act_and_mul`; quantised again, if to a type."""
+) -> torch.Tensor | QuantizedActivations:
+    """Return the gated product, rounded as by `act_and_mul`. `to`: the type that it is quantised
+    to."""
     tuned = _tiling_of_rows(x, weight, gated=True)
     if tuned is not None:
-        acted = tiled(x.values, x, weight, tuned, activation, pdl)
-        return acted if to is None else a8_rows(acted, to, pdl=pdl)
-    gate_up = w8a8_product(x, weight, pdl=pdl)
+        acted = tiled(x.values, x, weight, tuned, activation, context)
+        return acted if to is None else quantise_activations(acted, to, context)
+    gate_up = w8a8_product(x, weight, context)
     if to is None:
-        return act_and_mul(gate_up, activation, pdl=pdl)
-    return a8_act_and_mul(gate_up, activation, to, pdl=pdl)
+        return act_and_mul(gate_up, activation, context)
+    return quantised_act_and_mul(gate_up, activation, to, context)
 
 
-def _tiling_of_rows(x: A8Rows, weight: W8Weight, gated: bool) -> Tiling | None:
+def _tiling_of_rows(x: QuantizedActivations, weight: W8Weight, gated: bool) -> Tiling | None:
     assert x.values.dtype == weight.dtype
     if weight.dtype == E4M3 and x.dtype.itemsize != 2:
         return None
     return tiling(len(x.values), weight, gated, quantised=True)
 
 
-def library_product(x: A8Rows, weight: W8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+def library_product(
+    x: QuantizedActivations, weight: W8Weight, out: torch.Tensor | None = None
+) -> torch.Tensor:
     if out is None:
         out = torch.empty(len(x.values), len(weight.values), dtype=x.dtype, device=x.values.device)
     if x.values.is_meta:
@@ -210,13 +227,13 @@ def library_product(x: A8Rows, weight: W8Weight, out: torch.Tensor | None = None
 
 
 def dequantise(weight: W8Weight, dtype: torch.dtype) -> torch.Tensor:
-    """What the weight stands for, whole."""
+    """Return the whole weight dequantised."""
     columns, inner = weight.values.shape
     out = torch.empty(columns, inner, dtype=dtype, device=weight.values.device)
     # Rows along the grid's x: its y ends at 65,535.
     grid = (columns, ceil_div(inner, DEQUANTISED))
     variant = _dequantise_variant(inner, _group(weight))
-    variant(grid, (weight.values, weight.scale, out), (), ())
+    variant(grid, (weight.values, weight.scale, out))
     return out
 
 
@@ -225,34 +242,41 @@ def _dequantise_variant(inner: int, group: int) -> Variant:
     return Variant(kernels.dequantise_rows, K=inner, GROUP=group, BLOCK=DEQUANTISED, num_warps=4)
 
 
-def a8_rows(x: torch.Tensor, to: torch.dtype, *, pdl: bool = False) -> A8Rows:
-    """Activations [T, N], quantised token by token."""
-    return _quantise(x, x.shape[1], None, to, pdl)
+def quantise_activations(
+    x: torch.Tensor, to: torch.dtype, context: StepContext = DEFAULT_CONTEXT
+) -> QuantizedActivations:
+    """Quantise activations, [T, N], token by token."""
+    return _quantise(x, x.shape[1], None, to, context)
 
 
-def a8_act_and_mul(
-    gate_up: torch.Tensor, activation: Activation, to: torch.dtype, *, pdl: bool = False
-) -> A8Rows:
-    """[T, 2N] → [T, N]: the activation of the first half times the second, rounded as by
-    `act_and_mul`, and quantised."""
-    return _quantise(gate_up, gate_up.shape[1] // 2, activation, to, pdl)
+def quantised_act_and_mul(
+    gate_up: torch.Tensor,
+    activation: Activation,
+    to: torch.dtype,
+    context: StepContext = DEFAULT_CONTEXT,
+) -> QuantizedActivations:
+    """[T, 2N] → [T, N]: the activation of the first half times the second half, rounded as by
+    `act_and_mul`, then quantised."""
+    return _quantise(gate_up, gate_up.shape[1] // 2, activation, to, context)
 
 
 def _quantise(
-    x: torch.Tensor, width: int, activation: Activation | None, to: torch.dtype, pdl: bool
-) -> A8Rows:
+    x: torch.Tensor,
+    width: int,
+    activation: Activation | None,
+    to: torch.dtype,
+    context: StepContext,
+) -> QuantizedActivations:
     assert x.stride(1) == 1
-    values = a8_values(len(x), width, to, x.device)
+    values = quantised_values(len(x), width, to, x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    variant = _quantise_variant(width, activation, to, pdl)
-    variant((len(x),), (x, values, scale), (), (x.stride(0),))
-    return A8Rows(values, scale, x.dtype)
+    variant = _quantise_variant(width, activation, to)
+    variant((len(x),), (x, values, scale), (), (x.stride(0),), context)
+    return QuantizedActivations(values, scale, x.dtype)
 
 
 @cache
-def _quantise_variant(
-    width: int, activation: Activation | None, to: torch.dtype, pdl: bool
-) -> Variant:
+def _quantise_variant(width: int, activation: Activation | None, to: torch.dtype) -> Variant:
     block = power_of_two(width)
     return Variant(
         kernels.quantise_row,
@@ -260,10 +284,9 @@ def _quantise_variant(
         BLOCK=block,
         GATED=activation is not None,
         ACTIVATION=activation or "",
-        MOST=LARGEST[to],
-        LEAST=SMALLEST_SCALE,
+        MAX_VALUE=LARGEST[to],
+        MIN_SCALE=SMALLEST_SCALE,
         num_warps=min(max(block // 512, 2), 16),
-        **launch_options(pdl),
     )
 
 
@@ -272,17 +295,18 @@ def stream(
     weight: W8Weight,
     tuned: Streaming,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of one row, or with an activation the gated one."""
+    """Compute the product of one row, or with an activation the gated product."""
     columns, inner = num_columns(len(weight.values), activation), x.shape[1]
     if out is None:
         out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
     how = (columns, inner, _group(weight), weight.dtype == INT8)
-    variant = _stream_variant(*how, tuned, activation, pdl)
+    variant = _stream_variant(*how, tuned, activation)
     grid = (ceil_div(columns, tuned.columns),)
-    variant(grid, (x, weight.values.view(torch.int32), weight.scale, out), (), ())
+    tensors = (x, weight.values.view(torch.int32), weight.scale, out)
+    variant(grid, tensors, context=context)
     return out
 
 
@@ -294,24 +318,23 @@ def _stream_variant(
     int8: bool,
     tuned: Streaming,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     sizes = {"N": columns, "K": inner, "GROUP": group, "INT8": int8, "INNER": tuned.step}
-    options = tiles.stream_options(tuned, activation, pdl) | {"DEPTH": tuned.depth}
+    options = tiles.stream_options(tuned, activation) | {"DEPTH": tuned.depth}
     return Variant(kernels.stream_row, **sizes, **options)
 
 
 def tiled(
     x: torch.Tensor,
-    quantised: A8Rows | None,
+    quantised: QuantizedActivations | None,
     weight: W8Weight,
     tuned: Tiling,
     activation: Activation | None,
-    pdl: bool,
+    context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product, or with an activation the gated one; `x` is what `quantised` holds, if there is
-    that."""
+    """Compute the product by tiles, or with an activation the gated product. If `quantised` is
+    given, `x` is its values."""
     rows, inner = x.shape
     columns = num_columns(len(weight.values), activation)
     if out is None:
@@ -327,9 +350,9 @@ def tiled(
     sum_type = torch.int32 if x.dtype == INT8 else torch.float32
     splits = tiles.split_buffers(tuned, rows, columns, weight.arrived, sum_type)
     x_scale = None if quantised is None else quantised.scale
-    variant = _tiled_variant(columns, inner, _group(weight), tuned, band, activation, pdl)
+    variant = _tiled_variant(columns, inner, _group(weight), tuned, band, activation)
     tensors = (x, x_scale, weight.values, weight.scale, out, *splits)
-    variant(grid, tensors, (rows,), ())
+    variant(grid, tensors, (rows,), context=context)
     return out
 
 
@@ -341,7 +364,6 @@ def _tiled_variant(
     tuned: Tiling,
     band: int,
     activation: Activation | None,
-    pdl: bool,
 ) -> Variant:
     sizes = {"N": columns, "K": inner, "GROUP": group, "INNER": tuned.step, "BAND": band}
-    return Variant(kernels.multiply_tile, **sizes, **tiles.tile_options(tuned, activation, pdl))
+    return Variant(kernels.multiply_tile, **sizes, **tiles.tile_options(tuned, activation))

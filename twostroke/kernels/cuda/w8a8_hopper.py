@@ -1,13 +1,13 @@
 """Products of rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into parts, so
-many that there is one for nearly each multiprocessor. Whoever has a tile's first part adds the
-others up, in their order.
+many that there is one for nearly each multiprocessor. The program with a tile's first part adds up
+the other parts, in their order.
 
     a few rows     a dependent launch has fetched much of the weight before its rows are there
     65 to 256      matrices of few columns, where the library leaves multiprocessors without work.
                    With more columns there is nothing to cut, and the library, whose programs share
                    what they fetch, is faster
 
-`w8a8_hopper_kernels.py` has what a program does.
+`w8a8_hopper_kernels.py` has the program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import cache
 import torch
 
 from twostroke.kernels.cuda.launch import ALIGNED, Variant
-from twostroke.kernels.cuda.pdl import launch_options
 from twostroke.kernels.cuda.sizes import ceil_div
 from twostroke.kernels.cuda.stream_k import (
     BLOCK,
@@ -29,7 +28,8 @@ from twostroke.kernels.cuda.stream_k import (
     num_multiprocessors,
 )
 from twostroke.kernels.cuda.tiles import OF_HOPPER
-from twostroke.kernels.w8a8 import E4M3, A8Rows, W8Weight
+from twostroke.kernels.records import StepContext
+from twostroke.kernels.w8a8 import E4M3, QuantizedActivations, W8Weight
 
 if IS_KNOWN:
     from twostroke.kernels.cuda import w8a8_hopper_kernels as kernels
@@ -39,7 +39,7 @@ FEW, MANY = range(2, 9), range(65, 257)  # rows
 # Of a tile: of few rows; of many, two of the lower ones, or else of the higher.
 FEW_HEIGHT, HEIGHTS = 16, (64, 128)
 LONG = 8192  # of K: where more rows than the lower tiles have are faster here
-MOST_PARTS = 8  # of a tile
+MAX_PARTS = 8  # of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Plan:
 
 
 def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
-    """None where there are more tiles than programs."""
+    """Plan the work; None where there are more tiles than programs."""
     height = HEIGHTS[0] if rows <= 2 * HEIGHTS[0] else HEIGHTS[1]
     if rows in FEW:
         height = FEW_HEIGHT
@@ -60,11 +60,11 @@ def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
     tiles = row_tiles * ceil_div(columns, 2 * LINES)
     if tiles > programs:
         return None
-    each = ceil_div(blocks, min(programs // tiles, MOST_PARTS, blocks))
+    each = ceil_div(blocks, min(programs // tiles, MAX_PARTS, blocks))
     return Plan(height, row_tiles, tiles, ceil_div(blocks, each), each)
 
 
-def can_multiply(x: A8Rows, weight: W8Weight) -> bool:
+def can_multiply(x: QuantizedActivations, weight: W8Weight) -> bool:
     rows, (columns, inner) = len(x.values), weight.values.shape
     if (rows not in FEW and rows not in MANY) or not is_hopper():
         return False
@@ -79,7 +79,7 @@ def can_multiply(x: A8Rows, weight: W8Weight) -> bool:
 
 
 def multiply(
-    x: A8Rows, weight: W8Weight, pdl: bool, out: torch.Tensor | None = None
+    x: QuantizedActivations, weight: W8Weight, context: StepContext, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     (rows, inner), columns, device = x.values.shape, len(weight.values), x.values.device
     if out is None:
@@ -94,19 +94,21 @@ def multiply(
     of_x = descriptor(_with_room(x.values, work.row_tiles * work.rows), work.rows, BLOCK)
     of_weight = descriptor(weight.values, LINES, BLOCK)
     numbers = (rows, work.row_tiles, work.parts, work.each)
-    variant = _variant(columns, inner // BLOCK, work.rows, pdl)
-    variant((work.tiles * work.parts,), tensors, (of_x, of_weight, *numbers), ())
+    variant = _variant(columns, inner // BLOCK, work.rows)
+    varying = (of_x, of_weight, *numbers)
+    variant((work.tiles * work.parts,), tensors, varying, context=context)
     return out
 
 
 def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """So many of the rows and of what lies behind them, if that is theirs: see `a8_values`."""
+    """Return `rows` rows, the last ones behind the data if the memory reaches so far: see
+    `quantised_values`."""
     there = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
     return x.as_strided((rows, x.shape[1]), x.stride()) if there >= rows * x.shape[1] else x
 
 
 @cache
-def _variant(columns: int, blocks: int, rows: int, pdl: bool) -> Variant:
+def _variant(columns: int, blocks: int, rows: int) -> Variant:
     return Variant(
         kernels.multiply_in_parts,
         N=columns,
@@ -114,5 +116,4 @@ def _variant(columns: int, blocks: int, rows: int, pdl: bool) -> Variant:
         ROWS=rows,
         STAGES=(OF_HOPPER - FOR_SUMS) // (BLOCK * (rows + 2 * LINES)),
         num_warps=4,
-        **launch_options(pdl),
     )

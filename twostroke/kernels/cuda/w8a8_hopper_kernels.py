@@ -44,7 +44,7 @@ def multiply_in_parts(
     BLOCKS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     # A program has `each` blocks of one tile, or what is left of it.
     tile, part = gl.program_id(0) // parts, gl.program_id(0) % parts
@@ -53,11 +53,11 @@ def multiply_in_parts(
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, BLOCK], x.layout)
     w_tiles = gl.allocate_shared_memory(weight.dtype, [2 * STAGES, LINES, BLOCK], weight.layout)
     tiles = (x_tiles, w_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
-    if PDL:
+    if DEPENDENT:
         gdc_launch_dependents()
     place = (tile, tile % row_tiles * ROWS, tile // row_tiles * (2 * LINES))
     to = (x_scale, scale, out, partial, arrived, num_rows)
-    sizes: gl.constexpr = (N, ROWS, STAGES, PDL)
+    sizes: gl.constexpr = (N, ROWS, STAGES, DEPENDENT)
     gl.warp_specialize(
         [
             (_consume, (tiles, to, place, part, parts, count, sizes, 0)),
@@ -73,11 +73,11 @@ def multiply_in_parts(
 def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
     ROWS: gl.constexpr = sizes[1]
     STAGES: gl.constexpr = sizes[2]
-    PDL: gl.constexpr = sizes[3]
+    DEPENDENT: gl.constexpr = sizes[3]
     x_tiles, w_tiles, full, empty = tiles
     _, row, line = place
     ahead = 0
-    if PDL:
+    if DEPENDENT:
         # Nobody in front writes the weight: as much as there is room for, before rows are there.
         ahead = gl.minimum(count, STAGES)
         for n in range(ahead):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from twostroke.kernels.cuda.dependent_launch import fetch_to_l2, wait_for_previous
 from twostroke.kernels.cuda.elementwise import gate_times_up, quantised_rows
-from twostroke.kernels.cuda.pdl import fetch_to_l2, wait_for_previous
 from twostroke.kernels.cuda.tiles import (
     ASM,
     FETCHED,
@@ -76,7 +76,7 @@ _INT8_BF16 = tl.constexpr(INT8_BF16)
 
 @triton.jit
 def _as(values, kind: tl.constexpr):
-    """e4m3 or int8 as `kind`."""
+    """Convert e4m3 or int8 to `kind`."""
     if values.dtype == kind:
         wide = values
     elif values.dtype != tl.int8:
@@ -151,7 +151,7 @@ def stream_row(
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # [loads, columns, words]: a load's four words of four numbers are one thread's, and so are the
     # row's 16 numbers, 8 and 8 of them. The next threads have the next loads, as the compiler gives
@@ -174,7 +174,7 @@ def stream_row(
         held += (_words(at, n * INNER, K),)  # type: ignore[assignment]
         if GATED:
             up_held += (_words(at + HALF, n * INNER, K),)  # type: ignore[assignment]
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     sums = tl.zeros([INNER // 16, COLUMNS], tl.float32)
     others = sums
     for begin in tl.range(0, K, DEPTH * INNER):
@@ -203,13 +203,14 @@ def stream_row(
 
 @triton.jit
 def _words(at, start, K: tl.constexpr):
-    """Of the step from `start` on; past the end of K nothing is read."""
+    """Load the words of the step from `start` on; past the end of K nothing is read."""
     return tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _fourths(numbers):
-    """[loads, 1, 8] → those of two words' first bytes, their second, third, fourth."""
+    """Split [loads, 1, 8] into the numbers of two words' first bytes, of their second, third and
+    fourth."""
     wide = tl.reshape(numbers.to(tl.float32), [numbers.shape[0], 1, 2, 2, 2])
     even, odd = tl.split(wide)
     first, third = tl.split(even)
@@ -219,7 +220,8 @@ def _fourths(numbers):
 
 @triton.jit
 def _of_load(words, first, second, INT8: tl.constexpr):
-    """Products of [loads, columns, 4] words with the row's numbers, added up in each load."""
+    """Multiply [loads, columns, 4] words with the row's numbers, and add the products up in each
+    load."""
     both = tl.reshape(words, [words.shape[0], words.shape[1], 2, 2])
     low, high = tl.split(tl.permute(both, (0, 1, 3, 2)))
     low, high = _floats(low, INT8), _floats(high, INT8)
@@ -232,7 +234,7 @@ def _of_load(words, first, second, INT8: tl.constexpr):
 
 @triton.jit
 def _floats(words, INT8: tl.constexpr):
-    """The four numbers of each word: e4m3, or int8."""
+    """Return the four numbers of each word: e4m3, or int8."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
             _INT8_F32 if INT8 else _E4M3_F32,
@@ -250,7 +252,7 @@ def _floats(words, INT8: tl.constexpr):
 
 @triton.jit
 def _float_of(words, INT8: tl.constexpr):
-    """The lowest byte's number, in plain operations."""
+    """Return the number of the lowest byte, in plain operations."""
     if INT8:
         number = words.to(tl.int8).to(tl.float32)
     else:
@@ -286,7 +288,7 @@ def multiply_tile(
     WEIGHT_FIRST: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     if BAND == 0:
         block, split, row_block = tl.program_id(0), tl.program_id(2), tl.program_id(1)
@@ -306,13 +308,13 @@ def multiply_tile(
     HALF: tl.constexpr = N * K
     HALF_SCALES: tl.constexpr = N * GROUPS
     EACH: tl.constexpr = (K // INNER + SPLITS - 1) // SPLITS * INNER
-    if PDL:
+    if DEPENDENT:
         AHEAD: tl.constexpr = EACH if EACH < FETCHED else FETCHED
         begin = weight + line * K + tl.minimum(split * EACH, K - AHEAD)
         fetch_to_l2(begin, AHEAD)
         if GATED:
             fetch_to_l2(begin + HALF, AHEAD)
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     at = weight + (line * K)[:, None] + inner[None, :]
     if BAND == 0:
         x_at = x + row[:, None] * K + inner[None, :]
@@ -380,7 +382,7 @@ def _finish(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """[rows, columns]: scaled, activated, and stored."""
+    """Scale, activate and store [rows, columns]."""
     there = there & (column < N)[None, :]
     sums = sums.to(tl.float32)
     others = others.to(tl.float32)
@@ -419,11 +421,11 @@ def quantise_row(
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
-    PDL: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = column < WIDTH
@@ -433,6 +435,6 @@ def quantise_row(
         up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
         kind: tl.constexpr = x.dtype.element_ty
         wide = gate_times_up(wide, up, kind, ACTIVATION).to(kind)
-    small, unit = quantised_rows(wide, values.dtype.element_ty, MOST, LEAST)
+    small, unit = quantised_rows(wide, values.dtype.element_ty, MAX_VALUE, MIN_SCALE)
     tl.store(values + row * WIDTH + column, small, mask=mask)
     tl.store(scale + row, unit)

@@ -1,10 +1,10 @@
 """Weight formats of torch's backends: a matrix that knows its bytes and its products.
 
 A format packs once at load. Few rows (decode) stream the packed bytes once, many rows (prefill)
-feed the matrix units: which of the two runs follows from the number of rows, inside the format.
-Nobody else asks which format a matrix has. Where several ranks share a model, each reads its part
-of a matrix into a format; what the parts give is put together around it (`SummedLinear`,
-`GatheredLinear`, `SplitEmbedding`).
+feed the matrix units: the format chooses by the number of rows. No other code asks for the format
+of a matrix. Where several ranks share a model, each reads its part of a matrix into a format, and
+a wrapper puts the outputs of the parts together (`SummedLinear`, `GatheredLinear`,
+`SplitEmbedding`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.packed import PackedWeight
+from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 from twostroke.kernels.reference import Kernels
-from twostroke.kernels.w8a8 import E4M3, INT8, A8Rows, W8Weight
+from twostroke.kernels.w8a8 import E4M3, INT8, QuantizedActivations, W8Weight
 from twostroke.model.describe.tensor_parallel import Ranks
 
 # Rows (tokens) up to which a weight in fp8 or int8 is multiplied with activations as they are. With
 # more of them the activations are so, too: that is faster from there on.
 WEIGHT_ONLY_ROWS = {E4M3: 1, INT8: 16}
 
-Activations = torch.Tensor | A8Rows
+Activations = torch.Tensor | QuantizedActivations
 
 
 def num_rows(x: Activations) -> int:
@@ -37,34 +38,39 @@ class Linear(Protocol):
     num_bytes: int
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`x` is quantised only if `a8_type` has said so."""
+        """Return x Wᵀ + b. `x` is quantised only if `quantised_dtype` returns a type."""
         ...
 
     def gated_product(
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> Activations:
-        """W is a gate and, below it, an up projection: activation(gate x) · up x. `to`: what
-        who reads it would quantise it to."""
+        """Return activation(gate x) · up x, where W is a gate and, below it, an up projection.
+        `to`: the type that the next layer would quantise the result to."""
         ...
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
-        """What a product with so many rows has its activations quantised to; None: as they are."""
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
+        """Return the type that a product of so many rows quantises its activations to; None: it
+        does not."""
         ...
 
     def to_meta(self) -> Linear:
-        """The same without memory, for compiling ahead."""
+        """Return the same layer without memory, for compiling ahead."""
         ...
 
 
 class ScalableLinear(Linear, Protocol):
-    """A product whose weights can be multiplied row by row, while a model is loaded."""
+    """A linear layer whose weights can be multiplied row by row, while a model is loaded."""
 
     def scale_rows(self, factors: torch.Tensor) -> None:
         """Multiply each row of the weights, and so each output less its bias, by its factor,
@@ -73,34 +79,38 @@ class ScalableLinear(Linear, Protocol):
 
 
 class DenseLinear:
-    """Weights as they are, in the model's dtype."""
+    """Weights in the model's dtype."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels) -> None:
         self.weight, self.bias, self._kernels = weight, bias, kernels
         self.num_bytes = weight.numel() * weight.element_size()
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         if self.bias is None:
-            return self._kernels.product(x, self.weight, pdl=pdl, out=out)
+            return self._kernels.product(x, self.weight, context, out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def gated_product(
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         if self.bias is None:
-            return self._kernels.gated_product(x, self.weight, activation, pdl=pdl)
-        return self._kernels.act_and_mul(self.product(x), activation, pdl=pdl)
+            return self._kernels.gated_product(x, self.weight, activation, context)
+        return self._kernels.act_and_mul(self.product(x), activation, context)
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
         return None
 
     def scale_rows(self, factors: torch.Tensor) -> None:
@@ -112,9 +122,9 @@ class DenseLinear:
 
 
 class W8Linear:
-    """Weights in fp8 or int8 with a scale for each row or block. Few rows are multiplied as they
-    are; more are quantised token by token to the weight's type, unless the weight's scales are
-    those of blocks or the checkpoint wants its activations as they are."""
+    """Weights in fp8 or int8 with a scale for each row or block. Few rows of activations are
+    multiplied as they are. More rows are quantised token by token to the weight's type, unless the
+    weight has scales of blocks or the checkpoint keeps its activations in 16 bits."""
 
     def __init__(
         self,
@@ -128,40 +138,44 @@ class W8Linear:
         self.num_bytes = weight.num_bytes
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = self._quantised(x, pdl)
+        x = self._quantised(x, context)
         if isinstance(x, torch.Tensor):
-            made = self._kernels.w8_product(x, self.weight, pdl=pdl, out=out)
+            made = self._kernels.w8_product(x, self.weight, context, out=out)
         else:
-            made = self._kernels.w8a8_product(x, self.weight, pdl=pdl, out=out)
+            made = self._kernels.w8a8_product(x, self.weight, context, out=out)
         return made if self.bias is None else made.add_(self.bias)
 
     def gated_product(
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> Activations:
         kernels = self._kernels
         if self.bias is not None:
-            return kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
-        rows = self._quantised(x, pdl)
+            return kernels.act_and_mul(self.product(x, context), activation, context)
+        rows = self._quantised(x, context)
         if isinstance(rows, torch.Tensor):
-            return kernels.w8_gated_product(rows, self.weight, activation, pdl=pdl)
-        return kernels.w8a8_gated_product(rows, self.weight, activation, pdl=pdl, to=to)
+            return kernels.w8_gated_product(rows, self.weight, activation, context)
+        return kernels.w8a8_gated_product(rows, self.weight, activation, context, to=to)
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
         dtype = self.weight.dtype
         return None if self._weight_only or rows <= WEIGHT_ONLY_ROWS[dtype] else dtype
 
-    def _quantised(self, x: Activations, pdl: bool) -> Activations:
+    def _quantised(self, x: Activations, context: StepContext) -> Activations:
         if not isinstance(x, torch.Tensor):
             return x
-        to = self.a8_type(len(x))
-        return x if to is None else self._kernels.a8_rows(x, to, pdl=pdl)
+        to = self.quantised_dtype(len(x))
+        return x if to is None else self._kernels.quantise_activations(x, to, context)
 
     def scale_rows(self, factors: torch.Tensor) -> None:
         self.weight.scale.mul_(factors.unsqueeze(1))
@@ -172,33 +186,37 @@ class W8Linear:
 
 
 class PackedLinear:
-    """Weights of 4 or 8 bits in groups that share a scale; activations stay as they are."""
+    """Weights of 4 or 8 bits in groups that share a scale; activations are not quantised."""
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, kernels: Kernels) -> None:
         self.weight, self.bias, self._kernels = weight, bias, kernels
         self.num_bytes = weight.num_bytes
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        made = self._kernels.packed_product(x, self.weight, pdl=pdl, out=out)
+        made = self._kernels.packed_product(x, self.weight, context, out=out)
         return made if self.bias is None else made.add_(self.bias)
 
     def gated_product(
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         if self.bias is None:
-            return self._kernels.packed_gated_product(x, self.weight, activation, pdl=pdl)
-        return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation, pdl=pdl)
+            return self._kernels.packed_gated_product(x, self.weight, activation, context)
+        return self._kernels.act_and_mul(self.product(x, context), activation, context)
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
         return None
 
     def scale_rows(self, factors: torch.Tensor) -> None:
@@ -210,28 +228,32 @@ class PackedLinear:
 
 
 class StackedLinear:
-    """Matrices one below another whose formats differ: a product each."""
+    """Matrices one below another in different formats: one product for each."""
 
     def __init__(self, parts: Sequence[PackedLinear], kernels: Kernels) -> None:
         self._parts, self._kernels = parts, kernels
         self.num_bytes = sum(part.num_bytes for part in parts)
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return torch.cat([part.product(x, pdl=pdl) for part in self._parts], dim=1, out=out)
+        return torch.cat([part.product(x, context) for part in self._parts], dim=1, out=out)
 
     def gated_product(
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        return self._kernels.act_and_mul(self.product(x, pdl=pdl), activation)
+        return self._kernels.act_and_mul(self.product(x, context), activation)
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
         return None
 
     def scale_rows(self, factors: torch.Tensor) -> None:
@@ -244,46 +266,55 @@ class StackedLinear:
 
 
 class SummedLinear:
-    """Some columns of a matrix: the ranks' products add up. The bias, if any, is the first rank's
-    part's."""
+    """Some columns of a matrix: the products of the ranks are added up. The first rank adds the
+    bias."""
 
     def __init__(self, part: Linear, ranks: Ranks) -> None:
         self._part, self._ranks = part, ranks
         self.num_bytes = part.num_bytes
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._ranks.all_reduce(self._part.product(x, pdl=pdl, out=out))
+        return self._ranks.all_reduce(self._part.product(x, context, out=out))
 
     def gated_product(
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> NoReturn:
         raise TypeError("parts of a gated product do not add up")
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
-        return self._part.a8_type(rows)
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
+        return self._part.quantised_dtype(rows)
 
     def to_meta(self) -> Linear:
         return self._part.to_meta()
 
 
 class GatheredLinear:
-    """Some rows of a matrix of `size` rows: the first rank gets all outputs, another its own."""
+    """Some rows of a matrix of `size` rows: the first rank gets all outputs, another rank its
+    own."""
 
     def __init__(self, part: Linear, size: int, ranks: Ranks) -> None:
         self._part, self._size, self._ranks = part, size, ranks
         self.num_bytes = part.num_bytes
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        own = self._part.product(x, pdl=pdl)
+        own = self._part.product(x, context)
         parts = self._ranks.gather(own)
         if self._ranks.rank:
             return own
@@ -298,14 +329,14 @@ class GatheredLinear:
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> NoReturn:
         raise TypeError("a gate and its up projection are on one rank")
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
-        return self._part.a8_type(rows)
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
+        return self._part.quantised_dtype(rows)
 
     def to_meta(self) -> Linear:
         ranks = Ranks(self._ranks.rank, self._ranks.size)
@@ -326,7 +357,7 @@ class Embedding:
 
 
 class SplitEmbedding(Embedding):
-    """The rows of the tokens from `first` on; other ranks have those of the other tokens."""
+    """The rows of the tokens from `first` on; other ranks have the rows of the other tokens."""
 
     def __init__(self, weight: torch.Tensor, first: int, ranks: Ranks) -> None:
         super().__init__(weight)

@@ -1,5 +1,5 @@
-"""Matrices that are kept in another format than the model's dtype: read, and made the `Linear` that
-multiplies them. A format is known here, and where it is defined, by its class; nowhere else."""
+"""The linear layers of matrices that are kept in another format than the model's dtype. Only this
+module and the definition of a format name its class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from twostroke.model.weights.packed_format import SMALLEST_GROUP, PackedFormat
 from twostroke.model.weights.tensors import W8_DTYPES, read_packed, read_w8
 
 
-class FormattedMatrices:
+class QuantizedLinears:
     def __init__(
         self,
         formats: Mapping[str, Format],
@@ -35,15 +35,17 @@ class FormattedMatrices:
         read: Callable[[str], torch.Tensor],
         importance: Mapping[str, torch.Tensor],
     ) -> None:
-        """`shapes`: of this rank's parts; `part`: which one that is; `read`: it, unquantised.
-        `importance`: of its inputs, by name; where it is not known all count the same."""
+        """`shapes`: the shapes of this rank's parts; `part`: the part of a weight by name; `read`:
+        reads it, unquantised. `importance`: of a weight's inputs, by name; where it is not known,
+        all inputs count the same."""
         self._formats: Mapping[str, Any] = formats
         self._source, self._shapes, self._kernels = source, shapes, kernels
         self._device, self._part, self._read = device, part, read
         self._importance = importance
 
     def product(self, names: list[str], bias: torch.Tensor | None) -> ScalableLinear | None:
-        """Of matrices one below another; None if they are kept in the model's dtype."""
+        """Return the linear layer of matrices one below another; None if they are kept in the
+        model's dtype."""
         kind = self._formats.get(names[0])
         return None if kind is None else MAKERS[type(kind)](self, names, bias)
 
@@ -63,8 +65,8 @@ class FormattedMatrices:
         return StackedLinear(parts, self._kernels)
 
     def _w8_weight(self, names: list[str]) -> W8Weight:
-        """Of several matrices one below another; each is there in another type only while it is
-        quantised."""
+        """Build the weight of several matrices one below another. Each matrix is in memory in
+        another type only while it is quantised."""
         rows = [self._shapes[name][0] for name in names]
         inner = self._shapes[names[0]][1]
         dtype = W8_DTYPES[self._formats[names[0]].type]
@@ -82,8 +84,8 @@ class FormattedMatrices:
         return w8_weight(values, torch.cat(scales))
 
     def _packed_weight(self, names: list[str]) -> PackedWeight:
-        """Of several matrices in one format, one below another; each is there unpacked only while
-        it is packed."""
+        """Build the weight of several matrices in one format, one below another. Each matrix is in
+        memory unpacked only while it is packed."""
         parts = [packed.pack(self._codes(name)) for name in names]
         if len(parts) == 1:
             return parts[0]
@@ -120,4 +122,4 @@ class FormattedMatrices:
         return packed.quantised(weight.to(self._device), group, importance)
 
 
-MAKERS = {W8Format: FormattedMatrices.w8, PackedFormat: FormattedMatrices.packed}
+MAKERS = {W8Format: QuantizedLinears.w8, PackedFormat: QuantizedLinears.packed}

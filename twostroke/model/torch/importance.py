@@ -1,4 +1,4 @@
-"""How much each input of a matrix matters: the mean of x² over a calibration text.
+"""The importance of each input of a matrix: the mean of x² over a calibration text.
 
 The unquantised model runs as the decoder always does, in one step that has every window as a chunk;
 its layers are read one after another, so that two of them are in memory at one time, and not the
@@ -14,13 +14,15 @@ from time import monotonic
 import torch
 
 from twostroke.kernels.activations import Activation
+from twostroke.kernels.records import DEFAULT_CONTEXT, PrefillWork, StepContext
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.describe.tensor_parallel import ONE_RANK, Ranks
 from twostroke.model.formats.linear import Activations, Linear
 from twostroke.model.torch.decoder import Decoder
-from twostroke.model.torch.step_inputs import PrefillInputs, StepInputs
+from twostroke.model.torch.load_layers import LoadOptions
+from twostroke.model.torch.step_inputs import StepInputs
 from twostroke.model.weights import WeightSource
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ def measure_importance(
     weight_dtype: torch.dtype | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Importance:
-    """Of the matrices of all layers and of the head (`embed`, where that is the head)."""
+    """Return the importance of the inputs of all matrices of the layers and of the head (`embed`,
+    where that is the head)."""
     begun = monotonic()
     found: Importance = {}
 
@@ -56,9 +59,8 @@ def measure_importance(
         device,
         max_len,
         Kernels(),
-        weight_dtype=weight_dtype,
+        LoadOptions(weight_dtype=weight_dtype, observe=observe),
         ranks=ranks,
-        observe=observe,
     )
     tokens = torch.tensor(windows, device=device)
     groups = len(decoder.spec.kv_groups())
@@ -71,56 +73,67 @@ def measure_importance(
 
 
 def mean_square(x: torch.Tensor) -> torch.Tensor:
-    """Of each channel."""
+    """Return the mean square of each channel."""
     found = x.float().square().mean(0)
     return found + DAMPING * found.mean()
 
 
 def one_step(tokens: torch.Tensor, groups: int) -> StepInputs:
-    """All windows, [windows, size], as chunks that begin a sequence each."""
+    """Return the inputs of a step that has all windows, [windows, size], as chunks that begin a
+    sequence each."""
     (count, size), device = tokens.shape, tokens.device
     place = torch.arange(tokens.numel(), device=device)
     rows = torch.arange(count, dtype=torch.int32, device=device)
-    prefill = PrefillInputs(
+    prefill = PrefillWork(
         rows,
-        [torch.zeros_like(rows)] * groups,
+        torch.zeros_like(rows),
         torch.arange(0, tokens.numel() + 1, size, dtype=torch.int32, device=device),
         tokens.numel(),
         max_first=size,
         max_continued=0,
-        spans=[[(0, size)] * count] * groups,
+        spans=[(0, size)] * count,
     )
-    slots, tables = size + place, (rows + 1).unsqueeze(1)  # block 0 is nobody's
+    slots, tables = size + place, (rows + 1).unsqueeze(1)  # block 0 is null
     return StepInputs(
-        tokens.flatten(), place % size, [slots] * groups, [tables] * groups, None, prefill, None
+        tokens.flatten(),
+        place % size,
+        slots=[slots] * groups,
+        tables=[tables] * groups,
+        decode=(),
+        prefill=[prefill] * groups,
+        kept=None,
     )
 
 
 class ObservedLinear:
-    """A `Linear` that keeps what it is multiplied with, squared and averaged."""
+    """A `Linear` that keeps the mean square of its inputs."""
 
     def __init__(self, linear: Linear, names: Sequence[str], found: Importance) -> None:
         self._linear, self._names, self._found = linear, names, found
         self.num_bytes = linear.num_bytes
 
     def product(
-        self, x: Activations, *, pdl: bool = False, out: torch.Tensor | None = None
+        self,
+        x: Activations,
+        context: StepContext = DEFAULT_CONTEXT,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._see(x)
-        return self._linear.product(x, pdl=pdl, out=out)
+        return self._linear.product(x, context, out=out)
 
     def gated_product(
         self,
         x: Activations,
         activation: Activation,
+        context: StepContext = DEFAULT_CONTEXT,
         *,
-        pdl: bool = False,
         to: torch.dtype | None = None,
     ) -> Activations:
         self._see(x)
-        return self._linear.gated_product(x, activation, pdl=pdl, to=to)
+        return self._linear.gated_product(x, activation, context, to=to)
 
-    def a8_type(self, rows: int) -> torch.dtype | None:
+    def quantised_dtype(self, rows: int) -> torch.dtype | None:
         return None
 
     def to_meta(self) -> Linear:

@@ -11,81 +11,91 @@ from dataclasses import dataclass
 
 import torch
 
+from twostroke.kernels.records import (
+    DEFAULT_CONTEXT,
+    AttentionRule,
+    DecodeWork,
+    KVView,
+    PrefillWork,
+    Rope,
+    StepContext,
+)
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.spec import AttentionSpec, LatentSpec
 from twostroke.model.formats.linear import Activations, Linear
-from twostroke.model.torch.attention import KV, Attention, Rope, Workspace
-from twostroke.model.torch.step_inputs import DecodeInputs, KeptTokens, PrefillInputs, StepInputs
+from twostroke.model.torch.attention import Attention, Workspace
+from twostroke.model.torch.step_inputs import KV, KeptTokens, StepInputs
 
 
 @dataclass(slots=True)
 class LatentAttention(Attention):
-    part: AttentionSpec
-    spec: LatentSpec
+    spec: AttentionSpec
+    latent: LatentSpec
     group: int  # KV group
-    rope: Rope
+    rule: AttentionRule
+    rope: Rope  # with the norm over the latent
     q_and_kv_a: Linear  # q_a, or q where queries have no latent; and kv_a
     q_a_norm: torch.Tensor | None  # these two where queries have a latent, too
     q_b: Linear | None
-    kv_a_norm: torch.Tensor
     kv_b: torch.Tensor  # [H, nope + value, R]: each head's key and value of a latent
     kernels: Kernels
 
     def project(
-        self, normed: Activations, inputs: StepInputs, cache: KV, work: Workspace, pdl: bool
+        self,
+        normed: Activations,
+        inputs: StepInputs,
+        cache: KV,
+        work: Workspace,
+        context: StepContext,
     ) -> None:
         assert isinstance(normed, torch.Tensor)
-        self._project(normed, inputs, cache, work.qkv(self.part), pdl)
+        self._project(normed, inputs, cache, work.qkv(self.spec), context)
 
     def bind(
         self, inputs: StepInputs, cache: KV, work: Workspace
     ) -> Callable[[LatentAttention, KV], None]:
-        decode, prefill = inputs.decode, inputs.prefill
-        (q, kv), out = self._split(work.qkv(self.part)), work.attended(self.part)
-        tables = inputs.tables[self.group]
-        first = 0 if decode is None else decode.num_tokens
+        (q, kv), out = self._split(work.qkv(self.spec)), work.attended(self.spec)
+        first, group = inputs.num_decode_tokens, self.group
 
         def attend(layer: LatentAttention, cache: KV) -> None:
-            if decode is not None:
-                layer.attend_rows(q[:first], cache, tables, decode, out[:first])
-            if prefill is not None:
-                tokens = slice(first, first + prefill.num_tokens)
-                layer.attend_chunks(q[tokens], kv[tokens], cache, tables, prefill, out[tokens])
+            view = inputs.view(group, cache)
+            if inputs.decode:
+                layer.attend_rows(q[:first], view, inputs.decode[group], out[:first])
+            if inputs.prefill:
+                chunks = inputs.prefill[group]
+                tokens = slice(first, first + chunks.num_tokens)
+                layer.attend_chunks(q[tokens], kv[tokens], view, chunks, out[tokens])
 
         return attend
 
     def attend_kept(
         self, inputs: StepInputs, kept: KeptTokens, cache: KV, work: Workspace
     ) -> torch.Tensor:
-        queries = self._split(work.qkv(self.part))[0].index_select(0, kept.tokens)
-        out = queries.new_empty(len(queries), self.part.num_heads, self.part.value_dim)
-        self.attend_rows(queries, cache, inputs.tables[self.group], kept.rows, out)
+        queries = self._split(work.qkv(self.spec))[0].index_select(0, kept.tokens)
+        out = queries.new_empty(len(queries), self.spec.num_heads, self.spec.value_dim)
+        self.attend_rows(queries, inputs.view(self.group, cache), kept.work[self.group], out)
         return out
 
     def decode(
-        self,
-        normed: Activations,
-        inputs: StepInputs,
-        decode: DecodeInputs,
-        cache: KV,
-        pdl: bool,
+        self, normed: Activations, inputs: StepInputs, cache: KV, context: StepContext
     ) -> torch.Tensor:
         assert isinstance(normed, torch.Tensor)
-        part, rows = self.part, decode.num_tokens
-        place = normed.new_empty(rows, part.q_size + part.cached[1])
-        q, _ = self._project(normed[:rows], inputs, cache, place, pdl)
-        out = normed.new_empty(normed.shape[0], part.num_heads, part.value_dim)
-        self.attend_rows(q, cache, inputs.tables[self.group], decode, out[:rows], pdl)
+        spec, work = self.spec, inputs.decode[self.group]
+        rows = work.num_tokens
+        place = normed.new_empty(rows, spec.q_size + spec.cached[1])
+        q, _, view = self._project(normed[:rows], inputs, cache, place, context)
+        out = normed.new_empty(normed.shape[0], spec.num_heads, spec.value_dim)
+        self.attend_rows(q, view, work, out[:rows], context)
         return out
 
     def _split(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, [T, H, D]; latents and rope keys, [T, R + rope]."""
-        part, tokens = self.part, len(place)
+        spec, tokens = self.spec, len(place)
         if self.q_b is None:  # side by side, as one product leaves them
-            q, kv = place[:, : part.q_size], place[:, part.q_size :]
+            q, kv = place[:, : spec.q_size], place[:, spec.q_size :]
         else:
-            q, kv = torch.split(place.view(-1), [tokens * part.q_size, tokens * part.cached[1]])
-        return q.view(tokens, part.num_heads, part.head_dim), kv.view(tokens, -1)
+            q, kv = torch.split(place.view(-1), [tokens * spec.q_size, tokens * spec.cached[1]])
+        return q.view(tokens, spec.num_heads, spec.head_dim), kv.view(tokens, -1)
 
     def _project(
         self,
@@ -93,95 +103,51 @@ class LatentAttention(Attention):
         inputs: StepInputs,
         cache: KV,
         place: torch.Tensor,
-        pdl: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_split` of `place`, filled; latents and rope keys are in the cache, too."""
-        tokens, (q, kv) = len(normed), self._split(place)
+        context: StepContext,
+    ) -> tuple[torch.Tensor, torch.Tensor, KVView]:
+        """Fill `place`, and return its `_split` and the view of the cache; latents and rope keys
+        are in the cache too."""
+        (q, kv), tokens = self._split(place), len(normed)
+        positions, view = inputs.positions[:tokens], inputs.view(self.group, cache, tokens)
         if self.q_b is None or self.q_a_norm is None:
-            self.q_and_kv_a.product(normed, pdl=pdl, out=place)
+            self.q_and_kv_a.product(normed, context, out=place)
             projected = kv
         else:
-            made = self.q_and_kv_a.product(normed, pdl=pdl)
-            width = kv.shape[1]
-            eps, of_q = self.spec.norm_eps, made[:, :-width]
-            latent = self.kernels.rms_norm(of_q, self.q_a_norm, eps, pdl=pdl)
-            self.q_b.product(latent, pdl=pdl, out=q.flatten(1))
+            made = self.q_and_kv_a.product(normed, context)
+            width, eps = kv.shape[1], self.rope.norm_eps
+            latent = self.kernels.rms_norm(made[:, :-width], self.q_a_norm, eps, context)
+            self.q_b.product(latent, context, out=q.flatten(1))
             projected = made[:, -width:]
-        self.kernels.latent_rope_store(
-            q,
-            projected,
-            self.kv_a_norm,
-            self.spec.norm_eps,
-            self.rope.cos,
-            self.rope.sin,
-            inputs.positions[:tokens],
-            inputs.slots[self.group][:tokens],
-            cache[0],
-            kv=kv,
-            pdl=pdl,
-        )
-        return q, kv
+        self.kernels.latent_rope_store(q, projected, self.rope, positions, view, context, out=kv)
+        return q, kv, view
 
     def attend_chunks(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        cache: KV,
-        tables: torch.Tensor,
-        prefill: PrefillInputs,
-        out: torch.Tensor,
+        self, q: torch.Tensor, kv: torch.Tensor, view: KVView, work: PrefillWork, out: torch.Tensor
     ) -> None:
-        """All chunks, `q` and `kv` being their tokens': [T, H, value] to `out`."""
+        """Attend with all chunks; `q` and `kv` belong to their tokens: [T, H, value] to `out`."""
         self.kernels.latent_prefill_attention(
-            q,
-            cache[0],
-            self.kv_b,
-            tables,
-            prefill.rows,
-            prefill.starts[self.group],
-            prefill.cu_tokens,
-            self.part.scale,
-            self.part.window,
-            self.part.softcap,
-            out=out,
-            chunk_kv=kv,
-            spans=prefill.spans[self.group],
-            max_first=prefill.max_first,
+            q, self.kv_b, view, self.rule, work, out=out, chunk_kv=kv
         )
 
     def attend_rows(
         self,
         q: torch.Tensor,
-        cache: KV,
-        tables: torch.Tensor,
-        decode: DecodeInputs,
+        view: KVView,
+        work: DecodeWork,
         out: torch.Tensor,
-        pdl: bool = False,
+        context: StepContext = DEFAULT_CONTEXT,
     ) -> None:
-        """Rows that decode, [rows · queries, H, D], likewise."""
-        nope, group = self.part.nope_dim, self.group
+        """Attend with decode rows, [rows · queries, H, D]: [rows · queries, H, value] to `out`."""
+        nope = self.spec.nope_dim
         to_key, to_value = self.kv_b[:, :nope], self.kv_b[:, nope:]
-        latent_q, attended = (q.new_empty(*q.shape[:2], self.spec.kv_lora_rank) for _ in range(2))
+        latent_q, attended = (q.new_empty(*q.shape[:2], self.latent.kv_lora_rank) for _ in range(2))
         _by_head(q[..., :nope], to_key, latent_q)
         self.kernels.latent_decode_attention(
-            latent_q,
-            q[..., nope:],
-            cache[0],
-            tables,
-            decode.rows,
-            decode.lengths[group],
-            self.part.scale,
-            self.part.window,
-            self.part.softcap,
-            decode.splits[group],
-            decode.scratch[group],
-            out=attended,
-            queries=decode.queries,
-            pdl=pdl,
+            latent_q, q[..., nope:], view, self.rule, work, context, out=attended
         )
         _by_head(attended, to_value.transpose(1, 2), out)
 
 
 def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """[T, H, in] with a matrix for each head, [H, in, out]: to `out`, [T, H, out]."""
+    """Multiply [T, H, in] with a matrix for each head, [H, in, out]: to `out`, [T, H, out]."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

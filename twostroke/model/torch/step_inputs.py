@@ -1,56 +1,31 @@
-"""What the decoder is given for one step: one flat run of tokens, and the two lists.
+"""The inputs of the decoder for one step: one flat run of tokens, and the two lists.
 
     tokens   [ decode rows, each with its queries │ chunk 0 │ chunk 1 │ … │ padding ]
 
 Sequences are named by their row in the block tables. What counts entries of the cache (lengths,
-starts, slots) is given for each KV group; positions are what rope sees, and are the same for all.
+starts, slots) is given for each KV group; positions are what rope sees, and are the same for all
+groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from twostroke.kernels.records import DecodeWork, KVView, PrefillWork
 
-@dataclass(frozen=True, slots=True)
-class DecodeInputs:
-    """The first tokens of the step: `queries` a row, one after another."""
-
-    rows: torch.Tensor  # [B] int32
-    lengths: Sequence[torch.Tensor]  # per KV group: [B] int32, all queries included; 0: padding
-    queries: int
-    splits: Sequence[int]  # per KV group: parts of a context
-    scratch: Sequence[Any]  # per KV group: the kernels' own
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows.shape[0] * self.queries
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillInputs:
-    """The tokens after those: chunk c is tokens [cu_tokens[c], cu_tokens[c + 1]) of them."""
-
-    rows: torch.Tensor  # [C] int32
-    starts: Sequence[torch.Tensor]  # per KV group: [C] int32
-    cu_tokens: torch.Tensor  # [C + 1] int32
-    num_tokens: int
-    max_first: int  # tokens of the largest chunk that begins its sequence, 0 if there is none
-    max_continued: int  # of the largest other one
-    # Per KV group, on the host: from where to where each chunk lies in the cache
-    spans: Sequence[Sequence[tuple[int, int]]]
+KV = tuple[torch.Tensor, torch.Tensor]  # the cached keys and values of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The tokens whose last hidden state somebody wants. The last layer attends with them as with
-    decode rows: their keys and values are in the cache by then."""
+    """The tokens whose last hidden states the step returns. The last layer attends with them as
+    with decode rows: their keys and values are in the cache by then."""
 
     tokens: torch.Tensor  # [S] int64
-    rows: DecodeInputs
+    work: Sequence[DecodeWork]  # per KV group
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +34,22 @@ class StepInputs:
     positions: torch.Tensor  # [T] int64
     slots: Sequence[torch.Tensor]  # per KV group: [T] int64, where keys and values go; -1: nowhere
     tables: Sequence[torch.Tensor]  # per KV group: [rows, blocks] int32
-    decode: DecodeInputs | None
-    prefill: PrefillInputs | None
+    decode: Sequence[DecodeWork]  # per KV group; empty: no decode rows
+    prefill: Sequence[PrefillWork]  # per KV group; empty: no chunks
     kept: KeptTokens | None  # None: all tokens
 
     @property
     def only_decodes(self) -> bool:
-        return self.decode is not None and self.prefill is None
+        return bool(self.decode) and not self.prefill
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """The tokens of the decode rows; the chunks' tokens follow."""
+        return self.decode[0].num_tokens if self.decode else 0
+
+    def view(self, group: int, cache: KV, tokens: int | None = None) -> KVView:
+        """The cache of a layer of the group, as this step sees it. `tokens`: only the first ones
+        have slots."""
+        slots = self.slots[group]
+        own = slots if tokens is None else slots[:tokens]
+        return KVView(*cache, self.tables[group], own)
