@@ -364,7 +364,7 @@ def test_rope_tables_and_threads_are_checked() -> None:
             Parts().build(**changes)
 
 
-@pytest.mark.parametrize("nothing", [None, object(), [1.0]], ids=str)
+@pytest.mark.parametrize("nothing", [None, object(), [1.0]], ids=["None", "object", "list"])
 def test_a_weight_that_is_neither_matrix_nor_array_is_refused(nothing: Any) -> None:
     for name in ("head", "embed", "layers.0.qkv", "final_norm"):
         with pytest.raises(TypeError, match=name):
