@@ -40,6 +40,7 @@ def main() -> int:
                 work = Path(folder) / "work"
                 work.mkdir()
                 home = {"HOME": folder, "XDG_CONFIG_HOME": "", "XDG_DATA_HOME": ""}
+                home["PWD"] = str(work)  # opencode takes its project folder from PWD
                 try:
                     AGENTS[name](url, work, {**os.environ, **home})
                     print(f"{name}: works", flush=True)
