@@ -87,7 +87,7 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--port", "70000"], "--port must be a whole number from 0 to 65535, not 70000"),
         (["--api-key", "sesame", ""], "--api-key: a key is empty; give one, or leave the option"),
         (["--shutdown-timeout", "-5"], "--shutdown-timeout must be a number of seconds, not -5"),
-        (["--ssl-keyfile", "k"], "--ssl-keyfile is given without --ssl-certfile; give both"),
+        (["--ssl-keyfile", "k"], "--ssl-keyfile is set without --ssl-certfile; set both"),
         (["--port"], "--port: a value is missing"),
         (["--seed", "x"], "--seed x: expected a whole number"),
         (["--tool-call-parser", "hermess"], "--tool-call-parser must be one of auto, hermes"),

@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from twostroke.engine import rank
-from twostroke.model.torch import decoder
+from twostroke.model.torch import load_layers
 
 
 def read_tensor(*_: object) -> NoReturn:
@@ -14,5 +14,5 @@ def read_tensor(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    decoder.read_tensor = read_tensor
+    load_layers.read_tensor = read_tensor
     sys.exit(rank.main())

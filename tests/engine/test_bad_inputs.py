@@ -145,8 +145,7 @@ def test_a_config_of_another_shape_than_its_tensors_is_refused(folder: Path) -> 
         "the weight 'layers.0.gate' has shape (64, 32), but config.json asks for (96, 32)" in says
     )
     assert (
-        "(by model_type, num_hidden_layers, intermediate_size, hidden_size). The two are not of one"
-        in says
+        "(by model_type, num_hidden_layers, intermediate_size, hidden_size). They belong to" in says
     )
 
 

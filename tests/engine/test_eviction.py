@@ -149,7 +149,7 @@ def test_a_context_may_be_longer_than_cache_and_model(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = evicting(folder, max_model_len=2 * MAX_LEN, num_gpu_blocks_override=5)
-    assert "may be worth little" in caplog.text
+    assert "may be of poor quality" in caplog.text
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     output = llm.generate([PROMPT], params, use_tqdm=False)[0]
     assert len(output.outputs[0].token_ids) == 400

@@ -559,7 +559,9 @@ def test_what_goes_wrong_ahead_costs_time_alone(
     (last,) = finish(ahead, given, begun)
     assert begun.tokens == alone.tokens
     names = {"withdrawn": "OfferWithdrawnError", "damaged": "DamagedError"}
-    expected = names.get(fault, "" if fault == "other salt" else "TransferError: all cached")
+    expected = names.get(
+        fault, "" if fault == "other salt" else "TransferError: the prefix cache was reset"
+    )
     expected = "ReceiverFullError" if fault == "full" else expected
     assert problems
     assert all(one.startswith(expected) and bool(one) == bool(expected) for one in problems)

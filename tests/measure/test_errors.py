@@ -93,7 +93,7 @@ def test_a_model_that_is_not_there(
         (["bench", "throughput", "--model", "/no/such"], "/no/such"),
         (
             ["roofline", "lama-3.1-8b", "--hardware", "A100"],
-            "did you mean 'llama-3.1-8b'\\? Known by",
+            "did you mean 'llama-3.1-8b'\\? Known names",
         ),
         (["roofline", "7B", "--hardware", "A1000"], "not in the table; did you mean 'A100'"),
     ],
@@ -114,12 +114,12 @@ def test_a_server_that_streams_nothing(command: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("command", ["trace", "profile", "why", "roofline"])
 def test_a_server_that_keeps_no_records(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with paced_server() as server:
-        refused([*COMMANDS[command], server.url], "is not a twostroke server", capsys)
+        refused([*COMMANDS[command], server.url], "the server is not twostroke", capsys)
 
 
 def test_nothing_to_explain_yet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(tiny_llm(folder)) as server:
-        says = "no request has ended in the last 120 s; send some, or look further back"
+        says = "no request has ended in the last 120 s; send requests, or give a larger --seconds"
         refused(["why", server.url], says, capsys)
 
 

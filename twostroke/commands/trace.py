@@ -55,7 +55,7 @@ async def fetch_records(url: str, api_key: str | None, seconds: float) -> Any:
     except ServerError as error:
         if error.status == 404:
             raise ServerError(
-                f"{url} has no step records: it is not a twostroke server of this version"
+                f"{url} has no step records: the server is not twostroke, or has another version"
             ) from None
         raise
     finally:

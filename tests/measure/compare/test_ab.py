@@ -169,7 +169,7 @@ def test_a_slower_server_loses(tmp_path: Path, capsys: pytest.CaptureFixture[str
         found = json.loads(said.out)
         orders = [len(server.bodies) for server in (fast, slow)]
     assert orders == [43, 43]  # a warm-up, two pilot runs of six, and five runs of six
-    assert "5 pairs find in nine of ten cases a change from: mean TTFT" in " ".join(
+    assert "5 pairs detect in nine of ten cases a change of: mean TTFT" in " ".join(
         said.err.split()
     )
     assert found["pilot"]["runs"] == 2

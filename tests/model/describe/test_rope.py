@@ -10,6 +10,7 @@ from transformers.models.ministral3.modeling_ministral3 import (
     get_llama_4_attn_scale,
 )
 
+from twostroke.kernels.records import KVView, Rope
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.rope import inverse_frequencies, query_scales, rope_tables
 from twostroke.model.describe.spec import AttentionSpec, LatentSpec, RopeSpec
@@ -119,10 +120,9 @@ def test_queries_are_scaled_after_rope_and_keys_are_not(dtype: torch.dtype) -> N
     q, k = apply_rotary_pos_emb(by_head[:, :heads], by_head[:, heads : heads + kv], *angles)
     q = q * get_llama_4_attn_scale(positions[None], 0.1, 16).to(dtype)
     cache = torch.zeros(2, 2, 4, kv, dim, dtype=dtype)
-    where = (positions, torch.arange(6), *cache.unbind(1), heads, kv)
-    made = Kernels().rope_store(
-        qkv, None, None, 0.0, cos, sin, *where, query_scales=torch.from_numpy(scales)
-    )
+    rope = Rope(cos, sin, query_scales=torch.from_numpy(scales))
+    view = KVView(*cache.unbind(1), tables=torch.empty(0), slots=torch.arange(6))
+    made = Kernels().rope_store(qkv, rope, positions, view)
     bound = 1e-6 if dtype == torch.float32 else 0.05  # transformers rounds each product
     expected = torch.cat([q, k], dim=1)[0].transpose(0, 1)
     torch.testing.assert_close(made[:, : heads + kv], expected, atol=bound, rtol=0)

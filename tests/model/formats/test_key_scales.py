@@ -16,11 +16,11 @@ from tests.equivalence.rows import Written, random_model, random_prompts, write_
 from twostroke.kernels import cpu, packed
 from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import E4M3, INT8, quantised, w8_weight
-from twostroke.model import native_decoder as native
+from twostroke.model import native_decoder
 from twostroke.model.describe.hf_config import load_hf_config, names_in_hf
 from twostroke.model.formats.key_scales import key_scales
 from twostroke.model.formats.linear import DenseLinear, PackedLinear, StackedLinear, W8Linear
-from twostroke.model.torch import decoder
+from twostroke.model.torch import load_layers
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
 BIAS = 100.0  # of two channels that turn slowly, as in Qwen2.5-0.5B; the others' are about 1
@@ -80,7 +80,7 @@ def test_large_key_biases_do_not_cost_the_other_channels_their_precision(
     biased: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = prompt_error(biased, kernels)
-    for module in (decoder, native):
+    for module in (load_layers, native_decoder):
         monkeypatch.setattr(module, "key_scales", ones)
     assert found < 0.25 * prompt_error(biased, kernels)
 
