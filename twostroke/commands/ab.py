@@ -153,7 +153,7 @@ def _chosen(
     if not chosen:
         raise ConfigError("give the change as --b, such as --b '--max-num-batched-tokens 512'")
     if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} all define B; give one of them")
+        raise ConfigError(f"{' and '.join(chosen)} each define B; give one of them")
     if args.from_doctor is not None:
         experiment = read_experiment(args.from_doctor)
         return arms_of(experiment, args.a), {}, experiment

@@ -215,14 +215,14 @@ def test_one_server_as_both_arms_gets_no_prompt_twice() -> None:
     [
         (["--pairs", "1", "--b", "http://127.0.0.1:9"], "--pairs must be at least 2"),
         ([], "give the change as --b"),
-        (["--pilot", "1", "--b", "http://127.0.0.1:9"], "--pilot must be 0, or at least 2"),
-        (["--b", "x", "--aa"], "--b and --aa each say what B is"),
+        (["--pilot", "1", "--b", "http://127.0.0.1:9"], "--pilot must be 0 or at least 2"),
+        (["--b", "x", "--aa"], "--b and --aa each define B"),
         (["--playbook", "chunk-buget"], "did you mean 'chunk-budget'"),
         (["--playbook", "speculative"], "speculative decoding is not supported yet"),
         (["--playbook", "chunk-budget", "--a", "http://127.0.0.1:9"], "starts both servers"),
         (["--from-doctor", "/nowhere.json"], "/nowhere.json: No such file"),
         (["--b", "/no/such/program --port {port}"], "`/no/such/program` does not start"),
-        (["--b", "'"], "is no command line: No closing quotation"),
+        (["--b", "'"], "is not a command line: No closing quotation"),
         (["--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9"], "no server answers"),
     ],
 )

@@ -176,7 +176,7 @@ def test_the_command_saves_reports_and_says_if_it_is_certified(
     [
         (["--request-rate", "0"], 1, "--request-rate 0: give requests a second"),
         (["--goodput", "ttf:200"], 1, "give ttft, tpot or e2el in ms"),
-        (["--dataset-name", "trace"], 1, "needs the file: --dataset-path"),
+        (["--dataset-name", "trace"], 1, "needs --dataset-path FILE"),
         (["--find-rate"], 1, "--find-rate needs goals"),
         (["--num-prompts", "0"], 1, "--num-prompts must be at least 1"),
         (["--extra-body", "x"], 1, "give a JSON object"),

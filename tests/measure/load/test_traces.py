@@ -87,7 +87,7 @@ def test_mooncakes_prompts_share_what_their_hash_ids_share(mooncake: str, shrink
     [
         ("hello\n", "line 1: unknown format"),
         (AZURE + "2023-11-16 18:17:00,many,3\n", "line 5: .*many.* is not a time and two numbers"),
-        (AZURE + "2023-11-16 18:00:00.0,3,3\n", "line 5: .* times that do not go back"),
+        (AZURE + "2023-11-16 18:00:00.0,3,3\n", "line 5: .* with an ascending time"),
         (json.dumps(MOONCAKE[0]) + "\n{\n", "line 2: .* is not a JSON object with timestamp"),
         (json.dumps({"timestamp": 1}) + "\n", "line 1: .* is not a JSON object with timestamp"),
     ],
@@ -150,7 +150,7 @@ def test_exports_are_traces_in_the_order_of_their_times(
         ),
         ({"benchmarks": []}, "guidellm's export, but is malformed"),
         ({"requests": [{}]}, "/records, but is malformed: 'received_s'"),
-        (BENCH | {"start_times": [1.0, -2.0]}, "request 1 .* time -2 .* from 0"),
+        (BENCH | {"start_times": [1.0, -2.0]}, "request 1 .* time -2, .* negative"),
         (BENCH | {"input_lens": [30]}, "but is malformed"),
     ],
 )
