@@ -15,7 +15,7 @@ from twostroke.plan import PhaseWork, StepPlan, StepResult
 from twostroke.sched.allowance import FLOOR_SHARE, MAX_PREFILL_STEPS, MIN_CHUNK
 from twostroke.sched.deadlines import PATIENCE
 from twostroke.sched.scheduler import Scheduler
-from twostroke.sched.slo import HALVE_EVERY, MIN_GOAL_S
+from twostroke.sched.slo import HALVE_EVERY, MIN_ITL_S
 from twostroke.sched.step import SchedulerConfig
 
 HOST_S = 2e-4
@@ -398,7 +398,7 @@ def test_a_long_prompt_stalls_streams_for_eight_steady_gaps_and_costs_a_quarter_
     engine.warm_up()
     gaps, long = engine.disturbed(streams, 4000)
     steady = steady_gap(machine, streams)
-    assert max(gaps) <= max(8 * steady, MIN_GOAL_S) * (1.1 + 2 * noise)
+    assert max(gaps) <= max(8 * steady, MIN_ITL_S) * (1.1 + 2 * noise)
     assert max(gaps) < max(worst)
     assert long.ttft_s <= 1.25 * (1 + noise) * alone.ttft_s
 
@@ -427,7 +427,7 @@ def test_if_prompts_always_wait_a_step_without_prefill_is_planned_now_and_then()
 def test_an_engine_that_receives_keeps_steps_short_while_no_stream_writes(
     settings: dict[str, float],
 ) -> None:
-    goal_s = max(8 * steady_gap(a_cpu, 1), MIN_GOAL_S) if "max_decode_stall" in settings else 0.1
+    goal_s = max(8 * steady_gap(a_cpu, 1), MIN_ITL_S) if "max_decode_stall" in settings else 0.1
     for receives in (False, True):
         engine = Engine(a_cpu, receives=receives, **settings)
         engine.warm_up()

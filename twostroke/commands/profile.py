@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     check_output(args.html, args.output)
     from twostroke.measure.explain.step_profile import (
-        perfetto,
+        perfetto_trace,
         profile_page,
         profile_server,
         show_profile,
@@ -41,5 +41,5 @@ def execute(args: argparse.Namespace) -> int:
     )
     if args.output:
         what = "timeline, for https://ui.perfetto.dev"
-        write_file(args, args.output, json.dumps(perfetto(found, records)) + "\n", what)
+        write_file(args, args.output, json.dumps(perfetto_trace(found, records)) + "\n", what)
     return 0

@@ -53,8 +53,8 @@ def sample(
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> Sampled:
     """Sample one token for each row of `logits` [S, V] fp32 (overwritten); -1 where the logits are
-    NaN or infinite. `positions`: of the sampled tokens. `masks`: the tokens that a grammar allows,
-    by index of the row of `logits`."""
+    NaN or infinite. `rows` and `positions`: the request's row in `state` and the position of each
+    sampled token. `masks`: the tokens that a grammar allows, by index in `logits`."""
     requests, device = [state.rows[row] for row in rows], logits.device
     asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
     raw = logits[asked] if asked else None
@@ -69,7 +69,7 @@ def sample(
         torch.from_numpy(key.astype(np.int64)).to(device)
         for key in stream_keys(seeds, np.array(positions, np.int64))
     )
-    drawn_by = DrawParams(
+    draw_params = DrawParams(
         temperature=column([0.0 if p.greedy else p.temperature for p in params]),
         top_k=column([p.top_k for p in params], torch.int64),
         top_p=column([p.top_p for p in params]),
@@ -77,15 +77,15 @@ def sample(
         key0=key0,
         key1=key1,
     )
-    tokens = reference_sampling.sample(logits, drawn_by)
+    tokens = reference_sampling.sample(logits, draw_params)
     if raw is None:
         return Sampled(tokens, {})
     counts = [params[index].logprobs or 0 for index in asked]
-    every = torch.arange(len(asked), device=device)
-    found = reference_sampling.token_logprobs(raw, every, tokens[asked], max(counts))
-    ends = zip(asked, counts, *found, strict=True)
+    lines = torch.arange(len(asked), device=device)
+    found = reference_sampling.token_logprobs(raw, lines, tokens[asked], max(counts))
+    results = zip(asked, counts, *found, strict=True)
     return Sampled(
-        tokens, {index: (ids[: 1 + n], v[: 1 + n], rank) for index, n, ids, v, rank in ends}
+        tokens, {index: (ids[: 1 + n], v[: 1 + n], rank) for index, n, ids, v, rank in results}
     )
 
 
@@ -159,28 +159,28 @@ def _apply_penalties(
     positions: Sequence[int],
     state: Rows,
 ) -> None:
-    which = [i for i, r in enumerate(requests) if r.params.penalised]
-    if not which:
+    penalised = [i for i, r in enumerate(requests) if r.params.penalised]
+    if not penalised:
         return
     device, vocab = logits.device, logits.shape[-1]
 
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, device=device).unsqueeze(1)
 
-    longest = max(positions[i] for i in which)
-    history = state.tokens[[rows[i] for i in which], :longest].long()
+    longest = max(positions[i] for i in penalised)
+    history = state.tokens[[rows[i] for i in penalised], :longest].long()
     position = torch.arange(longest, device=device)
-    known = position < column([positions[i] for i in which])
-    output = known & (position >= column([requests[i].num_prompt for i in which]))
+    known = position < column([positions[i] for i in penalised])
+    output = known & (position >= column([requests[i].num_prompt for i in penalised]))
 
     def count(mask: torch.Tensor) -> torch.Tensor:
-        counts = torch.zeros(len(which), vocab, device=device)
+        counts = torch.zeros(len(penalised), vocab, device=device)
         return counts.scatter_add_(1, history, mask.float())
 
-    params = [requests[i].params for i in which]
+    params = [requests[i].params for i in penalised]
     seen, written = count(known) > 0, count(output)
-    logits[which] = penalise(
-        logits[which],
+    logits[penalised] = penalise(
+        logits[penalised],
         seen,
         written,
         column([p.repetition_penalty for p in params]),

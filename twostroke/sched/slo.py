@@ -1,24 +1,25 @@
-"""`Pacer`: limits the prefill of a step by time while streams write.
+"""`Pacer`: limits the prefill of a step by time while requests decode.
 
 With a goal for the time between two tokens (`itl_slo_s`), the prefill of a step is as large as it
 can be while the stream that is closest to its deadline stays on time:
 
     last token ──────────────── itl_slo_s ───────────────▶ deadline
-               delivery │ steps in flight │ host │ this step │ margin
+                elapsed │ steps in flight │ host │ this step │ margin
                        now              begin
 
-Without such a goal, the limit is `max_decode_stall` times the time of a step that decodes the
-running streams without prefill. That time is learnt from steps without prefill. If prompts always
-wait, a step without prefill (a probe) is planned now and then: every `PROBE_EVERY` steps, every
-`PROBE_SOON` steps if the last probes had less than half of the present streams, and while no time
-is known.
+Without such a goal, a gap between two tokens may be `max_decode_stall` times as long as a step that
+decodes the running streams without prefill. That time is learnt from steps without prefill. While
+prompts are always waiting, a step without prefill (a probe) is planned now and then: every
+`PROBE_EVERY` steps, every `PROBE_SOON` steps if one of the last probes had less than half of the
+present streams, and at the start, while no time is known.
 
-An engine that receives requests from other engines (`receives`) keeps to the goal of one stream
-even while it has none: a stream that arrives during a step waits for the end of that step.
+An engine that receives requests from other engines (`receives`) limits prefill as if one stream
+were running even if none is: a stream that arrives during a step waits for the end of that step.
 
 `Allowance` (`allowance.py`) turns the time of a step into tokens. One step in `HALVE_EVERY` takes
-half of them: if all chunks had the same size, the cost of a token could not be told from the cost
-of a step. Times come in as arguments, so the same events at the same times give the same plans.
+half of them: if all chunks had the same size, the cost of a token could not be told from the fixed
+cost of a step. Times come in as arguments, so the same events at the same times give the same
+plans.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from twostroke.sched.work import AttentionWork
 
 HALVE_EVERY = 16
 MIN_MARGIN, MAX_MARGIN = 0.03, 0.5  # shares of the expected time
-# How many average errors of the step-time model the margin covers: with a goal in seconds, and with
+# The margin covers so many average errors of the step-time model: with a goal in seconds, and with
 # a goal that is a multiple of a step, which may be missed a little.
-ERRORS, ERRORS_OF_STALL = 4.0, 1.5
+MARGIN_ERRORS, MARGIN_ERRORS_OF_STALL = 4.0, 1.5
 SMOOTHING = 0.1  # of moving averages
-MIN_GOAL_S = 0.04  # people do not see shorter gaps, and short steps waste a fast device
+MIN_ITL_S = 0.04  # people do not see shorter gaps, and short steps waste a fast device
 PROBE_EVERY, PROBE_SOON = 64, 4  # steps in a row with prefill before one goes without
 MAX_BLIND_PROBES = 8  # probes while no time is known: an executor may report none
-MAX_STRETCH = 5.0
+MAX_STRETCH = 5.0  # see `Pacer.stretch`
 ONE_STREAM = PhaseWork(1, 1, 1, 1)
 
 
@@ -55,19 +56,21 @@ class Pacer:
         self._itl_s = config.itl_slo_s
         self._stall = config.max_decode_stall
         self._receives = config.receives
-        self._mixed_in_a_row = 0
+        self._steps_since_probe = 0
         # Numbers of streams in the last steps without prefill
         self._probed_rows = deque([0] * MIN_STEPS, MIN_STEPS)
         self._blind_probes = 0
         self._work = work
         self._committed_s = 0.0
-        self._decode_s: float | None = None  # expected time of the slots of the newest plan
+        self._decode_s: float | None = (
+            None  # expected time of a step with the newest plan's slots alone
+        )
 
     def allowance(
         self, step: StepBuilder, in_flight: Iterable[StepInFlight], prompts: bool = True
     ) -> Allowance | None:
-        """Return the prefill time of a step whose slots are planned. None: unlimited, or not needed
-        because there are no `prompts`."""
+        """Return the prefill time of a step whose decode slots are planned. None: unlimited, or not
+        needed because there are no `prompts`."""
         streams, decode = step.sampled, step.decode_work
         alone = self._decode_s = self.times.decode_only(decode if streams else ONE_STREAM)
         itl_s = self._itl_s
@@ -76,7 +79,7 @@ class Pacer:
                 spent = Allowance(self.times, decode, self._work, 0.0, spent=True)
                 return spent if prompts else None
             if alone is not None:
-                itl_s = max(MIN_GOAL_S, self._stall * (alone + self.host_s))
+                itl_s = max(MIN_ITL_S, self._stall * (alone + self.host_s))
         if itl_s is None or not streams:
             self.stretch += SMOOTHING * (1.0 - self.stretch)
         if itl_s is None or not (streams or self._receives):
@@ -86,16 +89,17 @@ class Pacer:
             self.stretch += SMOOTHING * (itl_s / for_prefill - self.stretch)
         if not prompts:
             return None
-        begin = self._free_s(step.now, in_flight)
-        # The newest token of a stream has been committed, or is in the last step in flight. The
-        # slot that the stream has just been given is pending, too.
+        begin = self._device_free_at_s(step.now, in_flight)
+        # `pending` counts the slot that has just been planned. If it is 1, no step in flight writes
+        # a token of the stream: its newest token is committed. If not, the newest token comes at
+        # the end of the last step in flight, which is `begin`.
         newest = (
             request.record.token_s[-1] if request.pending == 1 and request.record.token_s else begin
             for request in streams
         )
         oldest = min(newest, default=begin)
         left = oldest + itl_s - begin - self.host_s
-        errors = ERRORS_OF_STALL if self._itl_s is None else ERRORS
+        errors = MARGIN_ERRORS_OF_STALL if self._itl_s is None else MARGIN_ERRORS
         margin = min(max(MIN_MARGIN, errors * self.times.mixed_error), MAX_MARGIN)
         limit_s = max(0.0, left / (1 + margin))
         halve = step.step % HALVE_EVERY == 0
@@ -106,7 +110,7 @@ class Pacer:
             self._blind_probes += 1
             return self._blind_probes <= MAX_BLIND_PROBES
         soon = decode.rows > 2 * min(self._probed_rows)
-        return self._mixed_in_a_row >= (PROBE_SOON if soon else PROBE_EVERY)
+        return self._steps_since_probe >= (PROBE_SOON if soon else PROBE_EVERY)
 
     def prefill_s(self, start: int, count: int) -> float:
         """The expected prefill time of `count` tokens from `start` on, beside the streams; 0 if
@@ -124,17 +128,17 @@ class Pacer:
         plan = step.plan
         began = max(self._committed_s, step.planned_s)
         host_s = max(0.0, now - began - device_s)
-        host_s = min(host_s, 4 * self.host_s + 1e-3)  # a single stall is no usual step
+        host_s = min(host_s, 4 * self.host_s + 1e-3)  # one stall hardly moves the average
         self.host_s += SMOOTHING * (host_s - self.host_s)
         self._committed_s = now
         self.times.add(plan.prefill_work, plan.decode_work, device_s)
         if plan.decode and not plan.prefill:
-            self._mixed_in_a_row = 0
+            self._steps_since_probe = 0
             self._probed_rows.append(len(plan.decode))
         else:
-            self._mixed_in_a_row += 1
+            self._steps_since_probe += 1
 
-    def _free_s(self, now: float, in_flight: Iterable[StepInFlight]) -> float:
+    def _device_free_at_s(self, now: float, in_flight: Iterable[StepInFlight]) -> float:
         """The expected time at which the last step in flight will have committed."""
         end = self._committed_s
         for step in in_flight:

@@ -81,7 +81,7 @@ def seen(
         "seconds": 10.0,
         "steps": list(steps),
         "requests": list(requests),
-        "seats": 4,
+        "max_num_seqs": 4,
         "limits": limits,
         "traffic": True,
     }
@@ -120,12 +120,12 @@ def test_time_in_which_no_step_worked_is_blamed_on_nobodys_prompts() -> None:
 
 def test_a_queue_is_blamed_on_what_its_steps_had_no_room_for() -> None:
     prompts = waiting_for([step(n, 512, waiting=5) for n in range(1, 41)])
-    seats = waiting_for([step(n, waiting=5, running=4) for n in range(1, 41)])
+    busy = waiting_for([step(n, waiting=5, running=4) for n in range(1, 41)])
     full = KV | {"free": 50, "used": 950}
     cache = waiting_for([step(n, waiting=5, running=2, kv=full) for n in range(1, 41)])
     for given, cause, flag in (
         (prompts, "queueing_behind_prefills", "--ttft-slo-ms"),
-        (seats, "batch_too_small", "--max-num-seqs"),
+        (busy, "batch_too_small", "--max-num-seqs"),
         (cache, "kv_pressure", "--num-gpu-blocks-override"),
     ):
         found = diagnose(given)
@@ -141,7 +141,7 @@ def test_a_queue_is_blamed_on_what_its_steps_had_no_room_for() -> None:
 
 def test_many_seats_that_are_all_taken_are_an_overload() -> None:
     given = waiting_for([step(n, waiting=5, running=256) for n in range(1, 41)])
-    given.seats = 256
+    given.max_num_seqs = 256
     found = diagnose(given)
     assert first_cause(found) == "overloaded"
     assert found.experiment is None

@@ -25,7 +25,7 @@ from twostroke.errors import RequestError
 from twostroke.exec.stage_profile import Wraps
 from twostroke.exec.torch_profile import KernelRun, between_kernels, kernels
 from twostroke.kernels import cpu
-from twostroke.measure.explain.step_profile import medians, perfetto, stage_rows
+from twostroke.measure.explain.step_profile import medians, perfetto_trace, stage_rows
 from twostroke.observe.record import Records
 
 KEY = "secret"
@@ -133,7 +133,7 @@ def test_the_timeline_has_a_lane_of_stages(server: Server) -> None:
     found = profiled(server.port)
     status, records = ask(server.port, "/records?seconds=60", method="GET")
     assert status == 200
-    made = perfetto(found, records)["traceEvents"]
+    made = perfetto_trace(found, records)["traceEvents"]
     lanes = {e["tid"] for e in made if e["ph"] == "M" and "stages" in str(e["args"].get("name"))}
     (lane,) = lanes
     slices = [event for event in made if event["ph"] == "X" and event["tid"] == lane]
@@ -232,7 +232,7 @@ def test_kernels_of_torch_by_phase_and_part(on_torch: Running) -> None:
     assert min(written["head"]["seconds"], written["sampling"]["seconds"]) > 0
     names = {event["name"].partition(" ")[0] for event in found["events"]}
     assert {"plan", "decode", "attention", "mlp", "sampling"} <= names
-    assert perfetto(found, {})["traceEvents"] == found["events"]
+    assert perfetto_trace(found, {})["traceEvents"] == found["events"]
 
 
 def test_a_profile_leaves_nothing_behind(on_torch: Running) -> None:

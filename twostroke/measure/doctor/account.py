@@ -28,7 +28,7 @@ class Part(StrEnum):
     TOKENISING = "template and tokenizer"
     QUEUE = "queue"
     BEHIND_PROMPTS = "queue, behind prompts"
-    NO_SEAT = "queue, no free seat"
+    FULL_BATCH = "queue, full batch"
     UNDER_WAY = "queue, a step under way"
     NO_KV_ROOM = "queue, no room in the KV cache"
     NO_STEP = "queue, engine not running"
@@ -47,7 +47,7 @@ START_PARTS = (
     Part.TOKENISING,
     Part.QUEUE,
     Part.BEHIND_PROMPTS,
-    Part.NO_SEAT,
+    Part.FULL_BATCH,
     Part.NO_KV_ROOM,
     Part.NO_STEP,
     Part.UNDER_WAY,
@@ -132,7 +132,7 @@ def account_of_records(observed: Observations) -> TimeAccount:
     # With traffic, the waits of probes do not represent the requests of other clients.
     requests = [one for one in ended if not is_probe(one)] if observed.traffic else ended
     account = TimeAccount("step records", len(requests))
-    queue = QueueReasons(steps, observed.seats)
+    queue = QueueReasons(steps, observed.max_num_seqs)
     watched = [step for step in steps if step["committed_s"] >= observed.since_s]
     _set_gaps(account, watched)
     account.preempted = sum(step["preempted"] for step in watched)
@@ -216,8 +216,8 @@ def _repeated_share(requests: Sequence[Record], earlier: set[str]) -> float:
 class QueueReasons:
     """The reasons why requests wait in the queue, step by step."""
 
-    def __init__(self, steps: Sequence[Record], seats: int | None) -> None:
-        self._steps, self._seats = steps, seats
+    def __init__(self, steps: Sequence[Record], max_num_seqs: int | None) -> None:
+        self._steps, self._max_num_seqs = steps, max_num_seqs
         self._ends = [step["committed_s"] for step in steps]
 
     def split(self, start: float, end: float, seconds: float) -> dict[str, float]:
@@ -254,8 +254,8 @@ class QueueReasons:
         taken = 1 - (kv["free"] + kv["cached"]) / kv["reserved"] if kv["reserved"] else 0.0
         if taken >= FULL_KV:
             return Part.NO_KV_ROOM
-        if self._seats is not None and step["running"] >= self._seats:
-            return Part.NO_SEAT
+        if self._max_num_seqs is not None and step["running"] >= self._max_num_seqs:
+            return Part.FULL_BATCH
         if step["prefill"]["tokens"]:
             return Part.BEHIND_PROMPTS
         if not step["waiting"]:

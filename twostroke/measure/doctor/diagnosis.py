@@ -188,11 +188,12 @@ class _Rules:
             "tokens",
             min_share=BEHIND_SHARE,
         )
-        full = observed.seats is not None and not self._is_small(observed.seats)
+        full = observed.max_num_seqs is not None and not self._is_small(observed.max_num_seqs)
         yield from self._start(
             "overloaded" if full else "batch_too_small",
-            account.seconds(Part.NO_SEAT),
-            f"all {observed.seats} seats (--max-num-seqs) were taken, and the KV cache had room",
+            account.seconds(Part.FULL_BATCH),
+            f"the batch was full (--max-num-seqs {observed.max_num_seqs}), and the KV cache had "
+            "room",
         )
         yield from self._start(
             "kv_pressure",
@@ -201,9 +202,9 @@ class _Rules:
             "requests",
         )
 
-    def _is_small(self, seats: float) -> bool:
+    def _is_small(self, max_num_seqs: float) -> bool:
         device = str(self.observed.limits.get("device", "")).partition(":")[0]
-        return seats < SMALL_BATCH.get(device, SMALL_BATCH_ELSEWHERE)
+        return max_num_seqs < SMALL_BATCH.get(device, SMALL_BATCH_ELSEWHERE)
 
     def _queue_by_gauges(self) -> Iterator[Cause]:
         """Judge the queue of a server that reports only its running and waiting requests."""
@@ -222,12 +223,12 @@ class _Rules:
                 "kv_pressure", waited, message, f"the KV cache was {usage:.0%} full"
             )
             return
-        seats = self.observed.seats or (max(running) if running else 0)
-        taken = sum(one >= seats for one in running)
-        if queued and len(queued) >= 0.3 * len(gauges) and taken >= 0.7 * len(queued):
-            name = "batch_too_small" if self._is_small(seats) else "overloaded"
+        limit = self.observed.max_num_seqs or (max(running) if running else 0)
+        full = sum(one >= limit for one in running)
+        if queued and len(queued) >= 0.3 * len(gauges) and full >= 0.7 * len(queued):
+            name = "batch_too_small" if self._is_small(limit) else "overloaded"
             yield from self._start(
-                name, waited, f"{message}, while {seats:g} ran, the limit of the server"
+                name, waited, f"{message}, while {limit:g} ran, the limit of the server"
             )
         elif self._others_prefill() >= 0.3:
             message = f"prompts were computed in {self._others_prefill():.0%} of the time"

@@ -8,7 +8,10 @@ from twostroke.measure.doctor.account import Part, TimeAccount
 from twostroke.measure.doctor.verdict import Cause, ProposedExperiment
 from twostroke.measure.doctor.watch import Observations
 
-MAX_STALL = 8  # serve's default for --max-decode-stall
+DEFAULT_STALL = 8  # serve's default for --max-decode-stall
+MIN_STALL_S = 0.04  # serve accepts gaps up to this, whatever the setting: `sched.slo.MIN_ITL_S`
+MIN_TTFT_GOAL_MS, GOAL_STEP_MS = 250.0, 50
+GOAL_RATIO = 4  # a goal for the TTFT, over the TTFT without other prompts
 
 
 def experiment(
@@ -18,7 +21,7 @@ def experiment(
     makers = {
         "queueing_behind_prefills": _let_short_prompts_overtake,
         "prefill_starves_decode": _bound_stalls,
-        "batch_too_small": _more_seats,
+        "batch_too_small": _larger_batch,
         "kv_pressure": _more_cache,
         "no_prefix_reuse": _reuse_prefixes,
     }
@@ -30,47 +33,48 @@ def _let_short_prompts_overtake(
     cause: Cause, observed: Observations, account: TimeAccount
 ) -> ProposedExperiment:
     parts = (Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS, Part.QUEUE, Part.BEFORE_PREFILL)
-    unhindered_s = account.ttft_s * account.median_start_ratio(*parts)
-    goal_ms = 50 * math.ceil(max(250.0, 4e3 * unhindered_s) / 50)
+    ratio = account.median_start_ratio(*parts)  # TTFT without the waits for other prompts / TTFT
+    goal_ms = max(MIN_TTFT_GOAL_MS, 1e3 * GOAL_RATIO * (account.ttft_s * ratio))
     return ProposedExperiment(
         "short-prompts-first",
-        {"--ttft-slo-ms": goal_ms},
+        {"--ttft-slo-ms": GOAL_STEP_MS * math.ceil(goal_ms / GOAL_STEP_MS)},
         "ttft",
-        _rounded(account.median_start_ratio(*parts)),
+        _clamped(ratio),
         "with a TTFT goal, a prompt that can still meet the goal goes before a long prompt that is "
         "being computed",
     )
 
 
 def _bound_stalls(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
-    bound_s = max(0.04, MAX_STALL * account.gap_s)
+    bound_s = max(MIN_STALL_S, DEFAULT_STALL * account.gap_s)
     ratio = bound_s / account.worst_gap_s if account.worst_gap_s else 1.0
-    setting = {"--max-decode-stall": MAX_STALL}
+    setting = {"--max-decode-stall": DEFAULT_STALL}
     if ratio > 0.9:  # the default bound already holds: propose a tighter bound
-        setting, ratio = {"--max-decode-stall": 3}, 3 / MAX_STALL
+        setting, ratio = {"--max-decode-stall": 3}, 3 / DEFAULT_STALL
     return ProposedExperiment(
         "bounded-stalls",
         setting,
         "itl",
-        _rounded(ratio),
-        "the prefill of each step is bounded, so that a stream waits for a token at most this many "
-        "times as long as alone",
+        _clamped(ratio),
+        "the prefill of each step is limited: a gap between two tokens of a stream is at most "
+        "this multiple of a gap without prefill",
     )
 
 
-def _more_seats(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
+def _larger_batch(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
     at_once = max(
         ((reading.running or 0) + (reading.waiting or 0) for reading in observed.gauges), default=1
     )
-    wanted = 1 << max(1, math.ceil(math.log2(max(at_once, 2 * (observed.seats or 1), 2))))
+    wanted = 1 << max(1, math.ceil(math.log2(max(at_once, 2 * (observed.max_num_seqs or 1), 2))))
+    limit = "" if observed.max_num_seqs is None else f" and {observed.max_num_seqs} may run"
     flag = " (llama-server: -np)" if observed.server.get("kind") == "llama-server" else ""
     return ProposedExperiment(
-        "more-seats",
+        "larger-batch",
         {"--max-num-seqs": wanted},
         "ttft",
-        _rounded(account.median_start_ratio(Part.NO_SEAT, Part.QUEUE, Part.BEFORE_PREFILL)),
-        f"{at_once:.0f} requests were active at one time and {observed.seats} may run{flag}; a "
-        "larger batch reads the weights once for all its requests",
+        _clamped(account.median_start_ratio(Part.FULL_BATCH, Part.QUEUE, Part.BEFORE_PREFILL)),
+        f"{at_once:.0f} requests were active at one time{limit}{flag}; a larger "
+        "batch reads the weights once for all its requests",
     )
 
 
@@ -86,9 +90,9 @@ def _more_cache(cause: Cause, observed: Observations, account: TimeAccount) -> P
         "more-kv-cache",
         wanted or {"--gpu-memory-utilization": 0.95},
         metric,
-        _rounded(ratio),
+        _clamped(ratio),
         "requests wait for KV blocks or are preempted; a larger KV cache avoids both. Without more "
-        "memory: fewer running requests (--max-num-seqs), or --kv-cache-dtype float16",
+        "memory: fewer running requests (--max-num-seqs), or --kv-cache-dtype int8",
     )
 
 
@@ -107,10 +111,10 @@ def _reuse_prefixes(
         "prefix-reuse",
         setting,
         "ttft",
-        _rounded(account.median_start_ratio(*parts, factor=account.repeated_share)),
+        _clamped(account.median_start_ratio(*parts, factor=account.repeated_share)),
         "the shared prefix of prompts is computed once and stays in the cache",
     )
 
 
-def _rounded(ratio: float) -> float:
+def _clamped(ratio: float) -> float:
     return round(min(1.0, max(0.02, ratio)), 3)

@@ -58,7 +58,7 @@ class Observations:
     probes: list[Sample] = field(default_factory=list)
     probe_names: list[str] = field(default_factory=list)  # request ids of the probes
     stuck_s: list[float] = field(default_factory=list)  # waits of probes that got no answer
-    seats: int | None = None  # largest number of running requests
+    max_num_seqs: int | None = None  # largest number of running requests
     since_s: float = 0.0  # start of the watch, on the server's clock
     steps: list[Record] | None = None  # includes earlier steps; None: no step records
     requests: list[Record] = field(default_factory=list)
@@ -115,7 +115,7 @@ class _Watch:
         if self._probe and model is None:
             model = str((await first_model(self._connections))["id"])
         await self._begin_records()
-        await self._find_seats()
+        await self._find_max_num_seqs()
         observed.before = await scrape(self._connections)
         began = perf_counter()
         async with _in_background(self._read_gauges()), _in_background(self._keep_records()):
@@ -158,14 +158,14 @@ class _Watch:
                 await asyncio.sleep(READY_POLL_S)
         return perf_counter() - began if refused else 0.0  # without a refusal: the round trip
 
-    async def _find_seats(self) -> None:
+    async def _find_max_num_seqs(self) -> None:
         observed = self.observations
         if "max_num_seqs" in observed.limits:
-            observed.seats = observed.limits["max_num_seqs"]
+            observed.max_num_seqs = observed.limits["max_num_seqs"]
             return
         with suppress(ServerError, TypeError, ValueError):
             props = await self._connections.fetch_json("/props", timeout_s=10.0)
-            observed.seats = int(props["total_slots"]) if "total_slots" in props else None
+            observed.max_num_seqs = int(props["total_slots"]) if "total_slots" in props else None
 
     # ── in the background ───────────────────────────────────────────────────────────────────
 

@@ -23,9 +23,11 @@ SHOWN_KERNELS = 8
 DEFINITIONS = {
     "step": "on a CPU the time from the start of the plan to the end of the commit, on torch the "
     "time on the device; steps with prefill, with decode and with both (mixed) are separate",
-    "share": "share of the time of all steps of the phase; `a step` is the mean",
-    "GFLOP/s, GB/s": "operations and least bytes of the stage, divided by its time",
-    "of roof": "the shortest possible time at the machine's measured ceilings, divided by the time",
+    "mean, median": "time of the stage in a step",
+    "share": "share of the time of all steps of the phase",
+    "GFLOP/s, GB/s": "operations of the stage and the bytes it must read, divided by its time",
+    "of roofline": "the shortest possible time at the machine's measured ceilings, divided by the "
+    "time",
     "between steps": "time outside steps: messages and idle time",
 }
 Json = dict[str, Any]
@@ -55,7 +57,7 @@ async def profile_server(url: str, api_key: str | None, seconds: float) -> tuple
     return profile | {"definitions": DEFINITIONS, "environment": environment()}, records
 
 
-def perfetto(profile: Json, records: Json) -> Json:
+def perfetto_trace(profile: Json, records: Json) -> Json:
     if profile["kind"] == "stages":
         return timeline(records, profile)
     return {
@@ -71,18 +73,19 @@ def perfetto(profile: Json, records: Json) -> Json:
 def headline(name: str, phase: Json) -> str:
     steps = phase["steps"]
     tokens = [
-        f"{phase[f'{kind}_tokens'] / steps:,.1f} tokens of {kind}"
+        f"{phase[f'{kind}_tokens'] / steps:,.1f} {kind} tokens"
         for kind in ("prefill", "decode")
         if phase[f"{kind}_tokens"]
     ]
     return (
         f"{name}: {steps:,} {'step' if steps == 1 else 'steps'} of "
-        f"{milliseconds(1e3 * phase['step_s'] / steps)}, {' and '.join(tokens)} in each"
+        f"{milliseconds(1e3 * phase['step_s'] / steps)}, {' and '.join(tokens)} a step"
     )
 
 
 def medians(profile: Json, phase: str) -> dict[str, float]:
-    """Return the median seconds of each stage and of the step, if every step is known."""
+    """Return the median seconds of each stage and of the step; {} if the profile has only sums."""
+    # A row: number, phase, start, and the seconds of each stage.
     steps = [seconds for _, name, _, *seconds in profile.get("steps", ()) if name == phase]
     if not steps:
         return {}
@@ -92,7 +95,7 @@ def medians(profile: Json, phase: str) -> dict[str, float]:
     return stages | {"step": median(map(sum, steps))}
 
 
-def stage_rows(phase: Json, server: Json, middle: dict[str, float]) -> list[list[str]]:
+def stage_rows(phase: Json, server: Json, step_medians: dict[str, float]) -> list[list[str]]:
     """Return a row for each stage and one for the step: times, share, rates, share of the roof."""
     steps, total = phase["steps"], phase["step_s"]
     rows = []
@@ -102,17 +105,18 @@ def stage_rows(phase: Json, server: Json, middle: dict[str, float]) -> list[list
             [
                 name,
                 _per_step(seconds, steps),
-                _per_step(middle[name], 1) if name in middle else "",
+                _per_step(step_medians[name], 1) if name in step_medians else "",
                 f"{seconds / total:.1%}",
                 f"{flops / seconds / 1e9:,.1f}" if flops and seconds else "",
                 f"{num_bytes / seconds / 1e9:,.1f}" if num_bytes and seconds else "",
                 _roof(stage, server),
             ]
         )
-    whole = _per_step(middle["step"], 1) if middle else ""
+    whole = _per_step(step_medians["step"], 1) if step_medians else ""
     rows.append(["step", _per_step(total, steps), whole, "100.0%", "", "", ""])
-    beside = {"between steps": phase["between_s"]} if "host_s" not in phase else phase["host_s"]
-    return rows + [[name, _per_step(s, steps), *[""] * 5] for name, s in beside.items()]
+    # Torch's profile has several times of the host, which may overlap with the device's.
+    outside = phase["host_s"] if "host_s" in phase else {"between steps": phase["between_s"]}
+    return rows + [[name, _per_step(s, steps), *[""] * 5] for name, s in outside.items()]
 
 
 def _per_step(seconds: float, steps: int) -> str:
@@ -131,8 +135,8 @@ def _roof(stage: Json, server: Json) -> str:
     return f"{floor / stage['seconds']:.0%}" if floor and stage["seconds"] else ""
 
 
-HEAD = ["", "a step", "median", "share", "GFLOP/s", "GB/s", "of roof"]
-KERNEL_HEAD = ["kernel", "part", "calls", "total", "share"]
+HEAD = ["", "mean", "median", "share", "GFLOP/s", "GB/s", "of roofline"]
+KERNEL_HEAD = ["kernel", "stage", "calls", "total", "share"]
 
 
 def kernel_rows(phase: Json, count: int | None = None) -> list[list[str]]:
@@ -157,7 +161,7 @@ def notes(profile: Json) -> list[str]:
             f"the profile ended by itself after {profile['seconds']:.1f} s ({profile['ended_by']})"
         )
     if profile["kind"] == "stages" and not profile["server"]["read_bytes_per_s"]:
-        lines.append("of roof: start the server with --measure-ceilings")
+        lines.append("no share of the roofline: start the server with --measure-ceilings")
     return lines
 
 
@@ -189,6 +193,7 @@ def _show(console: Console, head: list[str], rows: list[list[str]]) -> None:
     console.print(shown)
 
 
+# Phase → name of a color in `report/html.py`.
 COLORS = {"prefill": "prefill", "decode": "decode", "mixed": "queue"}
 STAGE_COLORS = {  # stages that belong to neither phase
     **dict.fromkeys(("plan", "commit", "call", "inputs", "unaccounted"), "host"),

@@ -1,7 +1,7 @@
 """Messages of a client → messages for a chat template, for every route and for `LLM.chat`.
 
-Clients send null contents with tool calls, other null fields, contents in parts, and the arguments
-of a call as a JSON string. After `read_messages` a message has a role, a content (a text, or a list
+Clients send null contents with tool calls, other null fields, content in parts, and the arguments
+of a call as a JSON string. After `read_messages` a message has a role, content (a string, or a list
 of parts of the type 'text') and no null field.
 """
 
@@ -24,8 +24,12 @@ TEXT_PARTS: Final = {  # type of a part → the field with its text
 }
 # Fields that OpenAI's and Anthropic's clients send and templates ignore.
 PART_FIELDS: Final = {"type", *TEXT_PARTS.values(), "annotations", "logprobs", "cache_control"}
-THINKING: Final = ("reasoning_content", "reasoning", "thinking")  # three names for the same field
-MAY_BE_EMPTY: Final = ("assistant", "tool", "function")  # roles whose content may be null
+THINKING_FIELDS: Final = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # three names for the same field
+ROLES_WITHOUT_CONTENT: Final = ("assistant", "tool", "function")  # their content may be null
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
@@ -34,20 +38,20 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
     The caller's messages are not changed.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError("messages: expected a list of messages, each with a role and a content.")
+        raise RequestError("messages: expected a list of messages, each with a role and content.")
     if not messages:
         raise RequestError("messages: the list is empty; at least one message is needed.")
     return [_read_message(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
 def join_parts(content: Any) -> Any:
-    """Join a content in parts with newlines. Return any other content unchanged."""
+    """Join content in parts with newlines. Return any other content unchanged."""
     if not isinstance(content, list):
         return content
     return "\n".join([part["text"] for part in content])
 
 
-def with_end(messages: Messages, text: str) -> Messages:
+def with_appended_text(messages: Messages, text: str) -> Messages:
     """Return the messages with a text appended to the last one."""
     last = dict(messages[-1])
     if isinstance(last["content"], str):
@@ -60,11 +64,11 @@ def with_end(messages: Messages, text: str) -> Messages:
 
 def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where}: expected an object with a role and a content.")
+        raise RequestError(f"{where}: expected an object with a role and content.")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(
-            f"{where}: the role is {'missing' if role is None else f'{role!r}'}; expected a text "
+            f"{where}: the role is {'missing' if role is None else f'{role!r}'}; expected a string "
             "such as 'system', 'user' or 'assistant'."
         )
     # Templates test whether a field is defined, so null fields are removed.
@@ -73,9 +77,9 @@ def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     calls = read.pop("tool_calls", None)
     if calls:
         read["tool_calls"] = _tool_calls(calls, where)
-    thought = next((read[name] for name in THINKING if name in read), None)
+    thought = next((read[name] for name in THINKING_FIELDS if name in read), None)
     if role == "assistant" and thought is not None:
-        read = dict.fromkeys(THINKING, thought) | read
+        read = dict.fromkeys(THINKING_FIELDS, thought) | read
     return read
 
 
@@ -84,14 +88,14 @@ def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[
     if content is None and isinstance(message.get("refusal"), str):
         content = message["refusal"]
     if content is None:
-        if role not in MAY_BE_EMPTY:
-            raise RequestError(f"{where}: the content is missing; expected a text.")
+        if role not in ROLES_WITHOUT_CONTENT:
+            raise RequestError(f"{where}: the content is missing; expected a string.")
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise RequestError(
-            f"{where}.content: expected a text or a list of parts, not {type(content).__name__}."
+            f"{where}.content: expected a string or a list of parts, not {type(content).__name__}."
         )
     texts = [_part_text(part, f"{where}.content[{n}]") for n, part in enumerate(content)]
     if role in ("tool", "function") or not texts:
@@ -103,7 +107,7 @@ def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[
 
 
 def _other_fields(part: Any) -> dict[str, Any]:
-    """Return the extra fields of a part, which some templates read (a translator's languages)."""
+    """Return the extra fields of a part. Some templates read them, such as `source_lang_code`."""
     if isinstance(part, str):
         return {}
     return {name: value for name, value in part.items() if name not in PART_FIELDS}

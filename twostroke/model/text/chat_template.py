@@ -23,7 +23,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from twostroke.errors import ModelError, RequestError
-from twostroke.model.text.chat_messages import Messages, join_parts, read_messages, with_end
+from twostroke.model.text.chat_messages import (
+    Messages,
+    join_parts,
+    read_messages,
+    with_appended_text,
+)
 from twostroke.model.text.template_source import template_name
 
 MAX_COMPILED: Final = 8  # templates that a renderer caches
@@ -80,7 +85,7 @@ class ChatTemplate:
             return self._render(shown, variables)
         content = shown[-1]["content"]
         content = content if isinstance(content, str) else content[-1]["text"]
-        text = self._render(with_end(shown, END), variables)
+        text = self._render(with_appended_text(shown, END), variables)
         end = text.rfind(END.strip())
         if end < 0 or content.strip() not in text:
             raise RequestError(
@@ -116,7 +121,7 @@ class ChatTemplate:
         for n, message in enumerate(messages):
             if message["role"] in roles:
                 marks.append(f"[[message {n}]]")
-                (message,) = with_end([message], marks[-1])
+                (message,) = with_appended_text([message], marks[-1])
             marked.append(message)
         try:
             text = self._render(marked, variables)

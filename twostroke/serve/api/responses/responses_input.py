@@ -230,7 +230,7 @@ def _parts(content: Any, where: str, written: bool) -> list[Json]:
     parts = []
     content = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(content, list):
-        message = f"{where}: the content is missing; expected a text or a list of parts"
+        message = f"{where}: the content is missing; expected a string or a list of parts"
         raise ApiError(400, message, param="input")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
