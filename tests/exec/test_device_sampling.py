@@ -15,8 +15,7 @@ from twostroke.exec import torch_sampling
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.rng import stream_keys
 from twostroke.exec.token_mask import Mask, mask_of, unpack_mask
-from twostroke.kernels import reference_sampling
-from twostroke.kernels import sampling as columns
+from twostroke.kernels import reference_sampling, sampling_table
 from twostroke.kernels.records import DrawParams
 from twostroke.plan import NewRow
 from twostroke.request import SamplingParams
@@ -167,17 +166,17 @@ def test_what_was_written_before_a_preemption_is_counted_as_written() -> None:
     pair.preempt(0)
     counts = pair.sampler._state.counts[0]
     assert counts[20] == 2
-    assert counts[5] == columns.IN_PROMPT
+    assert counts[5] == sampling_table.IN_PROMPT
     pair.step([0], lines, {})
     assert pair.written[0][4:] == [20, 20, 21]
 
 
 def test_a_token_written_more_often_than_a_count_can_tell_stays_at_the_most() -> None:
     pair = Pair([request(0, temperature=0, presence_penalty=0.1)])
-    pair.sampler._state.counts[0, 20] = columns.MAX_WRITTEN - 1
+    pair.sampler._state.counts[0, 20] = sampling_table.MAX_WRITTEN - 1
     lines = torch.zeros(1, VOCAB)
     lines[0, 20] = 9
-    for expected in (columns.MAX_WRITTEN, columns.MAX_WRITTEN):
+    for expected in (sampling_table.MAX_WRITTEN, sampling_table.MAX_WRITTEN):
         pair.step([0], lines, {})
         assert pair.sampler._state.counts[0, 20] == expected
 
@@ -185,7 +184,7 @@ def test_a_token_written_more_often_than_a_count_can_tell_stays_at_the_most() ->
 LONG: list[dict[str, Any]] = [
     {"logit_bias": {token % VOCAB: 0.1 * (token % 7) for token in range(VOCAB)}},
     {"bad_words": [(*[9] * 3, token) for token in range(VOCAB)]},
-    {"bad_words": [(*[9] * (columns.MAX_BAN_PREFIX + 1), 9)]},
+    {"bad_words": [(*[9] * (sampling_table.MAX_BAN_PREFIX + 1), 9)]},
     {"min_tokens": 9, "stop_ids": tuple(range(VOCAB - 20))},
 ]
 
@@ -194,7 +193,7 @@ LONG: list[dict[str, Any]] = [
 def test_lists_longer_than_a_row_has_places_for(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "MAX_BIASES", VOCAB - 1)
+    monkeypatch.setattr(sampling_table, "MAX_BIASES", VOCAB - 1)
     pair = Pair([request(0, temperature=0.9, repetition_penalty=1.2, **asked), request(1)])
     assert list(pair.sampler.rows) == [0]
     random = torch.Generator().manual_seed(1)

@@ -378,7 +378,7 @@ def time_products(report: Report, shape: Shape, rows: int) -> None:
                     )
         if gated:
             for tile in ((32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3)):
-                tiles = product.Tiling(*tile)
+                tiles = product.RowTiling(*tile)
                 ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.tiled(
                     x, w, t, "silu", DEPENDENT
                 )

@@ -34,7 +34,7 @@ from tests.kernels.test_cuda_compiles import (  # noqa: E402, F401
     spilled_bytes,
 )
 from twostroke.kernels.cuda import packed, stream_k  # noqa: E402
-from twostroke.kernels.cuda.stream_k import BLOCK, LINES, Plan, plan  # noqa: E402
+from twostroke.kernels.cuda.stream_k import BLOCK, LINES, StreamKPlan, plan  # noqa: E402
 from twostroke.kernels.packed import (  # noqa: E402
     Codes,
     PackedWeight,
@@ -62,7 +62,7 @@ def nothing_is_remembered() -> Iterator[None]:
 # ── what each program has ───────────────────────────────────────────────────────────────────
 
 
-def place(work: Plan, blocks: int, program: int, unit: int) -> tuple[int, int]:
+def place(work: StreamKPlan, blocks: int, program: int, unit: int) -> tuple[int, int]:
     """The tile that a program's unit belongs to, and the block of it."""
     whole = work.whole_tiles * blocks
     if unit < whole:
@@ -71,12 +71,12 @@ def place(work: Plan, blocks: int, program: int, unit: int) -> tuple[int, int]:
     return work.whole_tiles * work.programs + rest // blocks, rest % blocks
 
 
-def num_units(work: Plan, blocks: int, program: int) -> int:
+def num_units(work: StreamKPlan, blocks: int, program: int) -> int:
     begin = min(program * work.each, work.units)
     return work.whole_tiles * blocks + min(begin + work.each, work.units) - begin
 
 
-def parts(work: Plan, blocks: int, program: int) -> Iterator[tuple[int, int, int]]:
+def parts(work: StreamKPlan, blocks: int, program: int) -> Iterator[tuple[int, int, int]]:
     """Of each tile of a program, one after another: its first block there, and how many."""
     unit, end = 0, num_units(work, blocks, program)
     while unit < end:
@@ -86,7 +86,7 @@ def parts(work: Plan, blocks: int, program: int) -> Iterator[tuple[int, int, int
         unit += count
 
 
-def num_others(work: Plan, blocks: int, program: int, tile: int) -> int:
+def num_others(work: StreamKPlan, blocks: int, program: int, tile: int) -> int:
     """Parts that the program with a tile's first one waits for."""
     shared = tile - work.whole_tiles * work.programs
     return ((shared + 1) * blocks - 1) // work.each - program
@@ -182,7 +182,7 @@ class Simulated:
     def __init__(self, weight: PackedWeight, turns: Turns, waits: bool = True) -> None:
         self.lines, self.turns, self.waits = dequantised(weight, torch.float32), turns, waits
         self.waited = 0
-        self.plan: Plan | None = None
+        self.plan: StreamKPlan | None = None
 
     def of(self, kernel: Any, **given: Any) -> Callable[..., None]:
         def call(grid: tuple[int], tensors: Any, varying: Any, context: StepContext) -> None:
@@ -195,7 +195,7 @@ class Simulated:
         height = of.ROWS + of.MORE
         assert of.x.block_shape == [of.ROWS, BLOCK // 2]
         assert of.MORE == 0 or of.x_more.block_shape == [of.MORE, BLOCK // 2]
-        work = Plan(programs, height, of.row_tiles, of.whole_tiles, of.units, of.each)
+        work = StreamKPlan(programs, height, of.row_tiles, of.whole_tiles, of.units, of.each)
         self.plan = work
         if of.partial is not None:
             of.partial.fill_(float("nan"))
@@ -212,7 +212,13 @@ class Simulated:
             assert not torch.equal(before[0], of.arrived) or len(running) < before[1], "they wait"
 
     def consume(
-        self, work: Plan, of: Any, x: torch.Tensor, lines: torch.Tensor, program: int, consumer: int
+        self,
+        work: StreamKPlan,
+        of: Any,
+        x: torch.Tensor,
+        lines: torch.Tensor,
+        program: int,
+        consumer: int,
     ) -> Iterator[bool]:
         N, blocks = of.N, of.BLOCKS
         columns = LINES // 2 if of.GATED else LINES  # of a consumer

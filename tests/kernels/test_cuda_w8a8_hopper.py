@@ -84,11 +84,11 @@ def test_every_block_of_every_tile_is_some_programs_once() -> None:
 
 def test_parts_are_even() -> None:
     """Where programs have a piece of two tiles each, products take longer, though all are busy."""
-    assert plan(128, 4096, 112, 132) == w8a8_hopper.Plan(64, 2, 64, 2, 56)
-    assert plan(128, 6144, 32, 132) == w8a8_hopper.Plan(64, 2, 96, 1, 32)
-    assert plan(256, 4096, 112, 132) == w8a8_hopper.Plan(128, 2, 64, 2, 56)
-    assert plan(5, 6144, 32, 132) == w8a8_hopper.Plan(16, 1, 48, 2, 16)
-    assert plan(100, 1024, 32, 132) == w8a8_hopper.Plan(64, 2, 16, 8, 4)
+    assert plan(128, 4096, 112, 132) == w8a8_hopper.SplitKPlan(64, 2, 64, 2, 56)
+    assert plan(128, 6144, 32, 132) == w8a8_hopper.SplitKPlan(64, 2, 96, 1, 32)
+    assert plan(256, 4096, 112, 132) == w8a8_hopper.SplitKPlan(128, 2, 64, 2, 56)
+    assert plan(5, 6144, 32, 132) == w8a8_hopper.SplitKPlan(16, 1, 48, 2, 16)
+    assert plan(100, 1024, 32, 132) == w8a8_hopper.SplitKPlan(64, 2, 16, 8, 4)
 
 
 # ── how parts come together ─────────────────────────────────────────────────────────────────

@@ -324,7 +324,7 @@ REDUNDANT |= {
 }
 
 
-class _RenamedOption(ForeignOption):
+class _RenamedLlamaOption(ForeignOption):
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         name, read = RENAMED[flag]
         try:
@@ -413,7 +413,7 @@ class _NodesOrTokens(ForeignOption):
 
 def add_llama_arguments(parser: Parser) -> None:
     """Add llama-server's options. The help shows vLLM's names of these settings."""
-    add_hidden(parser, RENAMED, _RenamedOption)
+    add_hidden(parser, RENAMED, _RenamedLlamaOption)
     add_hidden(parser, SAMPLING, _SamplingOption)
     add_hidden(parser, [NO_CACHE], _NoCache, nargs=0)
     add_hidden(parser, ["--rope-scaling"], _RopeScaling)

@@ -293,7 +293,7 @@ NEUTRAL = {
 }
 
 
-class _RenamedOption(ForeignOption):
+class _RenamedVllmOption(ForeignOption):
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         name, read = RENAMED[flag]
         try:
@@ -390,7 +390,7 @@ def add_foreign_arguments(parser: Parser) -> None:
         dropped=OF_EARLIER_VERSIONS,
     )
     add_tables(parser, tables)
-    add_hidden(parser, RENAMED, _RenamedOption)
+    add_hidden(parser, RENAMED, _RenamedVllmOption)
     add_hidden(parser, FILE_FORMATS, _FileFormat)
     add_hidden(parser, ["--generation-config"], _GenerationConfig)
     add_hidden(parser, ["--hf-token", "-hft"], _HubVariable, nargs="?")

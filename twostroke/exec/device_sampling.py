@@ -5,7 +5,8 @@
     advance   the tokens go to the step's results and to their rows, and are counted there
 
 Nothing here waits for the device, and no request is looked at one by one, but those whose lists are
-longer than a row has places for (`kernels/sampling.py`): `torch_sampling.py` adjusts their logits.
+longer than a row has places for (`kernels/sampling_table.py`): `torch_sampling.py` adjusts their
+logits.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 from twostroke.exec import torch_sampling
 from twostroke.exec.executor import Masks
 from twostroke.exec.token_mask import mask_of, mask_words
-from twostroke.kernels import sampling as columns
+from twostroke.kernels import sampling_table
 from twostroke.kernels.records import DrawParams
-from twostroke.kernels.sampling import SamplingState
+from twostroke.kernels.sampling_table import SamplingState
 from twostroke.plan import NewRow
 
 ALWAYS = 2**62
@@ -86,7 +87,7 @@ class DeviceSampler:
             tokens,
             torch.empty(max_rows, vocab_size, dtype=torch.int16, device=device),
             torch.empty(max_rows, self._words, dtype=torch.int32, device=device),
-            torch.empty(max_rows, columns.LISTS_WIDTH, dtype=torch.int32, device=device),
+            torch.empty(max_rows, sampling_table.LISTS_WIDTH, dtype=torch.int32, device=device),
         )
         self._no_masks = torch.empty(0, self._words, dtype=torch.int32, device=device)
         self._special_until = np.zeros(max_rows, np.int64)  # position
@@ -109,15 +110,15 @@ class DeviceSampler:
         bias, bans = params.logit_bias or {}, _bans(new)
         longest = max((len(ban.prefix) for ban in bans), default=0)
         if (
-            len(bias) > columns.MAX_BIASES
-            or len(bans) > columns.MAX_BANS
-            or longest > columns.MAX_BAN_PREFIX
+            len(bias) > sampling_table.MAX_BIASES
+            or len(bans) > sampling_table.MAX_BANS
+            or longest > sampling_table.MAX_BAN_PREFIX
         ):
             self.rows[row] = new
             return
         flags = 0
         if params.penalised:
-            flags |= columns.PENALISED
+            flags |= sampling_table.PENALISED
             self._penalties[:, row] = (
                 params.repetition_penalty,
                 params.frequency_penalty,
@@ -125,7 +126,7 @@ class DeviceSampler:
             )
             self._count(new)
         if params.allowed_token_ids is not None:
-            flags |= columns.ALLOWED_IDS
+            flags |= sampling_table.ALLOWED_IDS
             allowed = mask_of(params.allowed_token_ids, self._vocab_size)
             bits = self._pinned_copy(allowed.view(np.int32))
             self._state.allowed[row].copy_(bits, non_blocking=True)
@@ -138,8 +139,8 @@ class DeviceSampler:
         """Count the tokens so far; `advance` counts on."""
         tokens, counts = np.array(new.tokens, np.int64), self._zero_counts
         written, times = np.unique(tokens[new.num_prompt :], return_counts=True)
-        counts[written] = np.minimum(times, columns.MAX_WRITTEN)
-        counts[tokens[: new.num_prompt]] |= columns.IN_PROMPT
+        counts[written] = np.minimum(times, sampling_table.MAX_WRITTEN)
+        counts[tokens[: new.num_prompt]] |= sampling_table.IN_PROMPT
         line = self._state.counts[new.row].zero_()
         ids, values = (
             self._pinned_copy(part).to(self._device, non_blocking=True)
@@ -166,7 +167,7 @@ class DeviceSampler:
     ) -> Drawn:
         """Draw a token for each of the lines `which` of `logits`, [S, V]. `rows`, `positions` and
         `params` are of these samples alone; the masks are by line. The logits do not change."""
-        host, at = self._pinned(columns.NUM_COLUMNS, len(which)), columns
+        host, at = self._pinned(sampling_table.NUM_COLUMNS, len(which)), sampling_table
         table = host.numpy()
         numbers, bits = table.view(np.float32), table.view(np.uint32)
         table[at.SAMPLE], table[at.ROW], table[at.POSITION] = which, rows, positions
@@ -274,11 +275,11 @@ def _bans(new: NewRow) -> list[_Ban]:
 
 
 def _lists(bias: dict[int, float], bans: list[_Ban]) -> npt.NDArray[np.int32]:
-    lists = np.zeros(columns.LISTS_WIDTH, np.int32)
+    lists = np.zeros(sampling_table.LISTS_WIDTH, np.int32)
     lists[: len(bias)] = list(bias)
-    values = lists.view(np.float32)[columns.BIAS_VALUES :]
+    values = lists.view(np.float32)[sampling_table.BIAS_VALUES :]
     values[: len(bias)] = list(bias.values())
-    fields = lists[columns.BAN_TOKEN :].reshape(-1, columns.MAX_BANS)
+    fields = lists[sampling_table.BAN_TOKEN :].reshape(-1, sampling_table.MAX_BANS)
     for n, (token, first, until, prefix) in enumerate(bans):
         fields[: 4 + len(prefix), n] = token, first, until, len(prefix), *prefix
     return lists

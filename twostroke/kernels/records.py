@@ -1,12 +1,13 @@
 """The records that kernels are called with: the same for the reference, Triton and the tests.
 
-    once a layer            Rope · AttentionRule · RoutingRule · ExpertWeights
-    once a step             StepContext · DrawParams
-    once a step and group   DecodeWork · PrefillWork
+    per layer               Rope · AttentionRule · RoutingRule · ExpertWeights
+    per step                StepContext · DrawParams
+    per step and KV group   DecodeWork · PrefillWork
     per layer and step      KVView
 
 Shapes: T tokens in a step, B decode rows, C prefill chunks, H query heads, K key/value heads of D
-channels. A CUDA launcher unpacks the records next to its kernel; nothing here computes anything.
+channels, latents of R channels. A CUDA launcher unpacks the records next to its kernel; nothing
+here computes anything.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Array = TypeVar("Array")  # a tensor, or a numpy array on the host
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """How the launches of a step are made. Every kernel of a layer takes it: a value that a new
+    """Settings of the launches of a step. Every kernel of a layer takes them: a value that a new
     feature needs per step, row or token becomes a field here."""
 
     # Programmatic dependent launch (PDL): a launch may be set up before the previous one has ended.
@@ -40,19 +41,19 @@ DEFAULT_CONTEXT = StepContext()
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What happens to the queries and keys of a layer before attention: norm, rotation, scale."""
+    """The norm, rotation and scale of the queries and keys of a layer, before attention."""
 
     cos: Tensor  # [max_len, dim / 2] in fp32
     sin: Tensor
     query_scales: Tensor | None = None  # [max_len]: factor of the rotated queries at a position
     q_norm: Tensor | None = None  # [D], a norm over each head
-    k_norm: Tensor | None = None  # [D]; of a layer with latents [R], over the latent
+    k_norm: Tensor | None = None  # [D]; in a layer with latents [R], over the latent
     norm_eps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How one layer attends."""
+    """The attention rule of one layer."""
 
     scale: float
     window: int | None = None
@@ -64,8 +65,8 @@ class AttentionRule:
 class KVView:
     """The paged KV cache of one layer, as one step sees it."""
 
-    keys: Tensor  # [blocks, block_size, K, D]; latents and rope keys: [blocks, block_size, 1, …]
-    values: Tensor  # as the keys; of a layer with latents a view of them
+    keys: Tensor  # [blocks, block_size, K, D]; latents: [blocks, block_size, 1, R + rope]
+    values: Tensor  # as the keys; in a layer with latents a view of them
     tables: Tensor  # [rows, blocks] int32: the blocks of each sequence in order; block 0 is null
     slots: Tensor  # [T]: where new entries go, block · block_size + offset; -1: nowhere
 
@@ -74,11 +75,11 @@ class KVView:
 class DecodeWork:
     """The decode rows of a step in one KV group: `queries` tokens a row, one after another."""
 
-    rows: Tensor  # [B] int32, lines of the block tables
+    rows: Tensor  # [B] int32, rows of the block tables
     lengths: Tensor  # [B] int32: cache entries, those of all queries included; 0: a padding row
     queries: int
     splits: int  # parts that each context is cut into
-    scratch: Any  # memory where the splits meet, in the form that the kernels have made
+    scratch: Any  # memory for merging the splits, of the type that the kernels allocate
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +91,7 @@ class PrefillWork:
     """The prefill chunks of a step in one KV group: chunk c is tokens [cu_tokens[c],
     cu_tokens[c + 1]) of the chunks' tokens."""
 
-    rows: Tensor  # [C] int32, lines of the block tables
+    rows: Tensor  # [C] int32, rows of the block tables
     starts: Tensor  # [C] int32: the index in the cache of each chunk's first token
     cu_tokens: Tensor  # [C + 1] int32
     num_tokens: int
@@ -104,7 +105,7 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How the experts of a token are chosen: see `RoutingSpec`."""
+    """The rule that chooses the experts of a token: see `RoutingSpec`."""
 
     experts_per_token: int
     scoring: str  # "softmax" or "sigmoid"
@@ -132,7 +133,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class DrawParams(Generic[Array]):
-    """The sampling parameters of the lines of logits that are drawn from: one number a line."""
+    """Sampling parameters, one value for each row of logits."""
 
     temperature: Array  # 0: greedy
     top_k: Array  # 0: no limit

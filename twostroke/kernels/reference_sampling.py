@@ -10,9 +10,9 @@ from dataclasses import fields
 
 import torch
 
-from twostroke.kernels import sampling as columns
+from twostroke.kernels import sampling_table
 from twostroke.kernels.records import DrawParams
-from twostroke.kernels.sampling import SamplingState
+from twostroke.kernels.sampling_table import SamplingState
 
 NEVER = float("-inf")
 CANDIDATES = 1024  # tokens that a top-p looks at before it looks at all
@@ -35,20 +35,24 @@ def adjust_logits(
     sample, row, position, mask, flags = (line.long() for line in samples[:5])
     out.copy_(logits[sample])
     lists = state.lists[row]
-    listed = torch.arange(columns.MAX_BIASES, device=out.device)
-    at = (listed < samples[columns.NUM_BIASES].unsqueeze(1)).nonzero(as_tuple=True)
-    tokens = lists[:, : columns.MAX_BIASES][at].long()
-    out[at[0], tokens] += lists.view(torch.float32)[:, columns.BIAS_VALUES :][at]
-    masked, limited = mask >= 0, (flags & columns.ALLOWED_IDS) > 0
+    listed = torch.arange(sampling_table.MAX_BIASES, device=out.device)
+    at = (listed < samples[sampling_table.NUM_BIASES].unsqueeze(1)).nonzero(as_tuple=True)
+    tokens = lists[:, : sampling_table.MAX_BIASES][at].long()
+    out[at[0], tokens] += lists.view(torch.float32)[:, sampling_table.BIAS_VALUES :][at]
+    masked, limited = mask >= 0, (flags & sampling_table.ALLOWED_IDS) > 0
     out[masked] = out[masked].masked_fill(~unpack_bits(masks[mask[masked]], vocab), NEVER)
     allowed = unpack_bits(state.allowed[row[limited]], vocab)
     out[limited] = out[limited].masked_fill(~allowed, NEVER)
-    _ban(out, samples[columns.NUM_BANS], lists, state.tokens[row], position)
-    penalised = (flags & columns.PENALISED) > 0
+    _ban(out, samples[sampling_table.NUM_BANS], lists, state.tokens[row], position)
+    penalised = (flags & sampling_table.PENALISED) > 0
     if penalised.any():
         counts = state.counts[row[penalised]].int()
-        rates = numbers[columns.REPETITION : columns.TEMPERATURE, penalised].unsqueeze(2)
-        out[penalised] = penalise(out[penalised], counts != 0, counts & columns.MAX_WRITTEN, *rates)
+        rates = numbers[
+            sampling_table.REPETITION : sampling_table.TEMPERATURE, penalised
+        ].unsqueeze(2)
+        out[penalised] = penalise(
+            out[penalised], counts != 0, counts & sampling_table.MAX_WRITTEN, *rates
+        )
     return out
 
 
@@ -72,10 +76,10 @@ def _ban(
     tokens: torch.Tensor,
     position: torch.Tensor,
 ) -> None:
-    fields = lists[:, columns.BAN_TOKEN :].view(len(lists), -1, columns.MAX_BANS)
+    fields = lists[:, sampling_table.BAN_TOKEN :].view(len(lists), -1, sampling_table.MAX_BANS)
     token, first, until, length = fields[:, :4].unbind(1)
     now = position.unsqueeze(1)
-    listed = torch.arange(columns.MAX_BANS, device=out.device)
+    listed = torch.arange(sampling_table.MAX_BANS, device=out.device)
     banned = (listed < num_bans.unsqueeze(1)) & (first <= now) & (now < until)
     for n, prefix in enumerate(fields[:, 4:].unbind(1)):
         before = tokens.gather(1, (now - length + n).clamp(0, tokens.shape[1] - 1))
@@ -98,10 +102,10 @@ def advance_tokens(
     out[sample] = drawn.to(out.dtype)
     token = drawn.clamp(min=0)  # -1 is not a token that a model can read
     state.tokens[row, position] = token.int()
-    counted = ((flags & columns.PENALISED) > 0) & (drawn >= 0)
+    counted = ((flags & sampling_table.PENALISED) > 0) & (drawn >= 0)
     row, token = row[counted], token[counted].long()
     count = state.counts[row, token]
-    grown = (count & columns.MAX_WRITTEN) < columns.MAX_WRITTEN
+    grown = (count & sampling_table.MAX_WRITTEN) < sampling_table.MAX_WRITTEN
     state.counts[row, token] = count + grown.to(count.dtype)
 
 

@@ -40,7 +40,7 @@ N_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20)
 
 
-class Histogram:
+class BucketCounts:
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -100,12 +100,12 @@ class Totals:
         tokens = token_buckets(max_model_len)
         # Steps
         self.prefill, self.decode = PhaseTotals(), PhaseTotals()
-        self.step_s = {mix: Histogram(GAP_BUCKETS) for mix in MIXES}
-        self.iteration_tokens = Histogram(STEP_TOKEN_BUCKETS)
-        self.gap_s = Histogram(GAP_BUCKETS)
+        self.step_s = {mix: BucketCounts(GAP_BUCKETS) for mix in MIXES}
+        self.iteration_tokens = BucketCounts(STEP_TOKEN_BUCKETS)
+        self.gap_s = BucketCounts(GAP_BUCKETS)
         self.cause_s = dict.fromkeys(CAUSES, 0.0)
-        self.part_s = {cause: Histogram(GAP_BUCKETS) for cause in CAUSES}
-        self.ttft_s = Histogram(FIRST_BUCKETS)
+        self.part_s = {cause: BucketCounts(GAP_BUCKETS) for cause in CAUSES}
+        self.ttft_s = BucketCounts(FIRST_BUCKETS)
         self.preemptions = self.recomputed_tokens = 0
         self.kv_evicted_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
@@ -114,15 +114,15 @@ class Totals:
         self.ended = dict.fromkeys(REASONS, 0)
         self.refused = dict.fromkeys(REFUSED, 0)
         self.e2e_s, self.queue_s, self.inference_s, self.prefill_s, self.decode_s = (
-            Histogram(REQUEST_BUCKETS) for _ in range(5)
+            BucketCounts(REQUEST_BUCKETS) for _ in range(5)
         )
-        self.tpot_s = Histogram(GAP_BUCKETS)
-        self.request_preemptions = Histogram(PREEMPTION_BUCKETS)
+        self.tpot_s = BucketCounts(GAP_BUCKETS)
+        self.request_preemptions = BucketCounts(PREEMPTION_BUCKETS)
         self.request_prompt, self.request_computed, self.request_generated = (
-            Histogram(tokens) for _ in range(3)
+            BucketCounts(tokens) for _ in range(3)
         )
-        self.most_generated, self.max_tokens = Histogram(tokens), Histogram(tokens)
-        self.n = Histogram(N_BUCKETS)
+        self.most_generated, self.max_tokens = BucketCounts(tokens), BucketCounts(tokens)
+        self.n = BucketCounts(N_BUCKETS)
         self._families: dict[str, tuple[int, int]] = {}  # ended continuations, longest of them
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────

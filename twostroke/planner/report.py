@@ -10,7 +10,7 @@ from twostroke.measure.load.result import environment
 from twostroke.measure.load.traces import TraceRequest
 from twostroke.planner.check import show_check
 from twostroke.planner.predict import METRICS, PERCENTILES, LayoutForecast
-from twostroke.planner.search import Candidate, EngineChoice
+from twostroke.planner.search import EngineChoice, SimulatedLayout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ def plan_json(
     goals: Goals,
     target: float,
     forecast: LayoutForecast,
-    tried: Sequence[Candidate] = (),
+    tried: Sequence[SimulatedLayout] = (),
 ) -> Json:
     return {
         "schema_version": 1,

@@ -29,8 +29,8 @@ class EngineChoice:
 
 
 @dataclass
-class Candidate:
-    """A simulated layout."""
+class SimulatedLayout:
+    """A layout with its forecast."""
 
     kind: EngineChoice
     engines: int
@@ -56,8 +56,8 @@ class Candidate:
 class Search:
     """The best layout and all simulated layouts."""
 
-    best: Candidate | None = None
-    tried: list[Candidate] = field(default_factory=list)
+    best: SimulatedLayout | None = None
+    tried: list[SimulatedLayout] = field(default_factory=list)
 
 
 def cheapest(
@@ -70,8 +70,8 @@ def cheapest(
     search = Search()
     for kind in kinds:
 
-        def attempt(count: int, kind: EngineChoice = kind) -> Candidate | None:
-            found = Candidate(kind, count, kind.predict(count))
+        def attempt(count: int, kind: EngineChoice = kind) -> SimulatedLayout | None:
+            found = SimulatedLayout(kind, count, kind.predict(count))
             search.tried.append(found)
             return found if found.forecast.figures["met"].low >= target else None
 
@@ -85,7 +85,7 @@ def cheapest(
     return search
 
 
-def fewest(attempt: Callable[[int], Candidate | None], limit: int) -> Candidate | None:
+def fewest(attempt: Callable[[int], SimulatedLayout | None], limit: int) -> SimulatedLayout | None:
     """Return the result of the smallest number from 1 to `limit` that has a result. Every larger
     number has a result, too."""
     low, high, found = 0, 1, None  # `low` has no result

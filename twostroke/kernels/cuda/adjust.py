@@ -6,7 +6,7 @@ ask for them.
                                  the banned tokens of the tile: -inf
 
 Masks and bans set a logit to -inf, so the only order that matters is biases before penalties.
-`kernels/reference_sampling.py` defines the functions, `kernels/sampling.py` the tables.
+`kernels/reference_sampling.py` defines the functions, `kernels/sampling_table.py` the tables.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ import torch
 import triton
 import triton.language as tl
 
-from twostroke.kernels import sampling as columns
+from twostroke.kernels import sampling_table
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div
-from twostroke.kernels.sampling import SamplingState
+from twostroke.kernels.sampling_table import SamplingState
 
 TILE = 2048  # tokens of one program
 
-SAMPLE = tl.constexpr(columns.SAMPLE)
-ROW = tl.constexpr(columns.ROW)
-POSITION = tl.constexpr(columns.POSITION)
-MASK = tl.constexpr(columns.MASK)
-FLAGS = tl.constexpr(columns.FLAGS)
-NUM_BIASES = tl.constexpr(columns.NUM_BIASES)
-NUM_BANS = tl.constexpr(columns.NUM_BANS)
-REPETITION = tl.constexpr(columns.REPETITION)
-FREQUENCY = tl.constexpr(columns.FREQUENCY)
-PRESENCE = tl.constexpr(columns.PRESENCE)
-PENALISED = tl.constexpr(columns.PENALISED)
-ALLOWED_IDS = tl.constexpr(columns.ALLOWED_IDS)
-MAX_WRITTEN = tl.constexpr(columns.MAX_WRITTEN)
-MAX_BIASES = tl.constexpr(columns.MAX_BIASES)
-MAX_BANS = tl.constexpr(columns.MAX_BANS)
-MAX_BAN_PREFIX = tl.constexpr(columns.MAX_BAN_PREFIX)
-BIAS_VALUES = tl.constexpr(columns.BIAS_VALUES)
-BAN_TOKEN = tl.constexpr(columns.BAN_TOKEN)
-BAN_FROM = tl.constexpr(columns.BAN_FROM)
-BAN_UNTIL = tl.constexpr(columns.BAN_UNTIL)
-BAN_LENGTH = tl.constexpr(columns.BAN_LENGTH)
-BAN_PREFIX = tl.constexpr(columns.BAN_PREFIX)
-LISTS_WIDTH = tl.constexpr(columns.LISTS_WIDTH)
+SAMPLE = tl.constexpr(sampling_table.SAMPLE)
+ROW = tl.constexpr(sampling_table.ROW)
+POSITION = tl.constexpr(sampling_table.POSITION)
+MASK = tl.constexpr(sampling_table.MASK)
+FLAGS = tl.constexpr(sampling_table.FLAGS)
+NUM_BIASES = tl.constexpr(sampling_table.NUM_BIASES)
+NUM_BANS = tl.constexpr(sampling_table.NUM_BANS)
+REPETITION = tl.constexpr(sampling_table.REPETITION)
+FREQUENCY = tl.constexpr(sampling_table.FREQUENCY)
+PRESENCE = tl.constexpr(sampling_table.PRESENCE)
+PENALISED = tl.constexpr(sampling_table.PENALISED)
+ALLOWED_IDS = tl.constexpr(sampling_table.ALLOWED_IDS)
+MAX_WRITTEN = tl.constexpr(sampling_table.MAX_WRITTEN)
+MAX_BIASES = tl.constexpr(sampling_table.MAX_BIASES)
+MAX_BANS = tl.constexpr(sampling_table.MAX_BANS)
+MAX_BAN_PREFIX = tl.constexpr(sampling_table.MAX_BAN_PREFIX)
+BIAS_VALUES = tl.constexpr(sampling_table.BIAS_VALUES)
+BAN_TOKEN = tl.constexpr(sampling_table.BAN_TOKEN)
+BAN_FROM = tl.constexpr(sampling_table.BAN_FROM)
+BAN_UNTIL = tl.constexpr(sampling_table.BAN_UNTIL)
+BAN_LENGTH = tl.constexpr(sampling_table.BAN_LENGTH)
+BAN_PREFIX = tl.constexpr(sampling_table.BAN_PREFIX)
+LISTS_WIDTH = tl.constexpr(sampling_table.LISTS_WIDTH)
 
 
 def adjust_logits(
@@ -56,6 +56,7 @@ def adjust_logits(
     masks: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
+    """Write the adjusted logits of `samples` to `out`."""
     count, vocab = out.shape
     assert logits.stride(1) == 1
     assert all(each.is_contiguous() for each in (samples, masks, out, *state[1:]))
@@ -71,6 +72,7 @@ def adjust_logits(
 def advance_tokens(
     samples: torch.Tensor, drawn: torch.Tensor, state: SamplingState, out: torch.Tensor
 ) -> None:
+    """Write the drawn tokens to the step's tokens (`out`), and to the rows' tokens and counts."""
     tokens, counts = state.tokens, state.counts
     count = len(drawn)
     _advance_variant(counts.shape[1])(
@@ -89,14 +91,14 @@ def _advance_variant(vocab: int) -> Variant:
     return Variant(_advance, VOCAB=vocab, num_warps=1)
 
 
-# How many samples there are differs from step to step, and where views of rows begin.
-ANY = {
+# The number of samples and the alignment of the views of rows differ from step to step.
+UNSPECIALISED = {
     "do_not_specialize": ["count"],
     "do_not_specialize_on_alignment": ["samples", "tokens", "drawn", "step_tokens"],
 }
 
 
-@triton.jit(**ANY)
+@triton.jit(**UNSPECIALISED)
 def _adjust(
     logits,
     samples,
@@ -115,7 +117,7 @@ def _adjust(
     WORDS: tl.constexpr = (VOCAB + 31) // 32
     first = tl.program_id(0) * TILE
     sample = tl.program_id(1).to(tl.int64)
-    fields = samples + sample
+    fields = samples + sample  # field n of this sample is at n · count
     row = tl.load(fields + ROW * count).to(tl.int64)
     flags = tl.load(fields + FLAGS * count)
     mask = tl.load(fields + MASK * count).to(tl.int64)
@@ -137,9 +139,9 @@ def _adjust(
         biased = tl.load(listed + which, mask=which < num_biases, other=-1)
         mine = (biased >= first) & (biased < first + TILE)
         bias = tl.load(listed + BIAS_VALUES + which, mask=mine, other=0)
-        raised = tl.load(line + biased, mask=mine, other=0.0).to(tl.float32)
-        raised = _masked_and_penalised(
-            raised + bias.to(tl.float32, bitcast=True),
+        biased_logit = tl.load(line + biased, mask=mine, other=0.0).to(tl.float32)
+        biased_logit = _masked_and_penalised(
+            biased_logit + bias.to(tl.float32, bitcast=True),
             biased,
             mine,
             fields,
@@ -153,7 +155,7 @@ def _adjust(
             VOCAB,
             WORDS,
         )
-        tl.store(result + biased, raised, mask=mine)
+        tl.store(result + biased, biased_logit, mask=mine)
     if num_bans > 0:
         tl.debug_barrier()
         position = tl.load(fields + POSITION * count)
@@ -202,22 +204,23 @@ def _masked_and_penalised(
         repetition = tl.load(fields + REPETITION * count).to(tl.float32, bitcast=True)
         frequency = tl.load(fields + FREQUENCY * count).to(tl.float32, bitcast=True)
         presence = tl.load(fields + PRESENCE * count).to(tl.float32, bitcast=True)
-        seen = tl.load(counts + row * VOCAB + token, mask=inside, other=0).to(tl.int32)
-        written = seen & MAX_WRITTEN
+        # A count has a bit for a token of the prompt; the bits of MAX_WRITTEN count the output.
+        packed = tl.load(counts + row * VOCAB + token, mask=inside, other=0).to(tl.int32)
+        written = packed & MAX_WRITTEN
         by = tl.zeros_like(logit) + repetition
         scaled = tl.where(logit > 0, tl.math.div_rn(logit, by), logit * repetition)
-        logit = tl.where(seen != 0, scaled, logit)
+        logit = tl.where(packed != 0, scaled, logit)
         logit = logit - written.to(tl.float32) * frequency
         logit = logit - tl.where(written > 0, presence, 0.0)
     return logit
 
 
-@triton.jit(**ANY)
+@triton.jit(**UNSPECIALISED)
 def _advance(
     samples, drawn, tokens, counts, step_tokens, count, tokens_stride, VOCAB: tl.constexpr
 ):
     sample = tl.program_id(0)
-    fields = samples + sample
+    fields = samples + sample  # field n of this sample is at n · count
     row = tl.load(fields + ROW * count).to(tl.int64)
     token = tl.load(drawn + sample)
     tl.store(step_tokens + tl.load(fields + SAMPLE * count), token)
@@ -225,6 +228,6 @@ def _advance(
     tl.store(tokens + row * tokens_stride + position, tl.maximum(token, 0))
     if (tl.load(fields + FLAGS * count) & PENALISED != 0) & (token >= 0):
         at = counts + row * VOCAB + token
-        seen = tl.load(at)
-        grown = (seen & MAX_WRITTEN) < MAX_WRITTEN
-        tl.store(at, seen + grown.to(tl.int16))
+        packed = tl.load(at)
+        grown = (packed & MAX_WRITTEN) < MAX_WRITTEN
+        tl.store(at, packed + grown.to(tl.int16))

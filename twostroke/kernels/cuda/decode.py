@@ -173,7 +173,7 @@ def make_launch(
         else:
             tuned = tuning(head_bytes, programs, splits, num_sms(q.device))
     variant = _variant(
-        _Shape(
+        _DecodeShape(
             group=num_heads // num_kv_heads,
             queries=queries,
             dim=dim,
@@ -205,7 +205,7 @@ def make_launch(
     )
 
 
-class _Shape(NamedTuple):
+class _DecodeShape(NamedTuple):
     """The sizes and features that the kernel is compiled for, besides its tuning."""
 
     group: int  # query heads of a KV head
@@ -247,7 +247,7 @@ def _new_tensors(new: NewToken, kv: KVView) -> tuple[torch.Tensor | None, ...]:
 
 
 @cache
-def _variant(shape: _Shape, new: _NewShape, tuned: Tuning) -> Variant:
+def _variant(shape: _DecodeShape, new: _NewShape, tuned: Tuning) -> Variant:
     members = shape.group * shape.queries
     block_m = max(16, power_of_two(members + 1 if new.is_new else members))
     block_members, block_dim = power_of_two(members), max(16, power_of_two(shape.dim))

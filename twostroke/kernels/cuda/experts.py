@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class ExpertTiling:
     rows: int  # pairs
     columns: int
     inner: int
@@ -54,22 +54,22 @@ class Tiling:
     num_stages: int
 
 
-def tiling(pairs: int, experts: int, inner: int, gated: bool) -> Tiling:
+def tiling(pairs: int, experts: int, inner: int, gated: bool) -> ExpertTiling:
     """Choose the tiling of the product with one expert, whose inner size is `inner`. With few pairs
     an expert the weight is read once; with many pairs the tiles have the matrix units' own size.
     Measured by `tests.gpu.experts_check` on an H200."""
     each = pairs / min(pairs, experts)
     if each <= 12:
-        tuned = Tiling(16, 32, 256, 4, 3) if gated else Tiling(16, 64, 128, 4, 3)
+        tuned = ExpertTiling(16, 32, 256, 4, 3) if gated else ExpertTiling(16, 64, 128, 4, 3)
     elif each <= 32:
-        tuned = Tiling(32, 64, 128, 4, 3)
+        tuned = ExpertTiling(32, 64, 128, 4, 3)
     elif each <= 96:
-        tuned = Tiling(64, 64 if gated else 128, 64, 4, 4)
+        tuned = ExpertTiling(64, 64 if gated else 128, 64, 4, 4)
     elif gated:
-        tuned = Tiling(128, 128, 64, 8, 4 if each <= 160 else 3)
+        tuned = ExpertTiling(128, 128, 64, 8, 4 if each <= 160 else 3)
     else:
-        tuned = Tiling(128, 256, 64, 8, 3)
-    return Tiling(
+        tuned = ExpertTiling(128, 256, 64, 8, 3)
+    return ExpertTiling(
         tuned.rows,
         tuned.columns,
         min(tuned.inner, max(16, power_of_two(inner))),
@@ -212,7 +212,7 @@ def _grouped(
     # Every expert in use has at most one tile that is not full.
     tiles = count // tuned.rows + min(experts, count)
     grid = (tiles * ceil_div(columns, tuned.columns),)
-    sizes = _Sizes(experts, experts_per_token, columns, inner)
+    sizes = _ExpertSizes(experts, experts_per_token, columns, inner)
     how = (part.activation, part.gated, part.by_token, x.dtype == torch.float32)
     variant = _grouped_variant(sizes, tuned, *how)
     variant(grid, (x, pairs.order, pairs.starts, weight, part.bias, out), context=context)
@@ -279,7 +279,7 @@ def _stream_down_variant(each: int, columns: int, inner: int) -> Variant:
     )
 
 
-class _Sizes(NamedTuple):
+class _ExpertSizes(NamedTuple):
     experts: int
     each: int  # experts of a token
     columns: int
@@ -288,8 +288,8 @@ class _Sizes(NamedTuple):
 
 @cache
 def _grouped_variant(
-    sizes: _Sizes,
-    tuned: Tiling,
+    sizes: _ExpertSizes,
+    tuned: ExpertTiling,
     activation: Activation | str,
     gated: bool,
     by_token: bool,

@@ -237,7 +237,7 @@ def latent_decode_attention(
     assert kv.tables.stride(1) == 1
     assert splits <= MAX_SPLITS
     tuned = tuned or tuning(members, rank + rope, max(q.itemsize, keys.itemsize))
-    sizes, has_window = _Sizes(num_heads, queries, rank), rule.window is not None
+    sizes, has_window = _LatentSizes(num_heads, queries, rank), rule.window is not None
     varying = (rule.window or 0, splits)
     kinds = (splits > 1, has_window, rule.softcap > 0)
     where = (q, q_rope, keys, kv.tables, work.rows, work.lengths, out)
@@ -268,7 +268,7 @@ def latent_decode_attention(
     return out
 
 
-class _Sizes(NamedTuple):
+class _LatentSizes(NamedTuple):
     num_heads: int
     queries: int
     rank: int
@@ -276,7 +276,7 @@ class _Sizes(NamedTuple):
 
 @cache
 def _decode_variant(
-    sizes: _Sizes,
+    sizes: _LatentSizes,
     rope: int,
     page: int,
     tuned: Tuning,
@@ -305,7 +305,7 @@ def _decode_variant(
 
 
 @cache
-def _merge_variant(sizes: _Sizes, block: int, tile: int, has_window: bool) -> Variant:
+def _merge_variant(sizes: _LatentSizes, block: int, tile: int, has_window: bool) -> Variant:
     return Variant(
         _merge,
         NUM_HEADS=sizes.num_heads,

@@ -165,7 +165,7 @@ def _launch(
         fetched = TensorDescriptor(own, size, [own.stride(0), 1], [tuned.keys, dim])
         keys, values = own[:, :num_kv_heads], own[:, num_kv_heads:]  # for tiles at the edge
         strides = (0, *own.stride())
-    shape = _Shape(
+    shape = _PrefillShape(
         chunks.which,
         group,
         num_kv_heads,
@@ -192,7 +192,7 @@ def _launch(
     )
 
 
-class _Shape(NamedTuple):
+class _PrefillShape(NamedTuple):
     """The sizes and features that the kernel is compiled for, besides its tuning."""
 
     chunks: int
@@ -206,7 +206,7 @@ class _Shape(NamedTuple):
 
 
 @cache
-def _variant(shape: _Shape, tuned: Tuning) -> Variant:
+def _variant(shape: _PrefillShape, tuned: Tuning) -> Variant:
     return Variant(
         _prefill,
         GROUP=shape.group,

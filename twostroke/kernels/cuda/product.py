@@ -33,7 +33,7 @@ MAX_TILED = 64  # rows of a gated pair that the matrix units have
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class RowTiling:
     columns: int
     inner: int
     num_warps: int
@@ -50,13 +50,13 @@ def streaming(rows: int, weight: torch.Tensor) -> Streaming | None:
     return Streaming(2 if rows == 1 else 4, 1024 if inner % 1024 == 0 else 512, 4)
 
 
-def tiling(rows: int, weight: torch.Tensor) -> Tiling | None:
+def tiling(rows: int, weight: torch.Tensor) -> RowTiling | None:
     columns, inner = weight.shape
     if rows > MAX_TILED or inner % 256:
         return None
     if columns * inner * weight.itemsize <= SMALL_WEIGHT:
-        return Tiling(32, 128, 4, 4)
-    return Tiling(32, 256, 4, 3) if rows <= 16 else Tiling(64, 128, 4, 3)
+        return RowTiling(32, 128, 4, 4)
+    return RowTiling(32, 256, 4, 3) if rows <= 16 else RowTiling(64, 128, 4, 3)
 
 
 def product(
@@ -150,7 +150,7 @@ def _stream_variant(
 def tiled(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tuned: Tiling,
+    tuned: RowTiling,
     activation: Activation,
     context: StepContext,
 ) -> torch.Tensor:
@@ -165,7 +165,7 @@ def tiled(
 
 @cache
 def _tiled_variant(
-    columns: int, inner: int, block: int, tuned: Tiling, activation: Activation
+    columns: int, inner: int, block: int, tuned: RowTiling, activation: Activation
 ) -> Variant:
     return Variant(
         _tiled,

@@ -52,12 +52,14 @@ def sample(
     found = torch.empty(3, batch, tiles, dtype=torch.float32, device=device)
     tokens = torch.empty(batch, tiles, dtype=torch.int32, device=device)
     tile_score, tile_max, tile_mass = found.unbind(0)
-    parts = torch.empty(batch, tiles * (TILE // PART), dtype=torch.float32, device=device)
-    kept = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=device)
-    which = torch.empty(2, batch, CANDIDATES, dtype=torch.int32, device=device)
+    part_maxima = torch.empty(batch, tiles * (TILE // PART), dtype=torch.float32, device=device)
+    candidate_logits = torch.empty(batch, CANDIDATES, dtype=torch.float32, device=device)
+    candidate_ids, hit_parts = torch.empty(
+        2, batch, CANDIDATES, dtype=torch.int32, device=device
+    ).unbind(0)
     scan, choose = _variants(vocab)
-    scratch, stride = (kept, *which.unbind(0)), (logits.stride(0),)
-    found_in_tiles = (tile_score, tile_max, tile_mass, tokens, parts)
+    scratch, stride = (candidate_logits, candidate_ids, hit_parts), (logits.stride(0),)
+    found_in_tiles = (tile_score, tile_max, tile_mass, tokens, part_maxima)
     scan((tiles, batch), (logits, *limits, *keys, *found_in_tiles), (), stride)
     written = (out, cells, write_at)
     choose(
@@ -87,7 +89,7 @@ def _variants(vocab: int) -> tuple[Variant, Variant]:
 # A number a row.
 SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out", "cells", "write_at"]
 # A number a tile, or a part of one.
-FOUND = ["tile_score", "tile_max", "tile_mass", "tokens", "parts"]
+FOUND = ["tile_score", "tile_max", "tile_mass", "tokens", "part_maxima"]
 
 
 @triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
@@ -102,7 +104,7 @@ def _scan_tiles(
     tile_max,
     tile_mass,
     tokens,
-    parts,
+    part_maxima,
     stride,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
@@ -128,7 +130,7 @@ def _scan_tiles(
         tl.store(tile_max + at, top)
         if tl.load(top_k + row) > 0:
             part_max = tl.max(tl.reshape(scaled, [TILE // PART, PART]), axis=1)
-            tl.store(parts + at * (TILE // PART) + tl.arange(0, TILE // PART), part_max)
+            tl.store(part_maxima + at * (TILE // PART) + tl.arange(0, TILE // PART), part_max)
         # The largest of s − log(e) is the smallest of e · exp(−s), where e = −log1p(−u) ≥ u: the
         # smallest of u · exp(−s) wins without a logarithm, unless another is below its e · exp(−s).
         top = tl.maximum(top, LOWEST)
@@ -163,10 +165,10 @@ def _choose(
     tile_max,
     tile_mass,
     tokens,
-    parts,
-    kept,
-    ids,
-    hits,
+    part_maxima,
+    candidate_logits,
+    candidate_ids,
+    hit_parts,
     out,
     cells,
     write_at,
@@ -206,10 +208,10 @@ def _choose(
             if k * 2 <= CANDIDATES:
                 candidate = draw_from_candidates(
                     row_logits,
-                    parts + row * TILES * (TILE // PART),
-                    kept + row * CANDIDATES,
-                    ids + row * CANDIDATES,
-                    hits + row * CANDIDATES,
+                    part_maxima + row * TILES * (TILE // PART),
+                    candidate_logits + row * CANDIDATES,
+                    candidate_ids + row * CANDIDATES,
+                    hit_parts + row * CANDIDATES,
                     inv_temp,
                     max_logit,
                     min_logit,

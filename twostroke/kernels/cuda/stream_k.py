@@ -43,7 +43,7 @@ OF_H200 = 132  # multiprocessors, where kernels are compiled without a GPU
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StreamKPlan:
     """The work of each program: a number of whole tiles, and `each` blocks of the remaining
     tiles."""
 
@@ -59,7 +59,7 @@ class Plan:
         return self.units > 0 and self.each < blocks
 
 
-def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Plan:
+def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> StreamKPlan:
     """Plan the work for a weight of `lines` rows. `counters`: tiles that may be shared."""
     columns = ceil_div(lines, 2 * LINES)
     # Higher tiles read less, and convert less; sums that meet again are larger, too.
@@ -75,7 +75,7 @@ def plan(rows: int, lines: int, blocks: int, programs: int, counters: int) -> Pl
     if left <= min(counters, programs * 7 // 8):
         max_parts = 2 if whole else 8  # parts of a tile
         each = max(ceil_div(units, programs), ceil_div(blocks, max_parts))
-    return Plan(programs, tile, row_tiles, whole, units, each)
+    return StreamKPlan(programs, tile, row_tiles, whole, units, each)
 
 
 def can_multiply(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> bool:

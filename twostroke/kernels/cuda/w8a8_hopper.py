@@ -43,7 +43,7 @@ MAX_PARTS = 8  # of a tile
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SplitKPlan:
     rows: int  # of a tile
     row_tiles: int
     tiles: int
@@ -51,7 +51,7 @@ class Plan:
     each: int  # blocks of K of a part; the last one may have fewer
 
 
-def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
+def plan(rows: int, columns: int, blocks: int, programs: int) -> SplitKPlan | None:
     """Plan the work; None where there are more tiles than programs."""
     height = HEIGHTS[0] if rows <= 2 * HEIGHTS[0] else HEIGHTS[1]
     if rows in FEW:
@@ -61,7 +61,7 @@ def plan(rows: int, columns: int, blocks: int, programs: int) -> Plan | None:
     if tiles > programs:
         return None
     each = ceil_div(blocks, min(programs // tiles, MAX_PARTS, blocks))
-    return Plan(height, row_tiles, tiles, ceil_div(blocks, each), each)
+    return SplitKPlan(height, row_tiles, tiles, ceil_div(blocks, each), each)
 
 
 def can_multiply(x: QuantizedActivations, weight: W8Weight) -> bool:

@@ -38,8 +38,8 @@ from twostroke.model.torch.load_layers import (
     LayerLoader,
     LayersInTurn,
     LoadOptions,
+    ModelRuntime,
     Norm,
-    Placement,
 )
 from twostroke.model.torch.meta import to_meta
 from twostroke.model.torch.step_inputs import KV, KeptTokens, StepInputs
@@ -73,8 +73,8 @@ class Decoder:
         self.dependent_launch = dependent_launch
         self._dependent_context = StepContext(dependent_launch=dependent_launch)
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=dtype))
-        placement = Placement(dtype, device, max_len, kernels, ranks)
-        load = LayerLoader(spec, source, options, self.formats, placement)
+        runtime = ModelRuntime(dtype, device, max_len, kernels, ranks)
+        load = LayerLoader(spec, source, options, self.formats, runtime)
         self._layers: Sequence[Layer]
         # Unpacking keeps one core busy at a time, and leaves Python free while it does.
         with ThreadPoolExecutor() as pool:

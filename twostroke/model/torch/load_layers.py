@@ -93,8 +93,8 @@ class LoadOptions:
     scale_keys: bool = False  # channels of keys and queries, for a KV cache in int8
 
 
-class Placement(NamedTuple):
-    """Where a model runs."""
+class ModelRuntime(NamedTuple):
+    """The device, dtype and kernels that a model runs with."""
 
     dtype: torch.dtype
     device: torch.device
@@ -133,9 +133,9 @@ class LayerLoader:
         source: WeightSource,
         options: LoadOptions,
         formats: PhaseFormats,
-        placement: Placement,
+        runtime: ModelRuntime,
     ) -> None:
-        dtype, device, max_len, kernels, ranks = placement
+        dtype, device, max_len, kernels, ranks = runtime
         self._whole_spec, self._scale_keys = spec, options.scale_keys
         self._shapes = spec.weight_shapes()
         self._spec = spec = rank_spec(spec, ranks.size)

@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 
 from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
-from twostroke.observe.totals import Histogram, Totals, TransferTotals
+from twostroke.observe.totals import BucketCounts, Totals, TransferTotals
 
 Values = Mapping[str, float]
 
@@ -205,7 +205,7 @@ class Families:
         return family
 
     def _histogram(
-        self, name: str, text: str, values: Mapping[str, Histogram], label: str = ""
+        self, name: str, text: str, values: Mapping[str, BucketCounts], label: str = ""
     ) -> Metric:
         family = HistogramMetricFamily(name, text, labels=self._labels(label))
         for key, histogram in values.items():
