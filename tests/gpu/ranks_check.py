@@ -134,7 +134,7 @@ class Checks:
         if is_over.wait(limit_s):
             return
         say(0, f"{name}: no end after {limit_s:.0f} s; what each rank is doing:")
-        tell_stacks()
+        dump_stacks()
         end_others()
         if not is_over.wait(BACK_S):
             say(0, "rank 0 does not come back, though rank 1 is gone")
@@ -156,7 +156,7 @@ def say(rank: int, what: str) -> None:
     print(f"[{perf_counter() - BEGUN:6.1f} s] rank {rank}: {what}", file=sys.stderr, flush=True)
 
 
-def tell_stacks() -> None:
+def dump_stacks() -> None:
     """Of this process, by Python; of all, by the kernel; of the others, by a debugger. What their
     Python does, `end_others` has them write."""
     faulthandler.dump_traceback(sys.stderr)
@@ -578,7 +578,7 @@ def main() -> int:
     rank_processes._spawn = noted
 
     def out_of_time() -> None:
-        tell_stacks()
+        dump_stacks()
         end_others()
         checks.end(f"no end after {args.limit_s:.0f} s")
         os._exit(1)

@@ -74,8 +74,8 @@ def execute(args: argparse.Namespace) -> int:
             return
         from twostroke.route.routed_engine import RoutedEngine
 
-        settings_of_start = DEFAULT_BUILDER, spawned, *limits, cluster
-        async with await RoutedEngine.start(engines, *settings_of_start) as router:
+        start_arguments = DEFAULT_BUILDER, spawned, *limits, cluster
+        async with await RoutedEngine.start(engines, *start_arguments) as router:
             yield router
 
     def announce(server: HttpServer, client: RemoteEngine | RoutedEngine, url: str) -> None:

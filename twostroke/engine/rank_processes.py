@@ -59,7 +59,7 @@ class RankProcess:
         self.noticed_s = self.noticed_s or monotonic()
         self.has_come.set()
 
-    def tell_stacks(self) -> None:
+    def dump_stacks(self) -> None:
         """Have it write the stacks of its threads to stderr, and wait for that."""
         if hasattr(signal, "SIGUSR1"):
             self._process.send_signal(signal.SIGUSR1)
@@ -97,7 +97,7 @@ class RankProcesses:
         until = monotonic() + COME_S
         for one in self.ranks:
             if not one.has_come.wait(until - monotonic()):
-                one.tell_stacks()
+                one.dump_stacks()
                 raise EngineError(
                     f"rank {one.rank} has not come within {COME_S:.0f} s of its start; what it is "
                     "doing is on stderr, as far as it can tell"
@@ -114,7 +114,7 @@ class RankProcesses:
         if first is not None:
             return first.how_it_ended()
         for one in self.ranks:
-            one.tell_stacks()
+            one.dump_stacks()
         return ""
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ from twostroke.model.describe.spec import (
     ExpertsSpec,
     MLPSpec,
     ModelSpec,
-    projections,
+    input_projections,
 )
 from twostroke.model.formats.key_scales import key_scales
 from twostroke.model.formats.w8a8_weights import refuse_quantised
@@ -261,7 +261,7 @@ class _Loader:
         names = layer.weight_shapes(spec.hidden_size, spec.norm_bias)
         vectors = [at + name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
         weights: Weights = {name: self.vector(name) for name in vectors}
-        qkv = [at + name for name in projections(attention)]
+        qkv = [at + name for name in input_projections(attention)]
         weights[at + "qkv"] = self.matrix(qkv, attention.qkv_bias)
         weights[at + "o"] = self.matrix([at + "o"], attention.output_bias)
         weights |= self._latent(attention, at)
@@ -426,10 +426,10 @@ class _Loader:
 def _attention_matrices(attention: AttentionSpec) -> list[tuple[str, ...]]:
     """Return the names of the matrices of attention, grouped as they are packed together."""
     if attention.latent is None:
-        return [projections(attention), ("o",)]
+        return [input_projections(attention), ("o",)]
     shapes = attention.weight_shapes(1)
     others = [name for name in shapes if name in ("q_b", *LATENT_EXPANDING, "o")]
-    return [projections(attention), *((name,) for name in others)]
+    return [input_projections(attention), *((name,) for name in others)]
 
 
 def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:

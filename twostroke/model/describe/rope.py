@@ -45,7 +45,7 @@ def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:
     another list of factors. Cached keys keep the angle they were stored with, so that nothing may
     change while a sequence grows: the angles are those that a sequence of `max_len` tokens has.
     """
-    if rope.kind == "still":
+    if rope.kind == "identity":
         return np.zeros(rope.dim // 2, np.float32)
     theta = rope.theta
     if rope.kind == "dynamic" and max_len > rope.original_context:

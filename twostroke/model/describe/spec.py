@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 from twostroke.kernels.activations import Activation
 from twostroke.kv.block_layout import side_bytes
 
-RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "still"]
+RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "identity"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
 Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
 Scoring = Literal["softmax", "sigmoid"]
@@ -62,7 +62,8 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cos and sin
     freq_factors: tuple[float, ...] = ()  # "factors": frequency i is divided by freq_factors[i]
-    # "longrope": used instead if the engine's max_model_len is within original_context
+    # "longrope": used instead of freq_factors if the engine's max_model_len is at most
+    # original_context
     short_factors: tuple[float, ...] = ()
     # A query at position p is multiplied by 1 + query_beta · log(1 + ⌊p / query_span⌋) after rope:
     # the first query_span queries by 1, the next by 1 + query_beta · log 2. Not with latents.
@@ -71,7 +72,7 @@ class RopeSpec:
 
 
 # The rope of a layer without rope: angles of 0 for the fewest channels that kernels accept.
-NO_ROPE: Final = RopeSpec(1.0, 2, "still")
+NO_ROPE: Final = RopeSpec(1.0, 2, "identity")
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -156,7 +157,7 @@ class AttentionSpec:
         return self.head_dim - self.rope.dim
 
     @property
-    def cached(self) -> tuple[int, int, int]:
+    def cached_shape(self) -> tuple[int, int, int]:
         """Heads of a cached token, their channels, and the channels of the latent."""
         if self.latent is None:
             return self.num_kv_heads, self.head_dim, 0
@@ -164,7 +165,7 @@ class AttentionSpec:
 
     @property
     def prefill_channels(self) -> int:
-        """Multiplications of one query, all heads, with the keys and values of one cached token."""
+        """Channels that one query of all heads multiplies for one cached token: keys and values."""
         return self.q_size + self.output_size
 
     @property
@@ -196,7 +197,7 @@ class AttentionSpec:
 LATENT_EXPANDING: Final = ("kv_b", "k_b", "v_b")  # the projections from a latent to keys and values
 
 
-def projections(spec: AttentionSpec) -> tuple[str, ...]:
+def input_projections(spec: AttentionSpec) -> tuple[str, ...]:
     """Return the matrices of attention that read the hidden state."""
     if spec.latent is None:
         return "q", "k", "v"
@@ -217,7 +218,7 @@ class MLPSpec:
 
     @property
     def gate_up(self) -> tuple[str, ...]:
-        """The matrices that one matmul computes."""
+        """The matrices that are multiplied in one matmul."""
         return ("gate", "up") if self.gated else ("up",)
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -251,7 +252,7 @@ class RoutingSpec:
     group_score: GroupScore = "max"
 
     def rule(self) -> dict[str, Any]:
-        """Return the arguments of `Kernels.route`: all fields but those about weights."""
+        """Return the fields of `kernels.records.RoutingRule`: all but those about weights."""
         found = asdict(self)
         del found["bias"], found["correction_bias"]
         return found
@@ -278,7 +279,8 @@ class ExpertsSpec:
         return chosen + (0 if self.shared is None else self.shared.intermediate_size)
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes. Each expert has its own weights, `experts.7.gate`, in any file."""
+        """Return the shapes. Each expert has its own weights (`experts.7.gate`), even if a file
+        stacks them."""
         shapes: dict[str, tuple[int, ...]] = {"router": (self.num_experts, hidden_size)}
         shapes |= {"router_bias": (self.num_experts,)} if self.routing.bias else {}
         shapes |= {"router_correction": (self.num_experts,)} if self.routing.correction_bias else {}
@@ -416,7 +418,7 @@ class ModelSpec:
         groups: dict[tuple[int | None, int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
             spec = layer.attention
-            groups.setdefault((spec.window, *spec.cached), []).append(index)
+            groups.setdefault((spec.window, *spec.cached_shape), []).append(index)
         return tuple(KVGroup(tuple(layers), *shape) for shape, layers in groups.items())
 
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -441,7 +443,8 @@ class ModelSpec:
         return shapes
 
     def shaped_by(self, name: str) -> tuple[str, ...]:
-        """Return the fields of this spec that decide whether a weight exists, and its shape."""
+        """Return the fields of the spec and its layers that decide if a weight exists, and its
+        shape."""
         part = name.rpartition(".")[2]
         fields = ("num_layers",) if name.startswith("layers.") else ()
         if ".experts." in name or ".shared." in name:
@@ -472,9 +475,12 @@ def with_layers(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 def without_rope(spec: ModelSpec, layers: Collection[int]) -> ModelSpec:
     """Return the model with these layers without rope."""
-    still = (replace(one, attention=replace(one.attention, rope=NO_ROPE)) for one in spec.layers)
-    pairs = enumerate(zip(spec.layers, still, strict=True))
-    return replace(spec, layers=tuple(pair[n in layers] for n, pair in pairs))
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, attention=replace(layer.attention, rope=NO_ROPE))
+
+    kept = enumerate(spec.layers)
+    return replace(spec, layers=tuple(changed(one) if n in layers else one for n, one in kept))
 
 
 def with_query_scales(spec: ModelSpec, beta: float, span: int) -> ModelSpec:

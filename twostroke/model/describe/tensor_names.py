@@ -169,7 +169,7 @@ class TensorNames:
         if attention.latent is not None:
             shape = attention.num_heads, attention.head_dim
             if part == "kv_a":
-                shape = attention.cached[:2]
+                shape = attention.cached_shape[:2]
             skipped = shape[1] - attention.rope.dim
             return partial(halves_from_neighbours, *shape, attention.rope.dim, first_row, skipped)
         count = attention.num_heads if part == "q" else attention.num_kv_heads

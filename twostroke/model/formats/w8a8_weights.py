@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from twostroke.errors import ConfigError
 from twostroke.model.describe.hf_w8a8 import W8Config
-from twostroke.model.describe.spec import ExpertsSpec, LayerSpec, ModelSpec, projections
+from twostroke.model.describe.spec import ExpertsSpec, LayerSpec, ModelSpec, input_projections
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.safetensors import SafetensorsWeights
@@ -63,7 +63,7 @@ def is_weight_only(source: WeightSource) -> bool:
 
 
 def linear_groups(spec: ModelSpec) -> Iterator[Sequence[str]]:
-    """Yield the groups of matrices that one matmul computes, layer by layer."""
+    """Yield the groups of matrices that are multiplied in one matmul, layer by layer."""
     for number, layer in enumerate(spec.layers):
         for names in _linear_groups_of_layer(layer):
             yield [f"layers.{number}.{name}" for name in names]
@@ -71,7 +71,7 @@ def linear_groups(spec: ModelSpec) -> Iterator[Sequence[str]]:
 
 def _linear_groups_of_layer(layer: LayerSpec) -> Iterator[Sequence[str]]:
     latent, mlp = layer.attention.latent, layer.mlp
-    yield projections(layer.attention)
+    yield input_projections(layer.attention)
     if latent is not None and latent.q_lora_rank:
         yield ("q_b",)
     yield ("o",)

@@ -64,7 +64,7 @@ class Workspace:
 
 def _qkv_size(spec: AttentionSpec) -> int:
     """Numbers of a token's queries, keys and values (or of its queries, latent and rope key)."""
-    return spec.q_size + (2 * spec.kv_size if spec.latent is None else spec.cached[1])
+    return spec.q_size + (2 * spec.kv_size if spec.latent is None else spec.cached_shape[1])
 
 
 class Attention(ABC):

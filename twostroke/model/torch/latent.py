@@ -82,7 +82,7 @@ class LatentAttention(Attention):
         assert isinstance(normed, torch.Tensor)
         spec, work = self.spec, inputs.decode[self.group]
         rows = work.num_tokens
-        place = normed.new_empty(rows, spec.q_size + spec.cached[1])
+        place = normed.new_empty(rows, spec.q_size + spec.cached_shape[1])
         q, _, view = self._project(normed[:rows], inputs, cache, place, context)
         out = normed.new_empty(normed.shape[0], spec.num_heads, spec.value_dim)
         self.attend_rows(q, view, work, out[:rows], context)
@@ -94,7 +94,9 @@ class LatentAttention(Attention):
         if self.q_b is None:  # side by side, as one product leaves them
             q, kv = place[:, : spec.q_size], place[:, spec.q_size :]
         else:
-            q, kv = torch.split(place.view(-1), [tokens * spec.q_size, tokens * spec.cached[1]])
+            q, kv = torch.split(
+                place.view(-1), [tokens * spec.q_size, tokens * spec.cached_shape[1]]
+            )
         return q.view(tokens, spec.num_heads, spec.head_dim), kv.view(tokens, -1)
 
     def _project(

@@ -21,7 +21,7 @@ from twostroke.model.describe.spec import (
     MLPSpec,
     ModelSpec,
     RopeSpec,
-    projections,
+    input_projections,
 )
 from twostroke.model.describe.tensor_parallel import (
     Part,
@@ -244,7 +244,9 @@ class LayerLoader:
         rows = None
         if factors and spec.qk_norm == "none":
             rows = torch.cat([factors["q"], factors["k"], torch.ones_like(factors["k"])])
-        qkv = self._linear([at + name for name in projections(spec)], spec.qkv_bias, rows=rows)
+        qkv = self._linear(
+            [at + name for name in input_projections(spec)], spec.qkv_bias, rows=rows
+        )
         weight = partial(self._if_any, self._norm_weight, at, names)
         sinks = self._if_any(self._fp32, at, names, "sinks")
         rule = AttentionRule(spec.scale, spec.window, spec.softcap, sinks=sinks)
