@@ -137,7 +137,11 @@ def test_a_good_run_is_certified_under_vllms_names() -> None:
     ("run", "expected", "says"),
     [
         (run_of([*GOOD, Sample(0.0, ended_s=1.0, error="no")]), 0.0, "1 of 401 requests"),
-        (run_of(GOOD, [0.0] * 90 + [0.2] * 10), 0.0, "the p99 delay of its event loop was 200.0 ms"),
+        (
+            run_of(GOOD, [0.0] * 90 + [0.2] * 10),
+            0.0,
+            "the p99 delay of its event loop was 200.0 ms",
+        ),
         (run_of(GOOD[:100]), 0.0, "100 requests are too few for a p99"),
         (run_of(changed(GOOD, late_s=0.5)), 0.0, "the p99 delay of sending a request was 500.0"),
         (run_of(changed(GOOD, cached=9)), 0.0, "the prefix cache answered 90%"),

@@ -102,7 +102,10 @@ def test_flags_of_both_servers_set_them(line: str, expected: dict[str, Any] | No
         ("--rope-scale x", "--rope-scale x: expected a number"),
         ("--yarn-ext-factor 0", "--yarn-ext-factor 0: yarn always extrapolates fully"),
         ("--override-kv a=1", "--override-kv a=1: expected KEY=TYPE:VALUE"),
-        ("--override-kv tokenizer.x=int:1", "--override-kv tokenizer.x=int:1: settings of the tokenizer"),
+        (
+            "--override-kv tokenizer.x=int:1",
+            "--override-kv tokenizer.x=int:1: settings of the tokenizer",
+        ),
         ("--hf-overrides [1]", "--hf-overrides [1]: expected a JSON object"),
     ],
 )
