@@ -70,7 +70,7 @@ def decode_call(
     batch: int,
     layers: int,
     splits: int | None = None,
-    tuned: decode.Tuning | None = None,
+    tuned: decode.DecodeTuning | None = None,
     page: int = 16,
     lengths: Sequence[int] = (),
     rope: bool = False,
@@ -127,7 +127,7 @@ def time_prefill(
     shape: Shape,
     size: int,
     start: int = 0,
-    tuned: prefill.Tuning | None = None,
+    tuned: prefill.PrefillTuning | None = None,
     page: int = 16,
 ) -> None:
     blocks = -(-(start + size) // page)
@@ -416,12 +416,12 @@ def sweep(report: Report) -> None:
     for batch, splits in ((1, 33), (8, 4), (32, 1), (64, 1), (128, 1), (256, 1)):
         for size in ((64, 4, 3, 2), (64, 4, 4, 2), (64, 2, 2, 2), (32, 4, 4, 4)):
             for rope in (False, True):
-                tuned = decode.Tuning(*size)
+                tuned = decode.DecodeTuning(*size)
                 time_decode(report, large, batch, splits=splits, tuned=tuned, rope=rope)
     for tokens in (1024, 4096, 32768):
         for chosen in ((64, 64, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3)):
             for start in (0, 512):
-                tuning = prefill.Tuning(*chosen)
+                tuning = prefill.PrefillTuning(*chosen)
                 time_prefill(report, large, tokens, start, tuned=tuning)
     for tokens in (2048, 4096, 8192):
         time_library_prefill(report, large, tokens)

@@ -137,7 +137,7 @@ def cache_bytes(kind: torch.dtype, tokens: int) -> int:
 
 
 def decode_calls(
-    kind: torch.dtype, batch: int, context: int, tuned: decode.Tuning | None
+    kind: torch.dtype, batch: int, context: int, tuned: decode.DecodeTuning | None
 ) -> list[Callable[[], object]]:
     """With rope and store, as a decode step has it; one for each of some layers."""
     blocks = context // PAGE
@@ -167,7 +167,7 @@ Timed = tuple[str, float, float, Callable[[], list[Callable[[], object]]]]
 
 
 def time_decode(
-    kind: torch.dtype, batch: int, context: int, tuned: decode.Tuning | None = None
+    kind: torch.dtype, batch: int, context: int, tuned: decode.DecodeTuning | None = None
 ) -> Timed:
     name = f"decode {name_of(kind)} batch {batch} × {context}{f' {tuned}' if tuned else ''}"
     floor = cache_bytes(kind, batch * context)
@@ -175,7 +175,7 @@ def time_decode(
 
 
 def time_prefill(
-    kind: torch.dtype, size: int, start: int, tuned: prefill.Tuning | None = None
+    kind: torch.dtype, size: int, start: int, tuned: prefill.PrefillTuning | None = None
 ) -> Timed:
     """A chunk of a prompt that has `start` tokens in the cache."""
 
@@ -242,10 +242,10 @@ def tunings() -> Iterator[Timed]:
         ):
             for batch, context in ((128, 1024), (128, 4096), (16, 4096), (32, 512), (8, 512)):
                 yield time_decode(
-                    kind, batch, context, decode.Tuning(*size, min_tiles=128 // size[0])
+                    kind, batch, context, decode.DecodeTuning(*size, min_tiles=128 // size[0])
                 )
         for chosen in ((128, 64, 8, 4), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)):
-            yield time_prefill(kind, 2048, 4096, prefill.Tuning(*chosen))
+            yield time_prefill(kind, 2048, 4096, prefill.PrefillTuning(*chosen))
 
 
 def compile_all(checked: Sequence[Check], timed: Sequence[Timed]) -> None:

@@ -32,7 +32,7 @@ from tests.kernels.cuda_cases import BOUNDS
 from tests.kernels.latent_cases import V2_LITE, V3, Sizes
 from twostroke.kernels import cuda
 from twostroke.kernels.cuda import latent, latent_prefill
-from twostroke.kernels.cuda.latent import Tuning
+from twostroke.kernels.cuda.latent import LatentDecodeTuning
 from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork, StepContext
 
 DEVICE, BF16, FP32 = torch.device("cuda"), torch.bfloat16, torch.float32
@@ -41,20 +41,20 @@ BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 32768)
 CACHE_BYTES = 2 << 30  # that the rounds of one measurement go over, at the most
 TUNINGS = {
     16: [
-        Tuning(16, 64, True, 4, 2, 1),
-        Tuning(16, 64, True, 8, 2, 1),
-        Tuning(16, 32, False, 4, 3, 2),
-        Tuning(16, 32, False, 4, 4, 1),
-        Tuning(16, 32, False, 8, 3, 2),
-        Tuning(64, 64, False, 8, 2, 1),
+        LatentDecodeTuning(16, 64, True, 4, 2, 1),
+        LatentDecodeTuning(16, 64, True, 8, 2, 1),
+        LatentDecodeTuning(16, 32, False, 4, 3, 2),
+        LatentDecodeTuning(16, 32, False, 4, 4, 1),
+        LatentDecodeTuning(16, 32, False, 8, 3, 2),
+        LatentDecodeTuning(64, 64, False, 8, 2, 1),
     ],
     128: [
-        Tuning(64, 64, False, 8, 2, 1),
-        Tuning(64, 32, False, 8, 3, 1),
-        Tuning(64, 64, True, 8, 2, 1),
-        Tuning(32, 64, True, 8, 2, 1),
-        Tuning(16, 64, True, 4, 2, 1),
-        Tuning(64, 32, False, 8, 2, 1),
+        LatentDecodeTuning(64, 64, False, 8, 2, 1),
+        LatentDecodeTuning(64, 32, False, 8, 3, 1),
+        LatentDecodeTuning(64, 64, True, 8, 2, 1),
+        LatentDecodeTuning(32, 64, True, 8, 2, 1),
+        LatentDecodeTuning(16, 64, True, 4, 2, 1),
+        LatentDecodeTuning(64, 32, False, 8, 2, 1),
     ],
 }
 
@@ -132,7 +132,7 @@ def check_models(results: Results) -> None:
 
 
 def decode_calls(
-    sizes: Sizes, batch: int, context: int, tuned: Tuning | None
+    sizes: Sizes, batch: int, context: int, tuned: LatentDecodeTuning | None
 ) -> list[Callable[[], object]]:
     """The same step over caches of their own, in blocks of any order."""
     width, blocks = sizes.width, context // sizes.page
@@ -160,7 +160,7 @@ def decode_calls(
     return calls
 
 
-def splits_of(sizes: Sizes, batch: int, context: int, tuned: Tuning | None) -> int:
+def splits_of(sizes: Sizes, batch: int, context: int, tuned: LatentDecodeTuning | None) -> int:
     given = (batch, sizes.num_heads, sizes.width, context, cuda.num_sms(DEVICE))
     if tuned is None:
         return latent.latent_decode_splits(*given)
@@ -180,7 +180,12 @@ def floors_us(sizes: Sizes, batch: int, context: int) -> tuple[float, float]:
 
 
 def time_decode(
-    results: Results, name: str, sizes: Sizes, batch: int, context: int, tuned: Tuning | None = None
+    results: Results,
+    name: str,
+    sizes: Sizes,
+    batch: int,
+    context: int,
+    tuned: LatentDecodeTuning | None = None,
 ) -> None:
     if batch * context > 1 << 20:  # as 2 ** 20 entries, and no quicker to measure
         return
@@ -202,7 +207,10 @@ def time_decode(
 
 
 def time_prefill(
-    results: Results, name: str, sizes: Sizes, tuned: latent_prefill.Tuning | None = None
+    results: Results,
+    name: str,
+    sizes: Sizes,
+    tuned: latent_prefill.LatentPrefillTuning | None = None,
 ) -> None:
     """A first chunk of 4,096 tokens, and 2,048 after 30,720 that are cached; expansion included."""
     for start, size in ((0, 4096), (30720, 2048)):
@@ -242,7 +250,7 @@ def time_prefill(
         torch.cuda.empty_cache()
 
 
-def tuned_runs() -> Iterator[tuple[int, Tuning]]:
+def tuned_runs() -> Iterator[tuple[int, LatentDecodeTuning]]:
     for heads, tunings in TUNINGS.items():
         for tuned in tunings:
             yield heads, tuned
@@ -267,7 +275,7 @@ def timings(results: Results, tune: bool) -> Iterator[Callable[[], None]]:
                 sizes = replace(V3, num_heads=heads)
                 yield partial(time_decode, results, str(heads), sizes, batch, context, tuned)
         for queries, keys, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)):
-            tiles = latent_prefill.Tuning(queries, keys, warps, stages)
+            tiles = latent_prefill.LatentPrefillTuning(queries, keys, warps, stages)
             yield partial(time_prefill, results, "v3", V3, tiles)
         return
     for name, sizes in (("lite", V2_LITE), ("v3", V3)):

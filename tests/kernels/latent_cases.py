@@ -91,7 +91,7 @@ def check_decode(
     device: torch.device,
     dtype: torch.dtype,
     queries: int = 1,
-    tuned: latent.Tuning | None = None,
+    tuned: latent.LatentDecodeTuning | None = None,
     context: StepContext = DEFAULT_CONTEXT,
 ) -> float:
     cache = sizes.cache(lengths, device, dtype)
@@ -128,7 +128,7 @@ def check_prefill(
     chunks: Sequence[tuple[int, int]],
     device: torch.device,
     dtype: torch.dtype,
-    tuned: latent_prefill.Tuning | None = None,
+    tuned: latent_prefill.LatentPrefillTuning | None = None,
 ) -> float:
     """`chunks` are (start, size)."""
     cache = sizes.cache([start + size for start, size in chunks], device, dtype)

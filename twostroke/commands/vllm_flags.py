@@ -226,7 +226,7 @@ RESTRICTED: Restrictions = {
     "--convert": (("auto", "none"), "the server generates text"),
     "--chat-template-content-format": (
         ("auto", "openai", "string"),
-        "the parts of a content are joined if the template does not read parts",
+        "the parts of content are joined if the template does not read parts",
     ),
     "--logprobs-mode": (
         ("raw_logprobs",),

@@ -1,7 +1,7 @@
 """Rare sampling options of the native executor, applied in numpy to one line of logits at a time.
 
 `torch_sampling.py` defines the same in torch, and the order: bans and biases here, then the rest,
-which the native sampler does. A test holds the two equal.
+which the native sampler does. A test compares the two.
 """
 
 from __future__ import annotations

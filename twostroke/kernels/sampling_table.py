@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 # Lines of the table [NUM_COLUMNS, samples] of int32; those marked fp32 hold the bits of one.
 (
-    SAMPLE,  # line of the step's logits
+    SAMPLE,  # row of the step's logits
     ROW,
     POSITION,  # where the token will stand
-    MASK,  # line of the step's masks; -1: none
+    MASK,  # row of the step's masks; -1: none
     FLAGS,
     NUM_BIASES,
     NUM_BANS,

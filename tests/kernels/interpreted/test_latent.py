@@ -13,7 +13,7 @@ from tests.kernels import latent_cases as cases
 from tests.kernels.cuda_cases import BOUNDS
 from tests.kernels.latent_cases import Sizes
 from twostroke.kernels.cuda import latent_prefill
-from twostroke.kernels.cuda.latent import Tuning, tuning
+from twostroke.kernels.cuda.latent import LatentDecodeTuning, tuning
 
 CPU = torch.device("cpu")
 HALF, SINGLE = torch.float16, torch.float32
@@ -46,7 +46,7 @@ def test_decode_with_a_window_a_softcap_and_several_queries(
     window: int | None, softcap: float, queries: int, positions_first: bool
 ) -> None:
     sizes = replace(SMALL, window=window, softcap=softcap)
-    tuned = Tuning(16, 32, positions_first, 4, 2, 1)
+    tuned = LatentDecodeTuning(16, 32, positions_first, 4, 2, 1)
     for splits in (1, 4):
         lengths = [queries, 0, 34, 100]
         error = cases.check_decode(sizes, lengths, splits, CPU, SINGLE, queries, tuned)

@@ -56,7 +56,7 @@ ONE_TILE_SPLITS = 32  # from here on a split of a short context is one tile
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class DecodeTuning:
     tile: int  # cached positions of one step of the loop
     num_warps: int
     num_stages: int
@@ -68,7 +68,7 @@ def tiles_held(tile: int, head_bytes: int) -> int:
     return shared_bytes() // (2 * tile * head_bytes)
 
 
-def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> Tuning:
+def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> DecodeTuning:
     """Choose the tuning of 16-bit and 32-bit caches. Few programs have more tiles in flight each;
     many programs share a multiprocessor, where one computes while another loads. Where a short
     context has a program for every tile, the smallest programs are the fastest, since they begin
@@ -76,24 +76,26 @@ def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> Tuning:
     few = programs <= PROGRAMS_PER_SM * num_sms
     if head_bytes <= 256:
         if not few:
-            return Tuning(64, 4, 2, 2)
+            return DecodeTuning(64, 4, 2, 2)
         if splits >= ONE_TILE_SPLITS:
-            return Tuning(64, 2, 2, 1)
-        return Tuning(64, 2, min(4, tiles_held(64, head_bytes)), 2)
+            return DecodeTuning(64, 2, 2, 1)
+        return DecodeTuning(64, 2, min(4, tiles_held(64, head_bytes)), 2)
     if few:
-        return Tuning(32, 4, 4 if head_bytes <= 512 else 3, 4)
-    return Tuning(32, 4, 2, 4)
+        return DecodeTuning(32, 4, 4 if head_bytes <= 512 else 3, 4)
+    return DecodeTuning(32, 4, 2, 4)
 
 
-def tuning_8_bit(head_bytes: int, programs: int, splits: int, num_sms: int, queries: int) -> Tuning:
+def tuning_8_bit(
+    head_bytes: int, programs: int, splits: int, num_sms: int, queries: int
+) -> DecodeTuning:
     """Choose the tuning of 8-bit heads of at most 128 channels. Conversions and exchanges between
     warps take the time here: many programs of two warps, or few programs with more positions a
     step. Several queries leave no registers for more."""
     if queries > 1:
-        return Tuning(64, 4, 3, 2)
+        return DecodeTuning(64, 4, 3, 2)
     if programs <= PROGRAMS_PER_SM * num_sms and splits < ONE_TILE_SPLITS:
-        return Tuning(128, 4, min(4, tiles_held(128, head_bytes)), 1)
-    return Tuning(64, 2, 3, 2)
+        return DecodeTuning(128, 4, min(4, tiles_held(128, head_bytes)), 1)
+    return DecodeTuning(64, 2, 3, 2)
 
 
 def decode_attention(
@@ -155,7 +157,7 @@ def make_launch(
     out: torch.Tensor,
     context: StepContext = DEFAULT_CONTEXT,
     new: NewToken | None = None,
-    tuned: Tuning | None = None,
+    tuned: DecodeTuning | None = None,
 ) -> Launch:
     """Build the launch. `new`: the queries are still to be made from the heads in `q`."""
     keys, queries, splits = kv.keys, work.queries, work.splits
@@ -247,7 +249,7 @@ def _new_tensors(new: NewToken, kv: KVView) -> tuple[torch.Tensor | None, ...]:
 
 
 @cache
-def _variant(shape: _DecodeShape, new: _NewShape, tuned: Tuning) -> Variant:
+def _variant(shape: _DecodeShape, new: _NewShape, tuned: DecodeTuning) -> Variant:
     members = shape.group * shape.queries
     block_m = max(16, power_of_two(members + 1 if new.is_new else members))
     block_members, block_dim = power_of_two(members), max(16, power_of_two(shape.dim))

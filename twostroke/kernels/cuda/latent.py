@@ -177,7 +177,7 @@ def _turned(at, mask, cosine, sine, HALF: tl.constexpr):
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class LatentDecodeTuning:
     members: int  # of a tile: heads, of each token of a row
     tile: int  # cached positions of one step of the loop
     # The positions are the rows of both products, and the members their columns: the matrix units
@@ -188,16 +188,16 @@ class Tuning:
     per_sm: int  # programs that a multiprocessor has room for
 
 
-def tuning(members: int, width: int, itemsize: int) -> Tuning:
+def tuning(members: int, width: int, itemsize: int) -> LatentDecodeTuning:
     """Choose the tuning for `width` cached channels. `itemsize`: the larger one of queries and
     cache."""
     if itemsize == 4:
-        return Tuning(16, 16, False, 8, 2, 1)
+        return LatentDecodeTuning(16, 16, False, 8, 2, 1)
     if members <= 16:
-        return Tuning(16, 64, True, 4, 2, 1)
+        return LatentDecodeTuning(16, 64, True, 4, 2, 1)
     if members <= 32:
-        return Tuning(32, 64, True, 8, 2, 1)
-    return Tuning(64, 64, False, 8, 2, 1)
+        return LatentDecodeTuning(32, 64, True, 8, 2, 1)
+    return LatentDecodeTuning(64, 64, False, 8, 2, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -224,7 +224,7 @@ def latent_decode_attention(
     context: StepContext = DEFAULT_CONTEXT,
     *,
     out: torch.Tensor,
-    tuned: Tuning | None = None,
+    tuned: LatentDecodeTuning | None = None,
 ) -> torch.Tensor:
     """Attention of the decode rows to `out`, [rows · queries, H, R]: queries in the latents' space,
     [.., H, R], and with rope, [.., H, rope], against the cache, [blocks, block_size, 1, R + rope];
@@ -279,7 +279,7 @@ def _decode_variant(
     sizes: _LatentSizes,
     rope: int,
     page: int,
-    tuned: Tuning,
+    tuned: LatentDecodeTuning,
     split: bool,
     has_window: bool,
     has_softcap: bool,

@@ -28,17 +28,17 @@ GATHERED = 16  # cached vectors of one program that puts them side by side
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class LatentPrefillTuning:
     queries: int
     keys: int
     num_warps: int
     num_stages: int
 
 
-def tuning(itemsize: int) -> Tuning:
+def tuning(itemsize: int) -> LatentPrefillTuning:
     if itemsize == 4:
-        return Tuning(32, 16, 4, 2)
-    return Tuning(128, 64, 8, 3)
+        return LatentPrefillTuning(32, 16, 4, 2)
+    return LatentPrefillTuning(128, 64, 8, 3)
 
 
 def latent_prefill_attention(
@@ -50,7 +50,7 @@ def latent_prefill_attention(
     *,
     out: torch.Tensor,
     chunk_kv: torch.Tensor,
-    tuned: Tuning | None = None,
+    tuned: LatentPrefillTuning | None = None,
 ) -> torch.Tensor:
     """Attention of all chunks to `out`, [T, H, value]: see `Kernels.latent_prefill_attention`.
     First chunks read `chunk_kv` where the cache has the same type; the other chunks, one after
@@ -126,7 +126,7 @@ def _variant(
     nope: int,
     rope: int,
     value: int,
-    tuned: Tuning,
+    tuned: LatentPrefillTuning,
     has_window: bool,
     has_softcap: bool,
     is_first: bool,

@@ -36,26 +36,26 @@ from twostroke.kernels.reference import Attend
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class PrefillTuning:
     queries: int  # rows of a tile: tokens × heads of a group
     keys: int
     num_warps: int
     num_stages: int
 
 
-def tuning(dim: int, itemsize: int, first: bool) -> Tuning:
+def tuning(dim: int, itemsize: int, first: bool) -> PrefillTuning:
     """Choose the tuning. The keys and values of `num_stages` − 1 steps are in shared memory, in use
     or in flight. Where loads cost no thread, two small tiles a multiprocessor are faster than one
     large tile: one multiplies while the other computes exponentials. `itemsize`: the larger one of
     queries and cache; `first`: the tiles come by TMA."""
     if itemsize == 4:
-        return Tuning(64, 32, 4, 2) if dim <= 128 else Tuning(32, 16, 4, 2)
+        return PrefillTuning(64, 32, 4, 2) if dim <= 128 else PrefillTuning(32, 16, 4, 2)
     if dim <= 64:
-        return Tuning(128, 128, 8, 3)
+        return PrefillTuning(128, 128, 8, 3)
     if dim <= 128:
-        return Tuning(64, 64, 4, 3) if first else Tuning(128, 64, 8, 4)
+        return PrefillTuning(64, 64, 4, 3) if first else PrefillTuning(128, 64, 8, 4)
     # TMA fills a buffer a stage, one more than loads of threads: two programs fit either way.
-    return Tuning(64, 32, 4, 2) if first else Tuning(64, 32, 4, 3)
+    return PrefillTuning(64, 32, 4, 2) if first else PrefillTuning(64, 32, 4, 3)
 
 
 ALL, FIRST, CONTINUED = 0, 1, 2  # the chunks of a launch
@@ -111,7 +111,7 @@ def make_launches(
     work: PrefillWork,
     out: torch.Tensor,
     chunk_kv: torch.Tensor | None,
-    tuned: Tuning | None = None,
+    tuned: PrefillTuning | None = None,
 ) -> tuple[Launch | None, Launch | None]:
     """Build the launch over the step's own keys and values, and the launch over the cache."""
 
@@ -150,7 +150,7 @@ def _launch(
     rule: AttentionRule,
     work: PrefillWork,
     out: torch.Tensor,
-    tuned: Tuning | None,
+    tuned: PrefillTuning | None,
 ) -> Launch:
     keys, values = kv.keys, kv.values
     (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
@@ -206,7 +206,7 @@ class _PrefillShape(NamedTuple):
 
 
 @cache
-def _variant(shape: _PrefillShape, tuned: Tuning) -> Variant:
+def _variant(shape: _PrefillShape, tuned: PrefillTuning) -> Variant:
     return Variant(
         _prefill,
         GROUP=shape.group,

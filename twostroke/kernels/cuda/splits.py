@@ -46,7 +46,7 @@ class DecodeScratch(NamedTuple):
 
 def decode_splits(batch: int, num_kv_heads: int, max_len: int, num_sms: int) -> int:
     """Return enough splits to fill the card with programs, but none with less than 128 positions of
-    the longest context. Shorter contexts use fewer of the splits, see `Tuning.min_tiles`."""
+    the longest context. Shorter contexts use fewer of the splits, see `DecodeTuning.min_tiles`."""
     wanted = min(PROGRAMS_PER_SM * num_sms // (batch * num_kv_heads), MAX_SPLITS)
     return max(1, min(wanted, -(-max_len // 128)))
 

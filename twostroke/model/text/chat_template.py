@@ -171,7 +171,7 @@ class ChatTemplate:
         return CALL_SHAPES[0]
 
     def _reads_parts(self, message: dict[str, Any]) -> bool:
-        """Return whether the template iterates over a content that is a list."""
+        """Return whether the template iterates over content that is a list."""
         role = message["role"]
         if role not in ("system", "developer", "user", "assistant"):
             return False
