@@ -263,6 +263,8 @@ def test_vllms_counters_tell_a_queue_and_gauges_what_for() -> None:
     found = diagnose(vllm(after, [GaugeReading(4.0, 6.0, 0.2)] * 20))
     assert (found.verdict, first_cause(found)) == ("slow_to_start", "batch_too_small")
     assert found.evidence_level == "/metrics"
+    assert found.experiment is not None
+    assert "10 requests were active at one time; a larger batch" in found.experiment.why
     assert found.causes[0].confidence <= 0.8
     found = diagnose(vllm(after, [GaugeReading(4.0, 6.0, 0.97)] * 20))
     assert first_cause(found) == "kv_pressure"
