@@ -23,7 +23,7 @@ def as_the_package_reads(
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         heads = heads_reordered(name, config) if reorder else 0
         if heads:
-            values = halves_from_neighbours(values, heads)
+            values = halves_from_interleaved(values, heads)
         weights[name] = torch.from_numpy(values.astype(np.float32)) - norm_offset(name, config)
     assert all(name.startswith("rope_f") for name in stored)
     model = type(shapes).from_pretrained(
@@ -75,7 +75,7 @@ def heads_reordered(name: str, config: PreTrainedConfig) -> int:
     return config.num_key_value_heads if ".k_proj." in name else 0
 
 
-def halves_from_neighbours(values: np.ndarray, heads: int) -> np.ndarray:
+def halves_from_interleaved(values: np.ndarray, heads: int) -> np.ndarray:
     """In each head (0 3 1 4 2 5) → (0 1 2 3 4 5): rope's pairs, stored as neighbours, part."""
     split = values.reshape(heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))

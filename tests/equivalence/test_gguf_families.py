@@ -315,7 +315,7 @@ def write_gguf(
         values = weight.detach().numpy() + np.float32(norm_offset(name, config))
         heads = heads_reordered(name, config)
         if heads:
-            values = neighbours_from_halves(values, heads)
+            values = interleaved_from_halves(values, heads)
         if arch == "gpt2" and ".c_" in name and values.ndim == 2:
             values = np.ascontiguousarray(values.T)
         if "query_key_value" in name:
@@ -436,7 +436,7 @@ def gpt_oss_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torc
         yield name, rows
 
 
-def neighbours_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
+def interleaved_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
     """In each head (0 1 2 3 4 5) → (0 3 1 4 2 5): the pairs that rope rotates come together."""
     split = values.reshape(heads, 2, -1, *values.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))

@@ -42,7 +42,7 @@ from twostroke.model.describe.spec import (
     with_layers,
     without_rope,
 )
-from twostroke.model.describe.tensor_names import halves_from_neighbours
+from twostroke.model.describe.tensor_names import halves_from_interleaved
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.safetensors import SafetensorsWeights
@@ -465,7 +465,7 @@ def test_every_weight_is_the_right_rows_of_the_right_tensor(family: str, tmp_pat
             value = stored[f"model.layers.{n}.{tensor}.{kind}"][rows]
             if family in NEIGHBOURS and name[0] in "qk":
                 heads = len(value) // layer.attention.head_dim
-                order = halves_from_neighbours(heads, 8, layer.attention.rope.dim)
+                order = halves_from_interleaved(heads, 8, layer.attention.rope.dim)
                 value = value[torch.from_numpy(order)]
             expected[f"layers.{n}.{name}"] = value
     assert set(expected) == set(spec.weight_shapes())

@@ -24,7 +24,7 @@ from tests.specs import changed
 from twostroke.errors import ModelError
 from twostroke.model.describe.gguf_config import NAMES, spec_from_gguf
 from twostroke.model.describe.spec import ModelSpec, RopeSpec, yarn_attention_factor
-from twostroke.model.describe.tensor_names import halves_from_neighbours
+from twostroke.model.describe.tensor_names import halves_from_interleaved
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.dequant import dequantize
 from twostroke.model.gguf.gguf_file import GGUFFile
@@ -173,7 +173,7 @@ def test_a_bias_in_one_layer_only_shows_as_missing_in_the_others(tmp_path: Path)
 # Weights
 
 
-def neighbours_from_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
+def interleaved_from_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
     """Reorder q and k as the conversion to the llama architecture: channel i of each head's second
     half comes to stand right after channel i of its first."""
     heads = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
@@ -183,9 +183,9 @@ def neighbours_from_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
 def as_converted(spec: ModelSpec, name: str, values: np.ndarray) -> np.ndarray:
     part = name.rpartition(".")[2]
     if part in ("q", "q_bias"):
-        return neighbours_from_halves(values, spec.layers[0].attention.num_heads)
+        return interleaved_from_halves(values, spec.layers[0].attention.num_heads)
     if part in ("k", "k_bias"):
-        return neighbours_from_halves(values, spec.layers[0].attention.num_kv_heads)
+        return interleaved_from_halves(values, spec.layers[0].attention.num_kv_heads)
     return values
 
 
@@ -204,8 +204,8 @@ def test_the_reordering_of_q_and_k_is_undone_for_llama_only(tmp_path: Path) -> N
 
 
 def test_channels_beyond_the_rotated_ones_stay_where_they_are() -> None:
-    assert halves_from_neighbours(1, 8, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
-    assert halves_from_neighbours(2, 4, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert halves_from_interleaved(1, 8, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+    assert halves_from_interleaved(2, 4, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_packed_rows_are_reordered_as_the_dense_ones_are(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_packed_rows_are_reordered_as_the_dense_ones_are(tmp_path: Path) -> None
     assert (matrix.type, matrix.shape) == (BlockType.Q4_K, (256, 256))
     np.testing.assert_array_equal(dequantize(matrix.rows, matrix.type, matrix.shape), dense)
     np.testing.assert_array_equal(
-        neighbours_from_halves(matrix.rows, spec.layers[0].attention.num_heads), packed
+        interleaved_from_halves(matrix.rows, spec.layers[0].attention.num_heads), packed
     )
 
 

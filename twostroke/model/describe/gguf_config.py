@@ -84,16 +84,16 @@ NAMES = TensorNames(
     layer=_LAYER,
     layer_prefix="blk.{n}.",
     # The first conversions of Mixtral.
-    otherwise={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
+    alternatives={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
 PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
 # Conversions of Llama reorder the rows of q and k; files of GLM and Cohere have this order anyway.
-LLAMA_NAMES = NAMES.but(rope_neighbours=True)
-GLM4_NAMES = NAMES.but(rope_neighbours=True, gate=_GATE_UP, up=_GATE_UP)
+LLAMA_NAMES = NAMES.but(rope_interleaved=True)
+GLM4_NAMES = NAMES.but(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
 _QKV_BIAS = "attn_qkv.bias"
 CHATGLM_NAMES = GLM4_NAMES.but(
-    rope_neighbours=True,
+    rope_interleaved=True,
     q=_QKV,
     k=_QKV,
     v=_QKV,

@@ -92,7 +92,7 @@ def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def alternative_specs(config: Mapping[str, Any]) -> Iterator[AlternativeSpec]:
-    """Yield the model with the other value of each two-valued field, where that model exists."""
+    """Yield the model with the other value of each boolean field, where that model exists."""
     where, family = "config.json", _family(config, "config.json")
     fields = Fields(where, config, aliases=family.aliases)
     family.spec(fields)

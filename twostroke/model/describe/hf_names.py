@@ -36,7 +36,7 @@ NAMES = TensorNames(
     },
     layer=_LAYER,
     layer_prefix="model.layers.{n}.",
-    otherwise=_STACKED,
+    alternatives=_STACKED,
 )
 QWEN2_MOE_NAMES = NAMES.but(
     {f"shared.{part}": f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")}
@@ -51,7 +51,7 @@ MIXTRAL_NAMES = replace(
             "experts.down": f"{_SPARSE}.experts.{{e}}.w2.weight",
         },
     ),
-    otherwise=_STACKED | {"router": "mlp.gate.weight"},
+    alternatives=_STACKED | {"router": "mlp.gate.weight"},
 )
 _INPUT = f"{_SPARSE}.input_linear.weight"
 GRANITE_MOE_NAMES = replace(
@@ -63,7 +63,7 @@ GRANITE_MOE_NAMES = replace(
             "experts.down": f"{_SPARSE}.output_linear.weight",
         },
     ),
-    otherwise={
+    alternatives={
         "router": f"{_SPARSE}.router.weight",
         "experts.gate": f"{_SPARSE}.experts.gate_up_proj",
         "experts.up": f"{_SPARSE}.experts.gate_up_proj",
@@ -84,11 +84,11 @@ GEMMA2_NAMES = NAMES.but(
 )
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
-COHERE_NAMES = NAMES.but(rope_neighbours=True)
-DEEPSEEK_NAMES = NAMES.but(rope_neighbours=True)
-GLM_NAMES = NAMES.but(rope_neighbours=True, gate=_GATE_UP, up=_GATE_UP)
+COHERE_NAMES = NAMES.but(rope_interleaved=True)
+DEEPSEEK_NAMES = NAMES.but(rope_interleaved=True)
+GLM_NAMES = NAMES.but(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
 GLM4_NAMES = GLM_NAMES.but(
-    rope_neighbours=True,
+    rope_interleaved=True,
     attn_post_norm="post_self_attn_layernorm.weight",
     mlp_post_norm="post_mlp_layernorm.weight",
 )
@@ -155,7 +155,7 @@ _GPTJ_LAYER = {"attn_norm": "ln_1", "o": "attn.out_proj", "up": "mlp.fc_in", "do
 GPTJ_NAMES = replace(
     NAMES.but(
         {part: f"attn.{part}_proj.weight" for part in "qkv"} | _biased(**_GPTJ_LAYER),
-        rope_neighbours=True,
+        rope_interleaved=True,
     ),
     model=_body("transformer", "wte", "ln_f"),
     layer_prefix="transformer.h.{n}.",
@@ -181,7 +181,7 @@ FALCON_TWO_NORMS_NAMES = FALCON_NAMES.but(_biased(attn_norm="ln_attn", mlp_norm=
 _GPT_OSS_LAYER = {"sinks": "self_attn.sinks"} | _biased(router="mlp.router") | _STACKED
 _GPT_OSS_LAYER |= {f"{part}_bias": f"{tensor}_bias" for part, tensor in _STACKED.items()}
 GPT_OSS_NAMES = replace(
-    NAMES.but(_GPT_OSS_LAYER), interleaved=True, transposed=tuple(_STACKED), otherwise={}
+    NAMES.but(_GPT_OSS_LAYER), gate_up_interleaved=True, transposed=tuple(_STACKED), alternatives={}
 )
 # As published: in MXFP4 blocks with their scales in another tensor.
 GPT_OSS_MXFP4_NAMES = replace(

@@ -12,7 +12,7 @@ from typing import Any
 from twostroke.errors import ConfigError, shown
 
 ROPE, OLD_ROPE, THETA = "rope_parameters", "rope_scaling", "rope_theta"
-FULL = "full_attention"  # the layer type that a scaling applies to, if each has its own rope
+FULL = "full_attention"  # if each layer type has a rope of its own, overrides change this one's
 TOKENIZER = "tokenizer."
 # config.json's names → the metadata's, under the architecture's prefix.
 IN_GGUF = {
@@ -29,7 +29,8 @@ IN_GGUF = {
 
 def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json's settings with the overrides merged in, object by object. Rope
-    settings go where this config.json has its own, because of two spellings only one is read."""
+    settings are written under the key that this config.json uses: if it has both `rope_parameters`
+    and `rope_scaling`, only one is read."""
     remaining = dict(overrides)
     rope = _rope_settings(remaining)
     own = config.get(ROPE)
@@ -49,8 +50,8 @@ def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 
 def _resolve_type(rope: Any, overrides: Mapping[str, Any]) -> None:
-    """Set the type of a scaling after the overrides. A factor alone scales linearly, if the model
-    has no scaling of its own."""
+    """Set the type of a rope's scaling once the overrides are merged in. If they give only a factor
+    and the model has no scaling of its own, the scaling is linear."""
     if not isinstance(rope, dict):
         return
     if "rope_type" in overrides:
@@ -84,7 +85,7 @@ def override_metadata(
 def _rope_settings(overrides: dict[str, Any]) -> dict[str, Any]:
     """Remove the settings of one rope, in either spelling, from the overrides and return them.
 
-    A rope for each layer type stays in the overrides.
+    Ropes that are given for each layer type stay in the overrides.
     """
     found: dict[str, Any] = {}
     for name in (OLD_ROPE, ROPE):

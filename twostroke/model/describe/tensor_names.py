@@ -37,18 +37,18 @@ class Place(NamedTuple):
     transposed: bool = False  # the tensor is (in, out): its columns are our rows
     dims: int = 2  # of the weight
     expert: int = 0
-    num_experts: int = 0  # that share the tensor
+    num_experts: int = 0  # in the tensor; 0 unless it holds all experts
 
-    def part(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the expert's part of a tensor, or of the tensor, as rows of
-        weights."""
+    def part_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the expert's part of a tensor of shape `stored`. If the tensor is not
+        of all experts, return its own shape, with surplus leading dimensions joined to rows."""
         if self.num_experts:
             return stored[1:]
         extra = len(stored) - self.dims
         return stored if extra <= 0 else (math.prod(stored[: extra + 1]), *stored[extra + 1 :])
 
-    def part_of(self, data: Bytes) -> Bytes:
-        """Return the bytes of that part."""
+    def part_bytes(self, data: Bytes) -> Bytes:
+        """Return the bytes of the expert's part of a tensor, or all bytes."""
         if not self.num_experts:
             return data
         size = data.size // self.num_experts
@@ -58,14 +58,15 @@ class Place(NamedTuple):
         """Return some of the weight's rows from all rows of the tensor."""
         if self.order is not None:
             return stored[self.order()[rows]]
-        return stored[self.first_row : len(stored) - self.rows_of_others + self.first_row][rows]
+        num_rows = len(stored) - self.rows_of_others
+        return stored[self.first_row : self.first_row + num_rows][rows]
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return the weight's shape in a tensor of shape `stored`; fewer rows if the tensor has
         fewer."""
         if self.num_experts and (len(stored) != self.dims + 1 or stored[0] != self.num_experts):
             return stored
-        stored = self.part(stored)
+        stored = self.part_shape(stored)
         stored = stored[::-1] if self.transposed else stored
         if not self.rows_of_others or not stored:
             return stored
@@ -85,15 +86,15 @@ class TensorNames:
     layer: Mapping[str, str]  # after `layer_prefix`
     layer_prefix: str  # with {n} for the layer's number
     norm_offset: float = 0.0  # added to norm weights: 1 if the file has w for 1 + w
-    # The rows of q and k (or of the latent projections) have the channels of a rope pair side by
-    # side.
-    rope_neighbours: bool = False
+    # The rows of q and k (or of the latent projections) are in the order of interleaved rope, which
+    # pairs the channels 2i and 2i + 1.
+    rope_interleaved: bool = False
     # One tensor holds q, k and v: for each KV head its queries, its key and its value.
     grouped_qkv: bool = False
-    interleaved: bool = False  # gate and up of an expert alternate row by row
+    gate_up_interleaved: bool = False  # gate and up of an expert alternate row by row
     transposed: Collection[str] = ()  # matrices of a layer that are (in, out)
     # Alternative names, used if the file has one of them.
-    otherwise: Mapping[str, str] = field(default_factory=dict)
+    alternatives: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, canonical: str) -> str:
         """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
@@ -105,10 +106,10 @@ class TensorNames:
 
     def as_stored(self, tensors: Iterable[str]) -> TensorNames:
         """Return these names, with the alternative names if `tensors` has one of them."""
-        endings = tuple(name.format(e=0) for name in self.otherwise.values())
+        endings = tuple(name.format(e=0) for name in self.alternatives.values())
         if not endings or not any(tensor.endswith(endings) for tensor in tensors):
             return self
-        return replace(self, layer={**self.layer, **self.otherwise}, otherwise={})
+        return replace(self, layer={**self.layer, **self.alternatives}, alternatives={})
 
     def places(self, spec: ModelSpec) -> dict[str, Place]:
         """Return the place of each weight of the model."""
@@ -128,17 +129,17 @@ class TensorNames:
                 ends = list(accumulate(shapes[name][0] for name in own))
                 for number, (name, end) in enumerate(zip(own, ends, strict=True)):
                     rows, dims = shapes[name][0], len(shapes[name])
-                    moved = self._order(name, spec, end - rows)
-                    if self.interleaved and len(own) > 1 and ".experts." in name:
-                        moved = partial(np.arange, number, ends[-1], len(own))
-                    turned = dims == 2 and _split_expert(name)[0] in self.transposed
+                    row_order = self._order(name, spec, end - rows)
+                    if self.gate_up_interleaved and len(own) > 1 and ".experts." in name:
+                        row_order = partial(np.arange, number, ends[-1], len(own))
+                    transposed = dims == 2 and _split_expert(name)[0] in self.transposed
                     places[name] = Place(
                         tensor,
                         first_row=end - rows,
                         rows_of_others=ends[-1] - rows,
                         weights=weights,
-                        order=moved,
-                        transposed=turned,
+                        order=row_order,
+                        transposed=transposed,
                         dims=dims,
                         expert=expert,
                         num_experts=self._experts_in_one(name, spec),
@@ -157,24 +158,25 @@ class TensorNames:
         return self.norm_offset if canonical.endswith("norm") else 0.0
 
     def _order(self, canonical: str, spec: ModelSpec, first_row: int) -> Callable[[], Order] | None:
+        """Return the order of a weight's rows in its tensor; None if they are consecutive."""
         part = canonical.rpartition(".")[2].removesuffix("_bias")
-        turned = self.rope_neighbours and part in ("q", "k", "q_b", "kv_a")
+        interleaved = self.rope_interleaved and part in ("q", "k", "q_b", "kv_a")
         grouped = self.grouped_qkv and part in ("q", "k", "v")
-        if not turned and not grouped:
+        if not interleaved and not grouped:
             return None
         attention = spec.layers[int(canonical.split(".")[1])].attention
         heads = (attention.num_kv_heads, attention.group_size, attention.head_dim)
         if grouped:
-            return partial(part_of_groups, part, *heads)
+            return partial(rows_in_groups, part, *heads)
         if attention.latent is not None:
             shape = attention.num_heads, attention.head_dim
             if part == "kv_a":
                 shape = attention.cached_shape[:2]
             skipped = shape[1] - attention.rope.dim
-            return partial(halves_from_neighbours, *shape, attention.rope.dim, first_row, skipped)
+            return partial(halves_from_interleaved, *shape, attention.rope.dim, first_row, skipped)
         count = attention.num_heads if part == "q" else attention.num_kv_heads
         return partial(
-            halves_from_neighbours, count, attention.head_dim, attention.rope.dim, first_row
+            halves_from_interleaved, count, attention.head_dim, attention.rope.dim, first_row
         )
 
     def but(
@@ -182,20 +184,21 @@ class TensorNames:
         layer: Mapping[str, str] = MappingProxyType({}),
         /,
         norm_offset: float = 0.0,
-        rope_neighbours: bool = False,
+        rope_interleaved: bool = False,
         **more: str,
     ) -> TensorNames:
-        """Return these names with some names of a layer replaced."""
+        """Return these names with some names of a layer replaced. `norm_offset` and
+        `rope_interleaved` are not inherited."""
         return replace(
             self,
             layer={**self.layer, **layer, **more},
             norm_offset=norm_offset,
-            rope_neighbours=rope_neighbours,
+            rope_interleaved=rope_interleaved,
         )
 
 
 class AlternativeSpec(NamedTuple):
-    """The model that results if one two-valued field of the description had its other value."""
+    """The model that a config would describe if one of its boolean fields had the other value."""
 
     field: str
     spec: ModelSpec
@@ -212,7 +215,7 @@ def _split_expert(canonical: str) -> tuple[str, int]:
     return (part, 0) if found is None else (f"experts.{part[found.end() :]}", int(found[1]))
 
 
-def halves_from_neighbours(
+def halves_from_interleaved(
     num_heads: int, head_dim: int, rope_dim: int, first_row: int = 0, skipped: int = 0
 ) -> Order:
     """Return the row order that moves rope pairs from (2i, 2i + 1) to (i, i + rope_dim/2).
@@ -225,8 +228,9 @@ def halves_from_neighbours(
     return np.concatenate(halves, axis=1).reshape(-1)
 
 
-def part_of_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
-    """Return the rows of q, k or v, if each KV head has its queries, its key and its value."""
+def rows_in_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
+    """Return the rows of q, k or v in a tensor that has, for each KV head, its queries, its key and
+    its value."""
     rows = np.arange(num_kv_heads * (group_size + 2) * head_dim)
     first = {"q": 0, "k": group_size, "v": group_size + 1}[part]
     end = group_size if part == "q" else first + 1

@@ -75,7 +75,7 @@ class DummyWeights:
         if shape is None:
             raise ModelError(
                 f"the model has no weight {name!r}{nearest(name, self._shapes)}. "
-                "Expected a name from its description."
+                "Expected a name of `ModelSpec.weight_shapes`."
             )
         return shape
 

@@ -35,7 +35,7 @@ class GGUFWeights:
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         info, place = self._info(name), self._places[name]
         if place.dims == 1:
-            values = dequantize(self._part(info, place), info.type, place.part(info.shape))
+            values = dequantize(self._part(info, place), info.type, place.part_shape(info.shape))
             found: Floats = place.rows_in(values.reshape(-1), rows)
             return found
         matrix = self.packed(name, rows)
@@ -44,7 +44,7 @@ class GGUFWeights:
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
         """Return a matrix in blocks: a read-only view of the file, or a copy of reordered rows."""
         info, place = self._info(name), self._places[name]
-        shape = place.part(info.shape)
+        shape = place.part_shape(info.shape)
         if len(shape) != 2:
             raise ModelError(
                 f"{self.label(name)} has shape {info.shape}, expected a matrix. "
@@ -62,7 +62,7 @@ class GGUFWeights:
         self._file.forget(self._info(name).name)
 
     def _part(self, info: TensorInfo, place: Place) -> Bytes:
-        return place.part_of(np.frombuffer(self._file.raw(info.name), np.uint8))
+        return place.part_bytes(np.frombuffer(self._file.raw(info.name), np.uint8))
 
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(self._names.tensor(name))

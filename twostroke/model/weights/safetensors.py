@@ -158,9 +158,9 @@ class SafetensorsWeights:
         """Return a view of the mapped file, which must not be written to. Only for a weight that is
         not changed."""
         found, place = self._tensor(name), self._places[name]
-        shape, data = place.shape_in(found.shape), place.part_of(found.data)
+        shape, data = place.shape_in(found.shape), place.part_bytes(found.data)
         if place.rows_of_others:
-            row_bytes = data.size // place.part(found.shape)[0]
+            row_bytes = data.size // place.part_shape(found.shape)[0]
             first = place.first_row * row_bytes
             data = data[first : first + shape[0] * row_bytes]
         return Stored(found.type, shape, data)
@@ -197,7 +197,7 @@ class SafetensorsWeights:
         if isinstance(self.quantized, W8Config) and type == self._w8_type:
             return dequantize_w8(*self.w8(name, (rows,)), self.quantized.type)
         place = self._places[name]
-        shape, data = place.part(whole), place.part_of(data)
+        shape, data = place.part_shape(whole), place.part_bytes(data)
         lines: Any = data.reshape(shape[0], -1)
         if place.transposed:
             lines = data.view(f"V{data.size // math.prod(shape)}").reshape(shape).T
@@ -324,7 +324,9 @@ class SafetensorsWeights:
         if stored is None or self.stored_type(name) is None:
             return None
         place, blocks, scales = self._places[name], self._look(stored), self._look(_scales(stored))
-        lines = (place.part_of(part.data).reshape(-1, *part.shape[2:]) for part in (blocks, scales))
+        lines = (
+            place.part_bytes(part.data).reshape(-1, *part.shape[2:]) for part in (blocks, scales)
+        )
         own, own_scales = (place.rows_in(part, rows) for part in lines)
         codes = np.stack([own & 15, own >> 4], axis=-1).reshape(*own.shape[:-1], BLOCK)
         both = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
