@@ -106,7 +106,7 @@ class Bench:
             self.core.step()
 
     def steps(self) -> dict[str, float]:
-        """What the records say of the steps since the last call, by events on the device."""
+        """Return figures of the steps since the last call, from device events in their records."""
         records = list(self.core.records.steps)
         self.core.records.steps.clear()
         busy = sum(s.device_s for s in records)
@@ -273,7 +273,7 @@ class Bench:
         return row
 
     def profile(self) -> dict[str, Any]:
-        """Which kernels a decode step and a prefill are made of."""
+        """Profile the kernels of a decode step and of a prefill."""
         found: dict[str, Any] = {}
         for batch in (1, 8, 32, 128):
             for n in range(batch):

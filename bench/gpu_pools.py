@@ -168,8 +168,8 @@ def progress(text: str) -> None:
 
 
 def end_children_with_stacks() -> None:
-    """Of processes that this one has started and that hang, where they stand, on stderr: needs
-    PYTHONFAULTHANDLER in their environment."""
+    """End child processes that hang. They write their stacks to stderr, if PYTHONFAULTHANDLER is
+    set in their environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()

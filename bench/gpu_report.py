@@ -1,4 +1,4 @@
-"""What `gpu.py` measured, beside the floors and vLLM's figures, as tables for the ledger.
+"""Tables of the measurements of `gpu.py`, beside the floors and vLLM's figures.
 
     python -m bench.gpu --table FILE [FILE …] [--into PAGE]     later files go over earlier ones
 
@@ -119,7 +119,7 @@ def _rows(results: dict[str, Any], part: str) -> Iterator[tuple[str, dict[str, A
 
 
 def vllm_figures(file: str) -> dict[str, dict[str, float]]:
-    """What vLLM took for each piece of work, under the names of the floors."""
+    """Return vLLM's time for each piece of work, under the names of the floors."""
     if not Path(file).exists():
         return {shape: {} for shape in SHAPES}
     given = read([file])
@@ -227,7 +227,7 @@ def _interference(results: dict[str, Any]) -> Iterator[str]:
 
 
 def bound_of(row: dict[str, Any]) -> str:
-    """What an interference run left a step: the default bound on stalls, or so many tokens."""
+    """Return the bound on the steps of an interference run: the default one, or a token budget."""
     return "default" if row.get("stall") else f"budget {row['budget']:,}"
 
 

@@ -1,4 +1,4 @@
-"""What each sampling setting costs a decode step: 32 streams, the settings in turns.
+"""Measure the cost of each sampling setting in a decode step: 32 streams, settings in turns.
 
     python -m bench.gpu_sampling SHAPE [--streams 32] [--rounds 3] [--device cuda] [--json FILE]
 

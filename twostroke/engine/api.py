@@ -126,7 +126,7 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def healthy(self) -> bool:
-        """Whether the engine runs requests now."""
+        """Return whether the engine runs requests now."""
 
     @abstractmethod
     def load(self) -> EngineLoad: ...

@@ -134,7 +134,7 @@ def gpu_turn(config: EngineConfig, device: str) -> Iterator[None]:
 
 
 def have_own_gpus(config: EngineConfig, device: str) -> bool:
-    """Whether each rank has a GPU of its own. A GPU named by the config is shared by all."""
+    """Return whether each rank has a GPU of its own. A GPU named by the config is shared by all."""
     return device.startswith("cuda") and not config.device.startswith("cuda:")
 
 

@@ -116,13 +116,13 @@ class EngineCore:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether all requests wait for blocks that other engines have not fetched yet."""
+        """Return whether all requests wait for blocks that other engines have not fetched yet."""
         scheduler = self.scheduler
         return self._idle_step and scheduler.kv.num_held > 0 and not scheduler.in_flight
 
     @property
     def awaits_fetch(self) -> bool:
-        """Whether all requests wait for blocks that are being fetched."""
+        """Return whether all requests wait for blocks that are being fetched."""
         scheduler = self.scheduler
         return self._idle_step and scheduler.kv.num_receiving > 0 and not scheduler.in_flight
 

@@ -62,7 +62,7 @@ def has_torch() -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Whether torch might find a GPU; False only if it certainly would not."""
+    """Return whether torch might find a GPU; False only if it certainly would not."""
     if hides_gpus() or sys.platform not in DRIVERS:
         return False
     if os.path.exists(AMD):

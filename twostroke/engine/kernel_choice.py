@@ -22,7 +22,7 @@ GET_KERNELS = "install a C++ compiler, then twostroke again (`pip install -v .` 
 
 
 def is_native(config: EngineConfig, device: str) -> bool:
-    """Whether the native kernels run the model. Raises `ConfigError` if no kernels can."""
+    """Return whether the native kernels run the model. Raise `ConfigError` if no kernels can."""
     other_kv = config.kv_cache_dtype not in NATIVE_KV
     if device == "cpu" and config.kernels != "reference" and "fp8" in config.kv_cache_dtype:
         raise ConfigError(

@@ -136,8 +136,8 @@ class OutputProcessor:
         return self._running[engine_id][1].output.token_ids
 
     def has_ended(self, engine_id: str) -> bool:
-        """Whether the output of an engine request is complete; a stop string may have ended it
-        before the engine does."""
+        """Return whether the output of an engine request is complete. A stop string may complete
+        it while the engine still computes the request."""
         return self._running[engine_id][1].output.finish_reason is not None
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────

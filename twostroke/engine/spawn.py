@@ -38,11 +38,11 @@ class Launched(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether its process has been started."""
+        """Return whether its process has been started."""
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is known to be stopped, as by SIGSTOP."""
+        """Return whether the process is known to be stopped, as by SIGSTOP."""
 
     def listening(self, endpoint: str) -> None:
         """Note the address at which its parent listens."""

@@ -137,7 +137,7 @@ class SupervisedEngine(ABC):
 
     @property
     def given_up(self) -> bool:
-        """Whether no other process will be started."""
+        """Return whether no other process will be started."""
         return bool(self._lost)
 
     def load(self) -> EngineLoad:

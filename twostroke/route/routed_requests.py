@@ -269,7 +269,7 @@ class RoutedRequests:
             self._continue(routed)
 
     def _is_abandoned(self, name: str) -> bool:
-        """Whether no listener waits for more of an engine request."""
+        """Return whether nobody needs more output of an engine request."""
         state = self._outputs.of(name)
         return state.aborted or state.on_output is None or self._outputs.has_ended(name)
 

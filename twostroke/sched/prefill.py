@@ -237,7 +237,7 @@ class PrefillQueue:
     def has_room(
         self, request: ScheduledRequest, tables: list[list[int]], decoding: list[ScheduledRequest]
     ) -> bool:
-        """Whether the request can be admitted without soon preempting it or another one."""
+        """Return whether the request can be admitted without soon preempting it or another one."""
         return all(
             self._group_has_room(group, request, table, decoding)
             for group, table in enumerate(tables)

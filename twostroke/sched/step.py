@@ -108,7 +108,7 @@ class StepBuilder:
 
     @property
     def full(self) -> bool:
-        """Whether the step has no room for more prefill."""
+        """Return whether the step has no room for more prefill."""
         return self.budget <= 0 or (self.allowance is not None and self.allowance.spent)
 
     def fit(self, request: ScheduledRequest, start: int, max_tokens: int) -> int:

@@ -330,7 +330,7 @@ def _words(code_tiles, stage, GATED: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _groups(of_groups, line, block, GROUP: gl.constexpr):
-    """Of each run of a block that has one scale: it, and the zero or offset where there is one."""
+    """Load the scale of each run of a block, and its zero or offset if the format has one."""
     scale, zero, offset = of_groups
     RUNS: gl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     at = line + block * BLOCK // GROUP
@@ -390,8 +390,8 @@ def _numbers(
 
 @gluon.jit
 def _number(words, found, n: gl.constexpr, of_groups, GROUP: gl.constexpr, kind: gl.constexpr):
-    """What the n-th nibbles of words stand for, in pairs: (code − zero) · scale, or with offsets
-    (code − 8) · scale + (offset + 8 · scale). `found`: by `_groups`."""
+    """Return the values of the n-th nibbles of words, in pairs: (code − zero) · scale, or with
+    offsets (code − 8) · scale + (offset + 8 · scale). `found`: by `_groups`."""
     _, zero, offset = of_groups
     POWER: gl.constexpr = 128.0 if kind == gl.bfloat16 else 1024.0
     RUNS: gl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1

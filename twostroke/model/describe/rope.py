@@ -1,6 +1,6 @@
-"""What a position does to queries and keys: tables of cos and sin, and of queries' scales.
+"""Tables of a rope: cos and sin of each position, and the factors of queries.
 
-In numpy, for every backend, so that all of them turn by the same angles to the bit.
+They are computed in numpy for every backend, so that all of them use exactly the same angles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POSITIONS_AT_ONCE = 1 << 16
 
 
 def rope_tables(rope: RopeSpec, max_len: int) -> tuple[Floats, Floats]:
-    """cos and sin, each [max_len, dim / 2] in fp32."""
+    """Return cos and sin, each [max_len, dim / 2] in fp32."""
     factor = np.float32(rope.attention_factor)
     frequencies = inverse_frequencies(rope, max_len)
     cos = np.empty((max_len, len(frequencies)), np.float32)
@@ -31,7 +31,7 @@ def rope_tables(rope: RopeSpec, max_len: int) -> tuple[Floats, Floats]:
 
 
 def query_scales(rope: RopeSpec, max_len: int) -> Floats | None:
-    """What the queries of each position are multiplied by, [max_len] in fp32; None: by nothing."""
+    """Return the factor of the queries at each position, [max_len] in fp32; None: no factor."""
     if not rope.query_beta:
         return None
     spans = (1 + np.arange(max_len) // rope.query_span).astype(np.float32)

@@ -80,7 +80,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How weights are kept."""
+    """The formats and dtypes of loaded weights."""
 
     # Formats of weights that are not kept in the model's dtype, as `weight_formats` gives them
     formats: Mapping[str, Format] = field(default_factory=dict)
