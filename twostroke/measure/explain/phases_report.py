@@ -13,7 +13,7 @@ from twostroke.measure.explain.phases import LEVELS, Phases
 from twostroke.measure.report.charts import Axis, Series, chart
 from twostroke.measure.report.html import (
     certificate,
-    footing,
+    footer,
     page,
     plots,
     section,
@@ -120,7 +120,7 @@ def phases_page(phases: Phases) -> str:
         section("The median request", table(["", "time", ""], cells, 2), rates(phases)),
         plots(figures),
         section("Memory", f"<p>{escape(phases.kv_sentence())}</p>"),
-        footing(data),
+        footer(data),
     ]
     facts = (
         f"{sample.prompt_tokens:,} prompt tokens, {sample.output_tokens:,} output tokens, "

@@ -14,7 +14,7 @@ from twostroke.errors import ConfigError
 from twostroke.measure.explain.timeline import timeline
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.result import environment
-from twostroke.measure.report.html import bullets, footing, ledger, page, section, stacked, table
+from twostroke.measure.report.html import bullets, footer, ledger, page, section, stacked, table
 from twostroke.measure.report.tables import milliseconds
 
 MAX_SECONDS = 60.0
@@ -221,7 +221,7 @@ def profile_page(profile: Json) -> str:
     facts = (
         f"{sum(phase['steps'] for phase in phases.values()):,} steps in {profile['seconds']:.1f} s"
     )
-    return page("profile", title(profile), facts, [*body, footing(kept)], kept)
+    return page("profile", title(profile), facts, [*body, footer(kept)], kept)
 
 
 def _stage_bars(name: str, phase: Json) -> list[tuple[str, float, str, str, str]]:

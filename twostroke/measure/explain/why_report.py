@@ -11,7 +11,7 @@ from rich.text import Text
 
 from twostroke.measure.explain.why import PARTS, Entry, RequestLedger, short
 from twostroke.measure.load.result import environment
-from twostroke.measure.report.html import footing, ledger, page, section, stacked, tiles
+from twostroke.measure.report.html import footer, ledger, page, section, stacked, tiles
 from twostroke.measure.report.tables import milliseconds
 
 DEFINITIONS = {
@@ -54,7 +54,7 @@ def why_page(ledgers: Sequence[RequestLedger], server: dict[str, Any]) -> str:
     data = why_json(ledgers, server)
     facts = f"{len(ledgers)} of the requests that ended on {server['model']}, {server['device']}"
     subject = f"Where {milliseconds(1e3 * slowest.total_s)} of {short(slowest.request_id)} went"
-    return page("why", subject, facts, [*body, footing(data)], data)
+    return page("why", subject, facts, [*body, footer(data)], data)
 
 
 def _request(one: RequestLedger) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from twostroke.measure.report.charts import Axis, Series, chart, cumulative
-from twostroke.measure.report.html import footing, page, plots, section, table, tiles
+from twostroke.measure.report.html import footer, page, plots, section, table, tiles
 from twostroke.measure.report.tables import NAMES, milliseconds, show_rows
 
 Json = dict[str, Any]
@@ -130,5 +130,5 @@ def _page(
     figures: list[str],
 ) -> str:
     rows = table(["", *COLUMNS], phase_rows(result))
-    body = [tiles(shown), section("By phase", rows), plots(figures), footing(result)]
+    body = [tiles(shown), section("By phase", rows), plots(figures), footer(result)]
     return page(command, _subject(result), "; ".join(lines), body, result)

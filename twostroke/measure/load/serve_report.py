@@ -11,7 +11,7 @@ from twostroke.measure.load.result import values_ms
 from twostroke.measure.report.charts import Axis, Series, chart, cumulative, thinned
 from twostroke.measure.report.html import (
     certificate,
-    footing,
+    footer,
     page,
     plots,
     section,
@@ -38,10 +38,10 @@ CAUSE_COLORS = dict(zip(CAUSES, COLORS, strict=True))
 
 def serve_page(outcome: BenchOutcome) -> str:
     result = outcome.result
-    shares = [
+    percentiles = [
         key.split("_")[0] for key in result if key.startswith("p") and key.endswith("_ttft_ms")
     ]
-    columns = ["mean", "median", *shares]
+    columns = ["mean", "median", *percentiles]
     rows = [
         [title, *(milliseconds(result[f"{column}_{metric}_ms"]) for column in columns)]
         for metric, title in NAMES.items()
@@ -53,13 +53,13 @@ def serve_page(outcome: BenchOutcome) -> str:
     )
     body = [
         certificate(result),
-        _tiles(result, shares[-1] if shares else "median"),
+        _tiles(result, percentiles[-1] if percentiles else "median"),
         _search(result),
         section("Latency", table(["", *columns], rows), "per request; ITL per gap"),
-        plots(_distributions(outcome, ["median", *(p for p in shares if p != "p50")])),
+        plots(_distributions(outcome, ["median", *(p for p in percentiles if p != "p50")])),
         plots(_over_time(outcome)),
         _causes(result),
-        footing(result),
+        footer(result),
     ]
     subject = f"{result['model_id']} on {server_name(result['server'])}"
     return page("bench serve", subject, facts, body, result)
@@ -78,10 +78,10 @@ def _load(result: dict[str, Any]) -> str:
     return f"{users} users" if users else "all at once"
 
 
-def _tiles(result: dict[str, Any], last: str) -> str:
+def _tiles(result: dict[str, Any], percentile: str) -> str:
     figures: list[tuple[str, str, str]] = [
-        (f"TTFT, {last}", milliseconds(result[f"{last}_ttft_ms"]), "prefill"),
-        (f"ITL, {last}", milliseconds(result[f"{last}_itl_ms"]), "decode"),
+        (f"TTFT, {percentile}", milliseconds(result[f"{percentile}_ttft_ms"]), "prefill"),
+        (f"ITL, {percentile}", milliseconds(result[f"{percentile}_itl_ms"]), "decode"),
         ("TPOT, median", milliseconds(result["median_tpot_ms"]), "decode"),
         ("requests a second", f"{result['request_throughput']:,.2f}", "queue"),
         ("output tokens a second", f"{result['output_throughput']:,.1f}", "queue"),
@@ -90,12 +90,12 @@ def _tiles(result: dict[str, Any], last: str) -> str:
         goals = ", ".join(
             f"{SHORT[name]} {milliseconds(ms)}" for name, ms in result["goals"].items()
         )
-        words = f"goodput, requests a second within {goals}"
-        figures.append((words, f"{result['request_goodput']:,.2f}", "good"))
+        name = f"goodput, requests a second within {goals}"
+        figures.append((name, f"{result['request_goodput']:,.2f}", "good"))
     return tiles(figures)
 
 
-def _distributions(outcome: BenchOutcome, shown: Sequence[str]) -> list[str]:
+def _distributions(outcome: BenchOutcome, columns: Sequence[str]) -> list[str]:
     result, values = outcome.result, values_ms(outcome.run.samples)
     figures = []
     for metric, color, unit in (
@@ -106,7 +106,7 @@ def _distributions(outcome: BenchOutcome, shown: Sequence[str]) -> list[str]:
     ):
         marks = [
             (result[f"{name}_{metric}_ms"], f"{name} {milliseconds(result[f'{name}_{metric}_ms'])}")
-            for name in shown
+            for name in columns
         ]
         goal = result["goals"].get(metric)
         if goal is not None:
@@ -140,19 +140,19 @@ def _over_time(outcome: BenchOutcome) -> list[str]:
             _gap_series(outcome.gaps, run.started_s),
             Axis("when the gap ended, in seconds"),
             Axis("time between two tokens of a stream", "ms", log=None),
-            note="coloured by the largest cause" if _known(outcome.gaps) else "",
+            note="coloured by the largest cause" if _causes_known(outcome.gaps) else "",
             wide=True,
         ),
     ]
 
 
-def _known(gaps: Sequence[CausedGap]) -> bool:
+def _causes_known(gaps: Sequence[CausedGap]) -> bool:
     return any(gap.parts is not None for gap in gaps)
 
 
 def _gap_series(gaps: Sequence[CausedGap], started_s: float) -> list[Series]:
     """Return one series for each cause. Rare causes are drawn last, on top."""
-    if not _known(gaps):
+    if not _causes_known(gaps):
         points = [(gap.at_s - started_s, 1e3 * gap.gap_s) for gap in gaps]
         return [Series("", thinned(points), "decode", "dots")]
     by_cause: dict[str, list[tuple[float, float]]] = {}
@@ -208,7 +208,7 @@ def _search(result: dict[str, Any]) -> str:
             Series("goals met", points[True], "good", "dots"),
             Series("not met", points[False], "bad", "dots"),
         ],
-        Axis("requests a second sent"),
+        Axis("requests sent a second"),
         Axis("requests a second within the goals"),
         marks=[(best, f"highest: {best:.2f} a second")] if best else (),
         wide=True,

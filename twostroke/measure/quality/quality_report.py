@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from twostroke.measure.report.charts import Axis, Series, chart
-from twostroke.measure.report.html import footing, page, plots, section, table, tiles
+from twostroke.measure.report.html import footer, page, plots, section, table, tiles
 from twostroke.measure.report.tables import show_rows
 
 Json = dict[str, Any]
@@ -100,4 +100,4 @@ def quality_page(result: Json) -> str:
     ]
     base = result["base"]
     subject = f"{base['model']} on {base['device']}"
-    return page("quality", subject, quality_facts(result), [*body, footing(result)], result)
+    return page("quality", subject, quality_facts(result), [*body, footer(result)], result)

@@ -159,7 +159,7 @@ def stacked(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def ledger(rows: Sequence[tuple[str, float, str, str, str]]) -> str:
-    """Return one row with a bar for each name, share, colour, time and reason."""
+    """Return rows of a bar each, from the name, share, colour, time and reason of each row."""
     cells = []
     for name, share, color, took, why in rows:
         width = f"{100 * max(0.0, min(1.0, share)):.2f}%"
@@ -172,28 +172,25 @@ def ledger(rows: Sequence[tuple[str, float, str, str, str]]) -> str:
     return f'<div class="ledger">{"".join(cells)}</div>'
 
 
-def footing(result: dict[str, Any]) -> str:
+def footer(result: dict[str, Any]) -> str:
     """Return the end of every report: the definitions and the environment."""
     terms = _terms(result["definitions"])
-    where = dict(result["environment"])
+    environment = dict(result["environment"])
     for name, value in (result.get("server") or {}).items():
-        where[f"server, {name}"] = value
+        environment[f"server, {name}"] = value
     return (
         f"<section><details open><summary>Definitions</summary>{terms}</details>"
-        f"</section><section><h2>Environment</h2>{_terms(where)}</section>"
+        f"</section><section><h2>Environment</h2>{_terms(environment)}</section>"
     )
 
 
 def _terms(pairs: dict[str, Any]) -> str:
     items = []
     for name, value in pairs.items():
-        shown = (
-            short_number(value)
-            if isinstance(value, float)
-            else "–"
-            if value is None
-            else str(value)
-        )
+        if isinstance(value, float):
+            shown = short_number(value)
+        else:
+            shown = "–" if value is None else str(value)
         items.append(f"<dt>{escape(str(name))}</dt><dd>{escape(shown)}</dd>")
     return f"<dl>{''.join(items)}</dl>"
 

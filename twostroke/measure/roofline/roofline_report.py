@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twostroke.measure.report.charts import Axis, Series, chart
-from twostroke.measure.report.html import bullets, footing, page, plots, section, table, tiles
+from twostroke.measure.report.html import bullets, footer, page, plots, section, table, tiles
 from twostroke.measure.report.tables import milliseconds
 from twostroke.measure.roofline.roofline import (
     Floor,
@@ -152,7 +152,7 @@ def roofline_page(model: str, roofline: Roofline, measured: Sequence[MeasuredPha
     rates = f"{rate_words(roofline.rate)}, {roofline.bandwidth / 1e9:,.0f} GB/s, "
     rates += "measured" if roofline.hardware.measured else "data sheet"
     subject = f"{model} on {machine_name(roofline)}"
-    return page("roofline", subject, rates, [*body, footing(data)], data)
+    return page("roofline", subject, rates, [*body, footer(data)], data)
 
 
 def _roof(roofline: Roofline, batches: Sequence[Floor], measured: Sequence[MeasuredPhase]) -> str:
