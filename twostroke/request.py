@@ -16,6 +16,7 @@ from twostroke.strict import StrictSettings
 
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1000  # either way
+FIRST_MARK_TOKENS = 64  # of a prompt's first prefix mark; each further mark covers twice as many
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would overflow
 
 
@@ -194,7 +195,7 @@ class SamplingParams(StrictSettings):
 
     @property
     def penalised(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Return whether earlier tokens change the logits."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )

@@ -380,7 +380,7 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     (
         [5] * MAX_LEN,
         {},
-        "the prompt has 256 tokens, but max_model_len is 256 and one must be left to write; "
+        "the prompt has 256 tokens, but max_model_len is 256 and the answer needs at least one; "
         "shorten the prompt or raise max_model_len",
     ),
     ([[5, "a"]], {}, "a prompt is a text or a list of token ids, but entry 1 of this list is 'a'"),
@@ -389,8 +389,8 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     (["a", None], {}, "prompt 1 of 2: a prompt is a text or a list of token ids, not NoneType"),
     (b"bytes", {}, "or a list of prompts, not bytes"),
     ("half \ud800", {}, "half of a surrogate pair"),
-    ("a", {"logprobs": 21}, "logprobs is 21, but at most 20 are given; lower it or raise max_lo"),
-    ("a", {"prompt_logprobs": 21}, "prompt_logprobs is 21, but at most 20 are given"),
+    ("a", {"logprobs": 21}, "logprobs is 21, but at most 20 are allowed; lower it or raise max_"),
+    ("a", {"prompt_logprobs": 21}, "prompt_logprobs is 21, but at most 20 are allowed"),
     ("a", {"logit_bias": {300: 1}}, "logit_bias: token id 300 is out of range: the model's ids go"),
     ("a", {"allowed_token_ids": [9, 300]}, "allowed_token_ids: token id 300 is out of range"),
     ("a", {"stop_token_ids": [300]}, "stop_token_ids: token id 300 is out of range"),

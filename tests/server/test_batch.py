@@ -192,5 +192,5 @@ def test_a_stopped_engine_ends_the_run(llm: LLM, tmp_path: Path) -> None:
         raise RuntimeError("no more")
 
     other.engine.core.step = step  # type: ignore[method-assign]
-    with pytest.raises(batch.EngineError, match="the lines after this have no answer"):
+    with pytest.raises(batch.EngineError, match="the remaining lines have no answer"):
         answers(other, io.BytesIO(b"\n".join(line(n) for n in range(4))))

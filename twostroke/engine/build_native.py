@@ -79,8 +79,8 @@ def assemble_native(
     transfer = None if sharing.alone else host_transfer(pool.blocks(), pool.shared, sharing)
     scheduler = Scheduler(limits, transfer=transfer)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
-    scores = limits.eviction is not None and limits.eviction.segment_blocks > 0
-    executor = NativeExecutor(decoder, pool, state, scores)
+    attention_shares = limits.eviction is not None and limits.eviction.segment_blocks > 0
+    executor = NativeExecutor(decoder, pool, state, attention_shares)
     token_bytes = sum(group.block_bytes(size, 1 if int8 else 2, int8) for group in spec.kv_groups())
     cost = cost_model(spec, weight_bytes, token_bytes / size / spec.kv_elements_per_token)
     profile = partial(StageProfile, executor, cost)

@@ -17,25 +17,27 @@ from time import monotonic
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.request import EngineRequest
 
-MAX_HEARD = 64  # heartbeats: within half a minute, clocks drift less than messages take
+# The last messages that are compared. They include half a minute of heartbeats, in which clocks
+# drift by less than the time that a message takes.
+MAX_HEARD = 64
 
 
 @cache
 def clock_id() -> str:
-    """Identify the monotonic clock: equal in processes that share it."""
+    """Return an identifier of the monotonic clock. Processes that share the clock have the same."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
     except OSError:
-        return "one machine"
+        return "one machine"  # without /proc, all processes count as being on one machine
 
 
 class RemoteClock:
     """Converts times. `ahead_s`: how far our clock is ahead of theirs, by the message that took the
     least time to arrive."""
 
-    def __init__(self, theirs: str) -> None:
-        self._same = theirs == clock_id()
+    def __init__(self, their_clock_id: str) -> None:
+        self._same = their_clock_id == clock_id()
         self._ahead: deque[float] = deque(maxlen=MAX_HEARD)
 
     def heard(self, their_s: float) -> None:

@@ -5,7 +5,7 @@ Where a request is checked:
 
   SamplingParams     by its constructor; `process` checks a copy, because a program may have changed
                      the original. A server's requests are constructed once and not copied.
-  length             of a text before it is tokenised, of token ids once (`check_length`)
+  length             `check_length`, for a text also before it is tokenised
   model and engine   `process`: vocabulary, log-probabilities, stop strings, grammar
   schedule           `Scheduler.check`: room in the context and in the KV cache
 
@@ -13,7 +13,7 @@ An engine in another process does not trust its messages: decoding a message con
 `SamplingParams` and so checks them again (`wire.py`); `Scheduler.check` holds for every request.
 
 An `InputProcessor` keeps nothing about requests, so a refusal leaves no trace and several threads
-may use it. No torch here.
+may use it. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from twostroke.engine.grammar_check import GrammarCheck
 from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
 from twostroke.errors import RequestError, nearest, shown
 from twostroke.model.text.tokenizer import Tokenizer
-from twostroke.request import MAX_PRIORITY, EngineRequest, SamplingParams
+from twostroke.request import FIRST_MARK_TOKENS, MAX_PRIORITY, EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)
-CHARS_PER_TOKEN: Final = 8  # a text with more characters for each token is unusual
+CHARS_PER_TOKEN: Final = 8  # texts with more characters for each allowed token are counted first
 MAX_CHARS_PER_TOKEN: Final = 32  # texts with more characters for each allowed token are refused
-MIN_CHARS: Final = 64 * 1024
-FIRST_MARK: Final = 64  # tokens; each further mark of a prompt is twice as far
-COUNTED_CHARS: Final = 16 * 1024  # tokenised at a time, of a text that may be too long
+MIN_CHARS_LIMIT: Final = 64 * 1024  # shorter texts are never refused for their characters
+COUNTED_CHARS: Final = 16 * 1024  # size of the pieces whose tokens are counted
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -66,7 +65,8 @@ class InputProcessor:
         limits: ModelLimits,
         renderer: TemplateRenderer | None = None,
     ) -> None:
-        """`renderer`: renders chats without a `run`; its process starts with the first chat."""
+        """`renderer`: renders chats for which no `run` is given; its process starts with the first
+        chat."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.chat_template = chat_template
@@ -144,11 +144,12 @@ class InputProcessor:
             messages, add_generation_prompt, tools, continued, variables
         )
         max_chars = None if limit is None else self.max_chars(limit)
+        # Escapes in the JSON and the tools need more room than the text.
         if limit is not None and len(conversation) > 2 * self.max_chars(limit) + 1024**2:
             size = f"{len(conversation)} bytes with its messages and tools"
             raise self.too_long(size, limit)
         num_chars, text = renderer.render(template, conversation, max_chars)
-        if text is None:
+        if text is None:  # only with a limit
             raise self.too_long(f"{num_chars} characters", limit or 0)
         return text
 
@@ -230,10 +231,10 @@ class InputProcessor:
         )
 
     def _prefix_marks(self, ids: Sequence[int], salt: str) -> tuple[str, ...]:
-        """Digests of the prompt's beginnings. Their key is random, so that a reader of the digests
-        cannot test which prompt they belong to."""
+        """Return digests of the prompt's first 64, 128, 256, … tokens. Their key is random, so that
+        a reader of the digests cannot test which prompt they belong to."""
         digest = blake2b(salt.encode(), digest_size=8, key=self._mark_key)
-        packed, marks, start, end = array("i", ids), [], 0, FIRST_MARK
+        packed, marks, start, end = array("i", ids), [], 0, FIRST_MARK_TOKENS
         while end <= len(packed):
             digest.update(packed[start:end].tobytes())
             marks.append(digest.hexdigest())
@@ -241,8 +242,8 @@ class InputProcessor:
         return tuple(marks)
 
     def max_chars(self, max_prompt_tokens: int) -> int:
-        """Return the number of characters above which a text is refused unread."""
-        return max(MIN_CHARS, MAX_CHARS_PER_TOKEN * max_prompt_tokens)
+        """Return the number of characters above which a text is refused without tokenising it."""
+        return max(MIN_CHARS_LIMIT, MAX_CHARS_PER_TOKEN * max_prompt_tokens)
 
     def check_length(
         self, prompt: str | Sequence[int], max_prompt_tokens: int | None = None
@@ -256,7 +257,7 @@ class InputProcessor:
             if not isinstance(prompt, str) and len(prompt) >= self.limits.max_model_len:
                 raise RequestError(
                     f"the prompt has {len(prompt)} tokens, but max_model_len is "
-                    f"{self.limits.max_model_len} and one must be left to write; shorten the "
+                    f"{self.limits.max_model_len} and the answer needs at least one; shorten the "
                     "prompt or raise max_model_len"
                 )
         elif not isinstance(prompt, str):
@@ -278,8 +279,9 @@ class InputProcessor:
         )
 
     def _min_tokens(self, text: str, max_prompt_tokens: int) -> int:
-        """Return a lower bound of a text's tokens: half of the tokens of its pieces, counted until
-        they are too many. Cutting a text changes a few of its tokens, never half of them."""
+        """Return a lower bound of the number of a text's tokens: half of the tokens of its pieces.
+        Cutting a text changes a few of its tokens, never half of them. Counting stops when the
+        bound exceeds `max_prompt_tokens`."""
         tokenizer, count = self._need_tokenizer("a text prompt"), 0
         for start in range(0, len(text), COUNTED_CHARS):
             count += len(tokenizer.encode(text[start : start + COUNTED_CHARS], False))
@@ -290,8 +292,8 @@ class InputProcessor:
     def _read_prompt(
         self, user_prompt: Prompt, max_prompt_tokens: int | None
     ) -> tuple[str | None, tuple[int, ...], str]:
-        """Return text, token ids and salt of a text, of token ids, or of vLLM's dicts of either
-        with an optional `cache_salt`. The length is checked here and nowhere after."""
+        """Return the text, token ids and salt of a prompt. A prompt is a text, a list of token ids,
+        or vLLM's dict of either with an optional `cache_salt`. Also checks the length."""
         prompt: Any = user_prompt
         salt, text = "", None  # a prompt of token ids may come with its text
         if isinstance(prompt, Mapping):
@@ -369,7 +371,7 @@ class InputProcessor:
                     )
 
     def _whole_vocabulary(self, params: SamplingParams) -> SamplingParams:
-        """Replace -1 by the size of the vocabulary."""
+        """Replace -1 by the size of the vocabulary, in the numbers of log-probabilities."""
         every: dict[str, Any] = {
             name: self.limits.vocab_size
             for name in ("logprobs", "prompt_logprobs")
@@ -381,21 +383,23 @@ class InputProcessor:
         limit = self.limits.max_logprobs
         if number > limit >= 0:
             raise RequestError(
-                f"{name} {description}, but at most {limit} are given; lower it or raise "
+                f"{name} {description}, but at most {limit} are allowed; lower it or raise "
                 "max_logprobs",
                 param=name,
             )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Token ids that end a continuation. A tokenizer may name tokens that the model lacks."""
+        """Return the token ids that end a continuation. A tokenizer may name tokens that the model
+        lacks."""
         ids = frozenset(params.stop_token_ids or ())
         if self.tokenizer is not None and not params.ignore_eos:
             ids |= {n for n in self.tokenizer.stop_ids if n < self.limits.vocab_size}
         return ids
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word at the start of a text and after a space, which most vocabularies
-        write differently. A word with a token that the model lacks needs no ban."""
+        """Return the token ids of each word at the start of a text, and those of the word after a
+        space: they differ in most vocabularies. A word with a token that the model lacks needs no
+        ban."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             tokenizer = self._need_tokenizer("bad_words")

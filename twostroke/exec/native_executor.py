@@ -58,14 +58,19 @@ class NativeExecutor:
     max_in_flight = 1
 
     def __init__(
-        self, decoder: NativeDecoder, pool: HostPool, state: HostRows, scores: bool = False
+        self,
+        decoder: NativeDecoder,
+        pool: HostPool,
+        state: HostRows,
+        attention_shares: bool = False,
     ) -> None:
-        """`scores`: results include the share of attention that each part of the cache gets."""
+        """`attention_shares`: results include the share of attention that each part of the cache
+        gets."""
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
         self.on_chunk_logits: ChunkLogits | None = None
-        self._scores = scores
-        if scores:
+        self._attention_shares = attention_shares
+        if attention_shares:
             decoder.model.keep_shares()
         self._inputs_s = 0.0  # time spent on the decoder's inputs, summed over all steps
 
@@ -74,7 +79,7 @@ class NativeExecutor:
         self._state.apply(plan)
         decode, chunks = decode_tokens(plan.decode), plan.prefill
         samples = samples_of(decode, chunks)
-        inputs = (
+        inputs = (  # of chunks: row, position of the first token, number of tokens
             self._with_index(decode.rows, decode.positions),
             self._with_index(*np.array([c[:3] for c in chunks], np.int64).reshape(-1, 3).T),
             samples.tokens.astype(np.int32),
@@ -122,7 +127,7 @@ class NativeExecutor:
                 lines = self._decoder.logits(first + np.arange(stop - start, dtype=np.int32))
                 self.on_chunk_logits(start, lines)
         device_s = monotonic() - handle.started_s
-        shares = self._decoder.model.shares().tolist() if self._scores else ()
+        shares = self._decoder.model.shares().tolist() if self._attention_shares else ()
         return Computed(StepResult(tokens, logprobs, prompts, device_s, shares=shares))
 
     def stage_seconds(self) -> dict[str, float]:
@@ -169,7 +174,7 @@ class NativeExecutor:
     ) -> list[int]:
         """Return the sampled tokens, -1 where the logits are NaN or infinite. Write the tokens to
         the rows. The logits are overwritten."""
-        where = [
+        places = [  # row, length of the prompt, position
             (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
         ]
         params = np.array([_sampling_values(r.params) for r in requests], np.float32)
@@ -178,7 +183,7 @@ class NativeExecutor:
         self._native.sample(
             logits,
             self._tokens,
-            np.array(where, np.int32),
+            np.array(places, np.int32),
             params,
             np.array(keys, np.uint32),
             chosen,

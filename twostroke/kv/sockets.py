@@ -4,7 +4,7 @@
               writes each block to its place     ◀──  Sent: fetch, group, entry │ a block's bytes
 
 The receiver requests a few blocks at a time (`WINDOW_BYTES`), which limits the memory of both
-sides, and requests more as blocks arrive. Every message names its block, so that the order does not
+sides, and requests more as blocks arrive. Every message names its block, so the order does not
 matter. A sender sends only blocks of valid offers, and only to receivers that know its key, which
 is part of its offers. Engines of one server share a secret, without which every message is rejected
 (`network_auth.py`). A receiver gives up after `timeout_s` without data, or when the connection
@@ -50,7 +50,7 @@ WINDOW_BYTES = 16 << 20  # outstanding requests of one fetch; at least one block
 MAX_REQUESTED = 256  # blocks in one message
 QUEUED_BYTES = 8 * WINDOW_BYTES  # for a receiver that does not read; more is dropped
 MAX_QUEUED = 4096  # messages to a sender
-MAX_MESSAGE_BYTES = 64 << 10  # of these messages, and of the header of a block
+MAX_MESSAGE_BYTES = 64 << 10  # of a request, and of the header of a block
 MAX_PEERS = 64  # open connections
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 BROKEN |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -94,9 +94,8 @@ class BlockServer:
         self._socket.maxmsgsize = MAX_MESSAGE_BYTES + CURVE_BYTES
         self._socket.sndhwm = max(16, QUEUED_BYTES // max(blocks.block_bytes))
         self._socket.rcvhwm = MAX_QUEUED
-        self._socket.router_mandatory = (
-            True  # a receiver that does not read is an error, not a wait
-        )
+        # Sending to a receiver that does not read fails instead of waiting.
+        self._socket.router_mandatory = True
         self._socket.ipv6 = ":" in host
         protect_listener(self._socket, secret)
         self.num_dropped = 0  # rejected messages
@@ -136,8 +135,8 @@ class BlockServer:
                 self.num_dropped += 1
                 if is_power_of_2(self.num_dropped):
                     log.warning(
-                        "%d messages to the server of KV blocks were dropped: they were no "
-                        "requests for blocks, or lacked its key",
+                        "%d messages to the server of KV blocks were dropped: they were not "
+                        "requests for blocks, or lacked the server's key",
                         self.num_dropped,
                     )
                 continue
@@ -147,7 +146,7 @@ class BlockServer:
                 log.exception("KV blocks could not be sent")
 
     def _read(self, parts: list[zmq.Frame] | None) -> Wanted | None:
-        """Read a peer's name and its request; None for an invalid message."""
+        """Return the request of a message; None if the message is invalid."""
         if parts is None or len(parts) != 2:
             return None
         try:
@@ -332,7 +331,7 @@ class _SocketCopy(Copy):
         """Receive a block."""
         target = self._targets.get((sent.group, sent.entry))
         if target is None or self._problem is not None:
-            return  # received before
+            return  # received before, or the copy has failed
         size = self._offer.block_bytes[sent.group]
         if sent.withdrawn:
             self._problem = OfferWithdrawnError(
@@ -340,8 +339,8 @@ class _SocketCopy(Copy):
             )
         elif len(data) != size:
             self._problem = TruncatedError(
-                f"of entry {sent.entry} of group {sent.group} {len(data)} bytes have come, and a "
-                f"block has {size}"
+                f"entry {sent.entry} of group {sent.group} has arrived with {len(data)} bytes, "
+                f"but a block has {size}"
             )
         else:
             self._blocks.write(sent.group, target, data)
@@ -368,7 +367,7 @@ class _SocketCopy(Copy):
             raise self._problem
         if self._targets:
             return False
-        self.abandon()
+        self.abandon()  # messages that are still on their way are ignored
         return True
 
     def _ask(self) -> None:

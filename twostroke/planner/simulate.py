@@ -16,7 +16,7 @@ from twostroke.kv.transfer import Offer
 from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.observe.record import RequestRecord, continued
 from twostroke.planner.engine import TOKEN, SimulatedEngine
-from twostroke.request import EngineRequest, Resumed, SamplingParams
+from twostroke.request import FIRST_MARK_TOKENS, EngineRequest, Resumed, SamplingParams
 from twostroke.route.router import EngineState, Prompt, Queued, Router
 from twostroke.sched.step import StepInFlight
 from twostroke.sched.updates import Update
@@ -250,7 +250,7 @@ def tokens_of(traced: TraceRequest, number: int, block_tokens: int) -> list[int]
 
 def marks_of(traced: TraceRequest, block_tokens: int) -> tuple[str, ...]:
     """Return prefix marks of the first 64, 128, 256, … tokens, like `InputProcessor`."""
-    found, end = [], 64
+    found, end = [], FIRST_MARK_TOKENS
     covered = len(traced.blocks) * block_tokens
     while end <= min(covered, traced.prompt_tokens):
         blocks = traced.blocks[: -(-end // block_tokens)]

@@ -31,9 +31,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from twostroke.observe.record import StepRecord
+from twostroke.request import FIRST_MARK_TOKENS
 from twostroke.route.costs import DecodeCosts, PrefillCosts, StepCosts
 
-FIRST_MARK = 64  # tokens of a prompt's first mark; each further mark stands for twice as many
 MAX_MARKS = 8192  # remembered for one engine
 NEWEST = 0.1  # weight of the newest value in a moving average
 MIN_HAND_OVERS = 8  # before their time is used: the first hand-overs of an engine are slower
@@ -93,7 +93,7 @@ class EngineState:
     def num_cached(self, prompt: Prompt) -> int:
         """Tokens of a prompt's beginning that it computed recently; never the whole prompt."""
         marks, known = prompt.marks, self._marks
-        cached = next((FIRST_MARK << n for n in _last_first(marks) if marks[n] in known), 0)
+        cached = next((FIRST_MARK_TOKENS << n for n in _last_first(marks) if marks[n] in known), 0)
         # If the conversation now begins differently, the length of its session does not count.
         if cached or not marks:
             cached = max(cached, self._sessions.get(prompt.session, 0))
@@ -102,7 +102,10 @@ class EngineState:
     def note_prompt(self, prompt: Prompt) -> None:
         """Note a prompt that it computes, and drop the oldest prompts, each from its end."""
         for n in _last_first(prompt.marks):
-            mark, tokens = prompt.marks[n], FIRST_MARK << max(0, n - 1)  # beyond the mark before
+            mark, tokens = (
+                prompt.marks[n],
+                FIRST_MARK_TOKENS << max(0, n - 1),
+            )  # beyond the mark before
             if mark not in self._marks:
                 self._marks[mark] = tokens
                 self._marked_tokens += tokens
@@ -114,7 +117,7 @@ class EngineState:
 
     def note_part(self, prompt: Prompt, num_tokens: int) -> None:
         """Note that it has the first tokens of a prompt."""
-        marks = prompt.marks[: (num_tokens // FIRST_MARK).bit_length()]
+        marks = prompt.marks[: (num_tokens // FIRST_MARK_TOKENS).bit_length()]
         self.note_prompt(Prompt(num_tokens, marks))
 
     def note_session(self, session: str, num_tokens: int) -> None:

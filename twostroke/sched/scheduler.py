@@ -80,7 +80,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are requests, or blocks to fetch for a request that will come."""
+        """Return whether there are requests, or blocks to fetch for a request that will come."""
         return bool(self._requests) or self.received.has_work
 
     def __contains__(self, request_id: str) -> bool:
@@ -104,7 +104,7 @@ class Scheduler:
         if len(prompt) >= config.max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, but max_model_len is "
-                f"{config.max_model_len} and one must be left to write; shorten the prompt or "
+                f"{config.max_model_len} and the answer needs at least one; shorten the prompt or "
                 "raise max_model_len"
             )
         if engine_request.hand_over and not self.offers.enabled:

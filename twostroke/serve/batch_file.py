@@ -25,8 +25,9 @@ from twostroke.serve.http.http_request import Message
 URLS = ("/v1/chat/completions", "/v1/completions")
 # Lines are read ahead of the answers, so that the engine's steps are full and a long answer does
 # not delay the following lines.
-LINES_PER_SEQ, MAX_HELD_BYTES = 4, 64 * 1024**2
-LINE_OVERHEAD_BYTES = 64 * 1024  # of a line, around its body
+LINES_PER_SEQ = 4  # lines in progress for each of the engine's `max_num_seqs`
+MAX_HELD_BYTES = 64 * 1024**2  # lines in progress
+LINE_OVERHEAD_BYTES = 64 * 1024  # of a line without its body
 RETRY_S = 0.5  # after 429: too many large bodies are being read
 
 
@@ -68,7 +69,7 @@ async def answer_file(
         held_bytes -= size
         answered, failed = answered + good, failed + (not good)
         if not client.healthy:
-            raise EngineError("the engine has stopped; the lines after this have no answer")
+            raise EngineError("the engine has stopped; the remaining lines have no answer")
 
     try:
         for number, line in _lines(source, app.service.bodies.max_bytes + LINE_OVERHEAD_BYTES):
@@ -132,6 +133,7 @@ def _read(app: App, line: bytes | None) -> Line:
         return msgspec.json.decode(line, type=Line)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         refusal = as_refusal(error)
+        # The error is in the line, which is not a body.
         refusal.message = refusal.message.replace("the body is", "it is")
         raise refusal from None
 
@@ -182,6 +184,6 @@ async def _ask(app: App, request: Line) -> tuple[int, msgspec.Raw]:
 
 
 def _result(custom_id: str | None, response: Any, error: Any) -> bytes:
-    name = f"twostroke-{uuid4().hex}"
-    result = {"id": name, "custom_id": custom_id, "response": response, "error": error}
+    answer_id = f"twostroke-{uuid4().hex}"
+    result = {"id": answer_id, "custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode(result)
