@@ -222,7 +222,7 @@ def test_masks_of_a_step_stay_within_a_budget_and_other_rows_do_not_wait(
     for one, same in zip(texts.outputs, expected.outputs, strict=True):
         assert one.token_ids == same.token_ids
     slots = [len(step.slots) for step in steps if step.step > before]
-    first = slots.index(9)  # nobody knows yet what their masks take
+    first = slots.index(9)  # the masks of the first run took next to no time
     assert slots[first + 1] == 3
     assert max(slots[first + 1 :]) == 3
     # The other request has a token in every step from its first one on.
@@ -230,6 +230,20 @@ def test_masks_of_a_step_stay_within_a_budget_and_other_rows_do_not_wait(
     record = alone.records[0]
     written_in = list(record.token_step)
     assert written_in == list(range(written_in[0], written_in[0] + 40))
+
+
+def test_masks_of_a_grammar_without_a_timed_mask_share_the_budget_too(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second tokens of all rows are due in one step. Four of them have their masks there, and
+    from then on the time of a mask is known."""
+    MaskClock(0.004, monkeypatch)
+    steps = llm.engine.core.records.steps
+    before = steps[-1].step if steps else 0
+    new = structured({"temperature": 1, "seed": 5, "n": 8}, regex="[b-y]{12}")
+    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    llm.generate([PROMPT, "a small model"], [new, free], use_tqdm=False)
+    assert max(len(step.slots) for step in steps if step.step > before) == 5
 
 
 def test_a_request_whose_masks_always_take_more_than_the_budget_is_ended(

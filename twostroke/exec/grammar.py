@@ -19,7 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import thread_time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -44,8 +44,24 @@ SLOW_S: Final = 0.05
 # request whose masks alone exceed the budget, token after token, is ended.
 STEP_BUDGET_S: Final = 0.01
 AVERAGED_TOKENS: Final = 16  # the mask time of a request is averaged over these tokens
+# The expected time of a mask of a grammar none of whose masks has been timed. The budget has room
+# for four such masks; the timed ones set what the other requests with that grammar may expect.
+UNTIMED_S: Final = STEP_BUDGET_S / 4
 STACK_BYTES: Final = 8 * 1024**2
 TOKENS_AHEAD: Final = 32  # above the tokens of one request in all steps in flight
+
+
+@dataclass(slots=True)
+class _MaskTime:
+    """The moving average of the CPU time of masks."""
+
+    seconds: float = 0.0
+    num_masks: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.num_masks += 1
+        weight = 1 / min(self.num_masks, AVERAGED_TOKENS)
+        self.seconds += weight * (seconds - self.seconds)
 
 
 class _Compiled(NamedTuple):
@@ -53,6 +69,7 @@ class _Compiled(NamedTuple):
 
     matcher: LLMatcher
     first_mask: bytes | None  # mask of the first token, if the grammar is usable
+    mask_time: _MaskTime  # of all requests with this grammar
 
 
 class End(NamedTuple):
@@ -71,9 +88,10 @@ class _Follower:
     ends: Mask  # tokens that may end the text where the grammar allows it
     never: Mask  # end tokens that the request ignores
     first_mask: bytes | None  # set until the first token is committed
+    grammar_time: _MaskTime  # of all requests with this grammar
+    mask_time: _MaskTime = field(default_factory=_MaskTime)
+    sampled: bool = False  # a step samples the first token, whose mask is `first_mask`
     slow: bool = False
-    mask_s: float = 0.0  # moving average of the CPU time of a mask
-    num_masks: int = 0
     turn: int = 0  # the last step whose budget included the mask
 
     @property
@@ -81,6 +99,16 @@ class _Follower:
         """Return whether one of the next samples may have a mask."""
         left = self.thinking.left if self.thinking is not None else None
         return self.matcher is not None or (left is not None and left <= TOKENS_AHEAD)
+
+    @property
+    def expected_s(self) -> float:
+        """Return the expected CPU time of the next mask."""
+        if self.matcher is None or not self.sampled:
+            return 0.0
+        for time in (self.mask_time, self.grammar_time):
+            if time.num_masks:
+                return time.seconds
+        return UNTIMED_S
 
 
 class Grammars:
@@ -175,6 +203,7 @@ class Grammars:
             mask_of(sorted(request.stop_ids), self._vocab_size),
             mask_of(sorted(never), self._vocab_size),
             None if compiled is None else compiled.first_mask,
+            _MaskTime() if compiled is None else compiled.mask_time,
         )
         if request.resumed is not None:  # tokens that another engine wrote with the same grammar
             self.advance(request.request_id, request.resumed.tokens, ended=False)
@@ -206,7 +235,7 @@ class Grammars:
             matcher = make_matcher(tokenizer, grammar)
             first = matcher.deep_copy()
             mask = first.compute_bitmask()  # the lexer caches its states for the first token
-            return _Compiled(matcher, None if first.is_error() else mask)
+            return _Compiled(matcher, None if first.is_error() else mask, _MaskTime())
 
         # Only this part runs at idle priority. Python code holds the GIL: at idle priority the
         # engine loop would wait for the GIL while other processes keep the CPUs busy.
@@ -245,26 +274,29 @@ class Grammars:
                 rows[new.row] = new.request_id
         sampled = samples_of(decode_tokens(plan.decode), plan.prefill).rows.tolist()
         wanted = ((index, rows.get(row, "")) for index, row in enumerate(sampled))
-        return {
+        masked = {
             index: name
             for index, name in wanted
             if name in followers and followers[name].may_have_mask
         }
+        for name in masked.values():
+            followers[name].sampled = True
+        return masked
 
     def held(self) -> frozenset[str]:
         """Return the requests that wait a step, because the masks of all would take longer than
         `STEP_BUDGET_S`. Those that have waited longest come first, and one is always served."""
         followers = self._followers
-        if sum(follower.mask_s for follower in followers.values()) <= STEP_BUDGET_S:
+        if sum(follower.expected_s for follower in followers.values()) <= STEP_BUDGET_S:
             return frozenset()
         self._turn += 1
         held, total_s = set(), 0.0
         for name in sorted(followers, key=lambda name: followers[name].turn):
             follower = followers[name]
-            if total_s and total_s + follower.mask_s > STEP_BUDGET_S:
+            if total_s and total_s + follower.expected_s > STEP_BUDGET_S:
                 held.add(name)
             else:
-                total_s += follower.mask_s
+                total_s += follower.expected_s
                 follower.turn = self._turn
         return frozenset(held)
 
@@ -302,9 +334,8 @@ class Grammars:
         took_s = thread_time() - started
         follower.slow |= took_s > SLOW_S
         if bits is None:
-            follower.num_masks += 1
-            weight = 1 / min(follower.num_masks, AVERAGED_TOKENS)
-            follower.mask_s += weight * (took_s - follower.mask_s)
+            follower.mask_time.add(took_s)
+            follower.grammar_time.add(took_s)
         return allowed
 
     def advance(self, request_id: str, tokens: Sequence[int], ended: bool) -> End | None:
@@ -348,9 +379,10 @@ class Grammars:
             return End()
         if follower.slow or thread_time() - started > SLOW_S:
             return End(f"the grammar takes longer than {SLOW_S} s of CPU time for one token")
-        if follower.num_masks >= AVERAGED_TOKENS and follower.mask_s > STEP_BUDGET_S:
+        mask_time = follower.mask_time
+        if mask_time.num_masks >= AVERAGED_TOKENS and mask_time.seconds > STEP_BUDGET_S:
             return End(
-                f"the grammar takes {1e3 * follower.mask_s:.0f} ms of CPU time a token, and at "
+                f"the grammar takes {1e3 * mask_time.seconds:.0f} ms of CPU time a token, and at "
                 f"most {1e3 * STEP_BUDGET_S:.0f} ms a step may go to grammars; simplify it: fewer "
                 "alternatives, patterns and repetitions"
             )
