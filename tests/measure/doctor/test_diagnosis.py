@@ -189,6 +189,14 @@ def test_prompts_that_begin_alike_and_are_computed_again() -> None:
     assert (found.verdict, first_cause(found)) == ("slow_to_start", "no_prefix_reuse")
     assert found.experiment is not None
     assert found.experiment.setting == {"--enable-prefix-caching": True}
+    evicted = [one | {"num_cached": 4} for one in alike]
+    for limits, setting in (
+        ({"kv_tokens": 1000, "block_size": 10}, {"--num-gpu-blocks-override": 400}),
+        ({}, {"--gpu-memory-utilization": 0.95}),  # the size of the cache is unknown
+    ):
+        found = diagnose(seen(steps, evicted, limits=limits))
+        assert found.experiment is not None
+        assert found.experiment.setting == setting
     reused = [one | {"num_cached": 128} for one in alike]
     assert diagnose(seen(steps, reused)).verdict == "healthy"
     differ = [request(n, 0, 0, 50, num_prompt=140) for n in range(5)]

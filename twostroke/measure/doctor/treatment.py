@@ -78,9 +78,15 @@ def _larger_batch(cause: Cause, observed: Observations, account: TimeAccount) ->
     )
 
 
-def _more_cache(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
+def _larger_cache(observed: Observations) -> dict[str, object]:
+    """Return the option for a larger KV cache: four times the blocks, if their number is known."""
     blocks = observed.limits.get("kv_tokens", 0) // max(1, observed.limits.get("block_size", 16))
-    wanted = {"--num-gpu-blocks-override": 4 * blocks} if blocks else {}
+    if blocks:
+        return {"--num-gpu-blocks-override": 4 * blocks}
+    return {"--gpu-memory-utilization": 0.95}
+
+
+def _more_cache(cause: Cause, observed: Observations, account: TimeAccount) -> ProposedExperiment:
     if cause.phase == "stream":
         lost = max(account.stream_share(Part.PREEMPTION), account.kv_waited_share)
         metric, ratio = "tpot", 1 - lost
@@ -88,7 +94,7 @@ def _more_cache(cause: Cause, observed: Observations, account: TimeAccount) -> P
         metric, ratio = "ttft", account.median_start_ratio(Part.NO_KV_ROOM, Part.QUEUE)
     return ProposedExperiment(
         "more-kv-cache",
-        wanted or {"--gpu-memory-utilization": 0.95},
+        _larger_cache(observed),
         metric,
         _clamped(ratio),
         "requests wait for KV blocks or are preempted; a larger KV cache avoids both. Without more "
@@ -103,10 +109,7 @@ def _reuse_prefixes(
     reused = any(one["num_cached"] for one in observed.requests)
     setting: dict[str, object] = {"--enable-prefix-caching": True}
     if reused:  # prefix caching is on, but blocks are evicted before they are reused
-        blocks = observed.limits.get("kv_tokens", 0) // max(
-            1, observed.limits.get("block_size", 16)
-        )
-        setting = {"--num-gpu-blocks-override": 4 * blocks}
+        setting = _larger_cache(observed)
     return ProposedExperiment(
         "prefix-reuse",
         setting,
