@@ -11,7 +11,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any, cast
 
@@ -334,6 +336,37 @@ def test_a_batch_has_an_answer_or_an_error_for_every_line(tmp_path: Path) -> Non
     assert again.returncode == 1
     assert "is the input file; give another" in again.stderr
     assert twostroke("run-batch").stderr.count("is missing") == 2
+
+
+def test_run_batch_serves_its_metrics_until_the_file_is_answered(tmp_path: Path) -> None:
+    """The file is a pipe, which has lines until the test has seen an answer in the metrics."""
+    source, target, seen = tmp_path / "in.jsonl", tmp_path / "out.jsonl", threading.Event()
+    os.mkfifo(source)
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+
+    def write() -> None:
+        with source.open("w") as lines:
+            while not seen.is_set():
+                lines.write(json.dumps(line) + " " * 4096 + "\n")  # few lines are in the pipe
+
+    files = ["-i", str(source), "-o", str(target)]
+    words = command("run-batch", *files, *SMALL, "--enable-metrics", "--port", "0")
+    writer = threading.Thread(target=write)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        writer.start()
+        try:
+            url = next(m[0] for text in run.stderr if (m := re.search(r"http\S+/metrics", text)))
+            answered = re.compile(r'^vllm:request_success_total\{.*"length".*\} [1-9]', re.M)
+            while not answered.search(urllib.request.urlopen(url, timeout=60).read().decode()):
+                assert run.poll() is None
+        finally:
+            seen.set()
+        (counts,) = re.findall(r"(\d+) answered, 0 failed", run.stderr.read())
+    writer.join()
+    assert run.returncode == 0
+    assert len(target.read_text().splitlines()) == int(counts)
 
 
 def test_a_reader_that_closes_the_pipe_ends_it_quietly() -> None:

@@ -126,6 +126,7 @@ async def _answer(
             tasks.append(loop.create_task(log_stats(client, app.service.metrics.totals)))
         metrics = None
         if listener is not None:
+            listener.listen()  # before the address is announced
             metrics = MetricsServer(app, settings)
             tasks.append(loop.create_task(metrics.serve(sockets=[listener])))
             log.info("the metrics of this batch are at %s/metrics", url_of(listener, settings))
