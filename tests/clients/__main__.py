@@ -35,6 +35,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "anthropic": ("anthropic",),
     "ollama": ("ollama",),
     "openai_agents": ("openai-agents",),
+    "pydantic_ai": ("pydantic-ai-slim[anthropic,openai]",),
 }
 START_S, CLIENT_S = 120, 600
 

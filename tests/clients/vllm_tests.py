@@ -51,6 +51,7 @@ from twostroke.model.find.packaged import DEFAULT_MODEL
 from twostroke.model.text.model_text import chat_template_source, open_tokenizer
 
 HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
 TESTS = Path("tests/entrypoints")
 MODULE_S, TEST_S = 600, 120
 COUNTED = ("passed", "different", "missing")
@@ -151,7 +152,7 @@ def _tell(module: str, tests: dict[str, list[str]]) -> None:
 
 def _code() -> str:
     """Return an identifier of the tested code."""
-    git = ["git", "-C", str(HERE.parents[1])]
+    git = ["git", "-C", str(REPOSITORY)]
     names = ["HEAD:twostroke", "HEAD:tests/clients/vllm_shim"]
     trees = subprocess.run([*git, "rev-parse", *names], capture_output=True, text=True)
     if trees.returncode:
@@ -181,13 +182,15 @@ def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
     file.write_text("")
     env = {
         **os.environ,
-        "PYTHONPATH": str(HERE / "vllm_shim"),
-        "TWOSTROKE_REPOSITORY": str(HERE.parents[1]),
+        "PYTHONPATH": os.pathsep.join((str(HERE / "vllm_shim"), str(path))),
+        "TWOSTROKE_REPOSITORY": str(REPOSITORY),
         "TWOSTROKE_TOKENIZER": str(folder),
         "TWOSTROKE_OUTCOMES": str(file),
         "TWOSTROKE_VERSION": __version__,
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "twostroke_vllm_shim"]
+    # pytest ends with this process, and the servers end with pytest, also by SIGKILL.
+    ends_with_us = [str(REPOSITORY / "twostroke" / "child_process.py"), str(os.getpid())]
+    command = [sys.executable, "-P", *ends_with_us, "pytest", "-q", "-p", "twostroke_vllm_shim"]
     command += [str(TESTS / module), "--confcutdir", str(TESTS), "-c", os.devnull]
     command += ["--rootdir", str(path), "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
     command += ["--timeout", str(TEST_S)]

@@ -215,7 +215,8 @@ class Popen(subprocess.Popen[Any]):
         super().__init__(args, *rest, **given)
 
 
-TWOSTROKE = [sys.executable, "-m", "twostroke"]
+# The server ends with this process, also if the process is killed.
+TWOSTROKE = [sys.executable, "-m", "twostroke.child_process", str(os.getpid()), "twostroke"]
 
 
 class RemoteOpenAIServer:
