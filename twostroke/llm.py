@@ -12,6 +12,7 @@ from twostroke.engine.input_processor import Message, Prompt
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.llm_tokenizer import LLMTokenizer
+from twostroke.model.text.template_source import CONTENT_FORMATS
 from twostroke.observe.progress_bar import PhaseProgress
 from twostroke.observe.totals import Totals
 from twostroke.outputs import Deltas, RequestOutput
@@ -87,7 +88,8 @@ class LLM:
         """Answer one conversation (a list of messages) or several (a list of such lists).
 
         `chat_template`: the text of a template that replaces the model's.
-        `chat_template_content_format`: accepted without effect; a message's parts are one text.
+        `chat_template_content_format`: the content of messages as the template gets it: texts
+        ("string"), lists of parts ("openai"), or by the template ("auto").
         `continue_final_message`: continue the last message.
         """
         _check_no_lora(lora_request)
@@ -98,7 +100,12 @@ class LLM:
             )
         chats: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         processor, prompts = self.engine.input_processor, []
-        run = processor.template_runner(chat_template)
+        if chat_template_content_format not in CONTENT_FORMATS:
+            raise RequestError(
+                f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, not "
+                f"{chat_template_content_format!r}"
+            )
+        run = processor.template_runner(chat_template, chat_template_content_format)
         for chat in chats:
             text = processor.chat_text(
                 chat,

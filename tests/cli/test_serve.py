@@ -193,7 +193,8 @@ def test_other_names_of_vllm_have_the_same_meaning(monkeypatch: pytest.MonkeyPat
         "--generation-config vllm --override-generation-config.top_k 7 --max-model-len auto "
         "--device-memory-utilization 0.5 --device-ids 1 --load-format fastsafetensors "
         "--max-num-queued-reqs 9 --log-level INFO --root-path /llm --enable-request-id-headers "
-        "--enable-force-include-usage --reasoning-parser qwen3 --enable-log-requests"
+        "--enable-force-include-usage --reasoning-parser qwen3 --enable-log-requests "
+        "--chat-template-content-format string"
     )
     taken = read(*line.split())
     neutral = {
@@ -217,6 +218,7 @@ def test_other_names_of_vllm_have_the_same_meaning(monkeypatch: pytest.MonkeyPat
         force_include_usage=True,
         reasoning_parser="qwen3",
         access_log=True,
+        chat_template_content_format="string",
     )
 
 

@@ -201,6 +201,9 @@ def test_a_chat_says_its_prompt_and_takes_other_templates(llm: LLM) -> None:
     assert output.prompt == "the quick brown fox (1)!"
     (output,) = llm.chat(CHAT, GREEDY, False, chat_template=other, add_generation_prompt=False)
     assert output.prompt == "the quick brown fox"
+    parts: dict[str, Any] = {"chat_template": "{{ messages[0].content[0].text }}"}
+    (output,) = llm.chat(CHAT, GREEDY, False, **parts, chat_template_content_format="openai")
+    assert output.prompt == "the quick brown fox"
     open_ended = [*CHAT, {"role": "assistant", "content": "the lazy"}]
     how = {"add_generation_prompt": False, "continue_final_message": True}
     outputs = llm.chat([open_ended, open_ended], GREEDY, use_tqdm=False, **how)

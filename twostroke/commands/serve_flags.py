@@ -195,6 +195,13 @@ def _add_chat(group: argparse._ArgumentGroup) -> None:
     )
     _add(
         group,
+        "--chat-template-content-format",
+        metavar="FORMAT",
+        help="the content of messages as the chat template gets it: string (a text), openai (a "
+        "list of parts) or auto (by the template; the default)",
+    )
+    _add(
+        group,
         "--trust-request-chat-template",
         action=SWITCH,
         help="let a request have its own chat template",

@@ -224,10 +224,6 @@ RESTRICTED: Restrictions = {
     "--runner": (("auto", "generate"), "the server generates text"),
     "--task": (("auto", "generate"), f"the server generates text ({DROPPED})"),
     "--convert": (("auto", "none"), "the server generates text"),
-    "--chat-template-content-format": (
-        ("auto", "openai", "string"),
-        "the parts of content are joined if the template does not read parts",
-    ),
     "--logprobs-mode": (
         ("raw_logprobs",),
         "log-probabilities are computed before penalties and temperature",

@@ -153,11 +153,14 @@ class InputProcessor:
             raise self.too_long(f"{num_chars} characters", limit or 0)
         return text
 
-    def template_runner(self, source: str | None = None) -> TemplateRunner:
+    def template_runner(
+        self, source: str | None = None, content_format: str = "auto"
+    ) -> TemplateRunner:
         """Return a renderer of the model's own template, or of `source`, given by the program."""
-        return partial(self.run_template, self._renderer, self.template(source), None)
+        template = self.template(source, content_format)
+        return partial(self.run_template, self._renderer, template, None)
 
-    def template(self, of_request: str | None = None) -> Template:
+    def template(self, of_request: str | None = None, content_format: str = "auto") -> Template:
         """Return the model's own template, or the template of a request."""
         tokenizer = self._need_tokenizer("a chat")
         source = self.chat_template if of_request is None else of_request
@@ -166,7 +169,7 @@ class InputProcessor:
                 "the model has no chat template; give one (chat_template) or use a plain prompt"
             )
         names = tokenizer.bos_token, tokenizer.eos_token
-        return Template(source, *names, of_request=of_request is not None)
+        return Template(source, *names, of_request is not None, content_format)
 
     # ── prompts ─────────────────────────────────────────────────────────────────────────────
 

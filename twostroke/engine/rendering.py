@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Final
 
 from twostroke.errors import RequestError
@@ -26,6 +26,7 @@ class Template:
     bos_token: str
     eos_token: str
     of_request: bool = False
+    content_format: str = "auto"  # see `ChatTemplate`
 
 
 class TemplateRenderer:
@@ -44,8 +45,7 @@ class TemplateRenderer:
     ) -> tuple[int, str | None]:
         """Return the length of a conversation's text and, unless it is longer than `max_chars`, the
         text. `conversation` is made by `encode_conversation`."""
-        fields = template.source, template.bos_token, template.eos_token, template.of_request
-        head, tail = as_json(fields), as_json(max_chars)
+        head, tail = as_json(astuple(template)), as_json(max_chars)
         name = template_name(template.of_request)
         param = "chat_template" if template.of_request else None
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
+from twostroke.model.text.template_source import CONTENT_FORMATS
 from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 from twostroke.strict import StrictSettings
 
@@ -75,6 +76,7 @@ class ServeSettings(StrictSettings):
     # Reasoning effort of a request → the value for the chat template.
     reasoning_effort_map: dict[str, str] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_content_format: str = "auto"  # one of CONTENT_FORMATS
     trust_request_chat_template: bool = False  # requests may have a chat template
     enable_auto_tool_choice: bool = True  # tool_choice "auto" is allowed
     exclude_tools_when_tool_choice_none: bool = False  # hide the tools from the model then
@@ -161,6 +163,7 @@ class ServeSettings(StrictSettings):
         if not isinstance(path, str) or (path and not path.startswith("/")) or "?" in path:
             self._refuse("root_path", "a path that begins with '/', such as /llm")
         object.__setattr__(self, "root_path", path.rstrip("/"))
+        self._check_choice("chat_template_content_format", CONTENT_FORMATS)
         if self.tool_call_parser is not None:
             self._check_choice("tool_call_parser", ("auto", *TOOL_PARSERS))
         if self.reasoning_parser is not None:

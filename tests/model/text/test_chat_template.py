@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import pytest
 import tokenizers
@@ -206,6 +206,32 @@ def test_content_parts_become_text() -> None:
     assert render(STYLES["contents in parts"], given) == "<|user|>onetwo<|end|>"
     result = [*given, {"role": "tool", "content": parts}]
     assert render(STYLES["contents in parts"], result).endswith("<|tool|>one\ntwo<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("content_format", "of_parts", "of_text"),
+    [
+        ("auto", "[one][two]", "one"),  # this template reads both
+        ("string", "one\ntwo", "one"),
+        ("openai", "[one][two]", "[one]"),
+    ],
+)
+def test_the_content_format_decides_between_texts_and_parts(
+    renderer: TemplateRenderer, content_format: str, of_parts: str, of_text: str
+) -> None:
+    source = (
+        "{% set c = messages[0].content %}{% if c is string %}{{ c }}"
+        "{% else %}{% for part in c %}[{{ part.text }}]{% endfor %}{% endif %}"
+    )
+    template = Template(source, "", "", content_format=content_format)
+
+    def text(content: Any) -> str | None:
+        messages = [{"role": "user", "content": content}]
+        conversation = encode_conversation(messages, True, None, False, {})
+        return renderer.render(template, conversation, None)[1]
+
+    assert text([{"type": "text", "text": text} for text in ("one", "two")]) == of_parts
+    assert text("one") == of_text
 
 
 def test_a_template_is_given_the_fields_of_parts_that_it_asks_for() -> None:
@@ -411,21 +437,75 @@ class Silent:
     vocab_size = 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("chatml", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "llama3",
-            "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        ("gemma", "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"),
-        ("phi3", "<s><|user|>\nHi<|end|>\n<|assistant|>\n"),
-        ("zephyr", "<s><|user|>\nHi</s>\n<|assistant|>\n"),
-        ("vicuna", "<s>USER: Hi\nASSISTANT:"),
-    ],
-)
-def test_a_template_is_known_by_its_name(name: str, text: str) -> None:
+# The prompts of `NAMED_CHAT` by name, with <s> and </s> as the model's begin and end.
+NAMED_CHAT: Final = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "U"},
+    {"role": "assistant", "content": " A"},
+    {"role": "user", "content": "V"},
+]
+LLAMA2 = "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A</s>"
+COMMAND_R = "<|START_OF_TURN_TOKEN|>"
+COMMAND_R_END = "<|END_OF_TURN_TOKEN|>"
+NAMED_PROMPTS: Final = {
+    "chatglm4": "[gMASK]<sop><|system|>\nS<|user|>\nU<|assistant|>\n A<|user|>\nV<|assistant|>\n",
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+    "<|im_start|>assistant\n A<|im_end|>\n<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
+    "command-r": f"<s>{COMMAND_R}<|SYSTEM_TOKEN|>S{COMMAND_R_END}"
+    f"{COMMAND_R}<|USER_TOKEN|>U{COMMAND_R_END}{COMMAND_R}<|CHATBOT_TOKEN|>A{COMMAND_R_END}"
+    f"{COMMAND_R}<|USER_TOKEN|>V{COMMAND_R_END}{COMMAND_R}<|CHATBOT_TOKEN|>",
+    "deepseek": "<s>S### Instruction:\nU\n### Response:\n A\n<|EOT|>\n### Instruction:\nV\n"
+    "### Response:\n",
+    "deepseek2": "<s>S\n\nUser: U\n\nAssistant:  A</s>User: V\n\nAssistant:",
+    "deepseek3": "<s>S\n\n<｜User｜>U<｜Assistant｜> A</s><｜User｜>V<｜Assistant｜>",
+    "exaone3": "[|system|]S[|endofturn|]\n[|user|]U\n[|assistant|]A[|endofturn|]\n[|user|]V\n"
+    "[|assistant|]",
+    "falcon3": "<|system|>\nS\n<|user|>\nU\n<|assistant|>\n A\n<|user|>\nV\n<|assistant|>\n",
+    "gemma": "<s><start_of_turn>user\nS<end_of_turn>\n<start_of_turn>user\nU<end_of_turn>\n"
+    "<start_of_turn>model\n A<end_of_turn>\n<start_of_turn>user\nV<end_of_turn>\n"
+    "<start_of_turn>model\n",
+    "granite": "<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n"
+    "<|start_of_role|>user<|end_of_role|>U<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|> A<|end_of_text|>\n"
+    "<|start_of_role|>user<|end_of_role|>V<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "llama2": "<s>[INST] S\nU [/INST] A</s>[INST] V [/INST]",
+    "llama2-sys": LLAMA2 + "[INST] V [/INST]",
+    "llama2-sys-bos": LLAMA2 + "<s>[INST] V [/INST]",
+    "llama2-sys-strip": LLAMA2.replace(" A", "A") + "[INST] V [/INST]",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n A<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nV<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "llama4": "<s><|header_start|>system<|header_end|>\n\nS<|eot|>"
+    "<|header_start|>user<|header_end|>\n\nU<|eot|>"
+    "<|header_start|>assistant<|header_end|>\n\nA<|eot|>"
+    "<|header_start|>user<|header_end|>\n\nV<|eot|>"
+    "<|header_start|>assistant<|header_end|>\n\n",
+    "mistral-v1": "<s> [INST] S\n\nU [/INST]  A</s> [INST] V [/INST]",
+    "mistral-v3": "<s>[INST] S\n\nU[/INST] A</s>[INST] V[/INST]",
+    "mistral-v3-tekken": "<s>[INST]S\n\nU[/INST] A</s>[INST]V[/INST]",
+    "mistral-v7": "<s>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST] U[/INST]  A</s>[INST] V[/INST]",
+    "mistral-v7-tekken": "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST] A</s>[INST]V[/INST]",
+    "monarch": "<s>system\nS</s>\n<s>user\nU</s>\n<s>assistant\n A</s>\n<s>user\nV</s>\n"
+    "<s>assistant\n",
+    "openchat": "<s>S<|end_of_turn|>GPT4 Correct User: U<|end_of_turn|>"
+    "GPT4 Correct Assistant:  A<|end_of_turn|>GPT4 Correct User: V<|end_of_turn|>"
+    "GPT4 Correct Assistant:",
+    "phi3": "<s><|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\n A<|end|>\n"
+    "<|user|>\nV<|end|>\n<|assistant|>\n",
+    "phi4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|>"
+    "<|im_start|>assistant<|im_sep|> A<|im_end|><|im_start|>user<|im_sep|>V<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>",
+    "vicuna": "<s>S\n\nUSER: U\nASSISTANT:  A</s>\nUSER: V\nASSISTANT:",
+    "vicuna-orca": "<s>SYSTEM: S\nUSER: U\nASSISTANT:  A</s>\nUSER: V\nASSISTANT:",
+    "zephyr": "<s><|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\n A</s>\n<|user|>\nV</s>\n"
+    "<|assistant|>\n",
+}
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_a_template_is_known_by_its_name(name: str) -> None:
     template = ChatTemplate(NAMED_TEMPLATES[name], "<s>", "</s>")
-    assert template.render([{"role": "user", "content": "Hi"}]) == text
+    assert template.render(NAMED_CHAT) == NAMED_PROMPTS[name]

@@ -96,6 +96,15 @@ def test_tools_that_must_not_be_called_are_shown_unless_the_server_leaves_them_o
         assert none == (without if excluded else auto)
 
 
+def test_a_template_gets_contents_in_the_format_of_the_server(tmp_path: Path) -> None:
+    template = "{{ 'dog' if messages[0].content is string else 'fox' }}"
+    settings: Any = {"chat_template_content_format": "openai"}
+    with running(tiny_llm(tiny_folder(tmp_path), chat_template=template), **settings) as server:
+        chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "the"}]})
+        text = server.post("/tokenize", {"prompt": "fox", "add_special_tokens": False})
+        assert chat["tokens"] == text["tokens"]
+
+
 def test_routes_are_there_with_and_without_the_root_path(server: Running) -> None:
     assert server.post("/llm" + TEXT, PROMPT)["choices"] == server.post(TEXT, PROMPT)["choices"]
     assert server.ask("GET", "/llmv1/models")[0] == 404

@@ -37,10 +37,17 @@ END: Final = "[[the message ends here]] "  # marks the end of the last message i
 
 class ChatTemplate:
     def __init__(
-        self, source: str, bos_token: str, eos_token: str, of_request: bool = False
+        self,
+        source: str,
+        bos_token: str,
+        eos_token: str,
+        of_request: bool = False,
+        content_format: str = "auto",
     ) -> None:
+        """`content_format`: one of `CONTENT_FORMATS`."""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._name = template_name(of_request)
+        self._content_format = content_format
         self._parts_read: dict[str, bool | None] = {}  # by role
         advice = "Correct it." if of_request else "Give another one with --chat-template FILE."
         self._advice = advice
@@ -152,8 +159,11 @@ class ChatTemplate:
     def _shaped(self, messages: Messages) -> Messages:
         shaped = []
         for message in messages:
-            if isinstance(message["content"], list) and not self._reads_parts(message):
-                message = message | {"content": join_parts(message["content"])}
+            content = message["content"]
+            if isinstance(content, list) and not self._reads_parts(message):
+                message = message | {"content": join_parts(content)}
+            elif isinstance(content, str) and self._content_format == "openai":
+                message = message | {"content": [{"type": "text", "text": content}]}
             if message.get("tool_calls"):
                 message = self._call_shape(message)
             shaped.append(message)
@@ -172,6 +182,8 @@ class ChatTemplate:
 
     def _reads_parts(self, message: dict[str, Any]) -> bool:
         """Return whether the template iterates over content that is a list."""
+        if self._content_format != "auto":
+            return self._content_format == "openai"
         role = message["role"]
         if role not in ("system", "developer", "user", "assistant"):
             return False

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+# auto: by the template; openai: contents are lists of parts; string: contents are texts
+CONTENT_FORMATS: Final = ("auto", "openai", "string")
+
 
 def template_name(of_request: bool) -> str:
     """Return the name that messages use for a template."""
@@ -21,37 +24,116 @@ def choose_template(named: Mapping[str, str]) -> str | None:
     return named["default"] if "default" in named else named[min(named)]
 
 
-def _turns(before: str, after: str, open_turn: str, roles: str = "m.role") -> str:
-    """Return a template whose turns all look the same: `before`, the content, `after`."""
-    turn = before.replace("ROLE", "{{ " + roles + " }}")
+BOS: Final = "{{ bos_token }}"
+EOS: Final = "{{ eos_token }}"
+
+
+def _turns(turn: str, open_turn: str, start: str = BOS) -> str:
+    """Return a template whose turns all look the same. In a turn TEXT stands for the message's
+    content, TRIMMED for the content without white space around it, and ROLE for the role."""
+    names = {"TEXT": "m.content", "TRIMMED": "m.content | trim", "ROLE": "m.role"}
+    for name, value in names.items():
+        turn = turn.replace(name, "{{ " + value + " }}")
     return (
-        "{{ bos_token }}{% for m in messages %}"
-        f"{turn}{{{{ m.content }}}}{after}"
-        "{% endfor %}{% if add_generation_prompt %}" + open_turn + "{% endif %}"
+        f"{start}{{% for m in messages %}}{turn}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{open_turn}{{% endif %}}"
     )
 
 
-_GEMMA_ROLES = "'model' if m.role == 'assistant' else 'user'"
-_VICUNA_TURN = (
-    "{% if m.role == 'user' %}USER: {{ m.content }}\n"
-    "{% elif m.role == 'assistant' %}ASSISTANT: {{ m.content }}{{ eos_token }}\n"
-    "{% else %}{{ m.content }}\n\n{% endif %}"
-)
+def _by_role(
+    user: str, assistant: str, system: str, open_turn: str, exchange: str = "", start: str = BOS
+) -> str:
+    """Return a template with a turn for each role.
+
+    `exchange`: begins the first message and each message after an answer.
+    """
+    if exchange:
+        after_answer = "{% if loop.first or loop.previtem.role == 'assistant' %}"
+        exchange = f"{after_answer}{exchange}{{% endif %}}"
+    turn = (
+        f"{exchange}{{% if m.role == 'user' %}}{user}{{% elif m.role == 'assistant' %}}{assistant}"
+        f"{{% else %}}{system}{{% endif %}}"
+    )
+    return _turns(turn, open_turn, start)
+
+
+def _llama2(system: str, text: str = "TEXT", begin: str = "") -> str:
+    return _by_role(
+        f"{text} [/INST]", text + EOS, system.replace("TEXT", text), "", f"{begin}[INST] "
+    )
+
+
+def _command_r(role: str, content: str = "TRIMMED<|END_OF_TURN_TOKEN|>") -> str:
+    return f"<|START_OF_TURN_TOKEN|><|{role}_TOKEN|>{content}"
+
+
+_GEMMA_ROLE = "{{ 'model' if m.role == 'assistant' else 'user' }}"
+_BOS_LATER = "{% if not loop.first %}{{ bos_token }}{% endif %}"
+_LLAMA2_SYSTEM = "<<SYS>>\nTEXT\n<</SYS>>\n\n"
+_VICUNA = ("USER: TEXT\n", f"ASSISTANT: TEXT{EOS}\n")
 NAMED_TEMPLATES: Final[dict[str, str]] = {
-    "chatml": _turns("<|im_start|>ROLE\n", "<|im_end|>\n", "<|im_start|>assistant\n").removeprefix(
-        "{{ bos_token }}"
+    "chatglm4": _turns("<|ROLE|>\nTEXT", "<|assistant|>\n", "[gMASK]<sop>"),
+    "chatml": _turns("<|im_start|>ROLE\nTEXT<|im_end|>\n", "<|im_start|>assistant\n", ""),
+    "command-r": _by_role(
+        _command_r("USER"), _command_r("CHATBOT"), _command_r("SYSTEM"), _command_r("CHATBOT", "")
     ),
+    "deepseek": _by_role(
+        "### Instruction:\nTEXT\n",
+        "### Response:\nTEXT\n<|EOT|>\n",
+        "TEXT",
+        "### Response:\n",
+    ),
+    "deepseek2": _by_role("User: TEXT\n\n", f"Assistant: TEXT{EOS}", "TEXT\n\n", "Assistant:"),
+    "deepseek3": _by_role(
+        "<｜User｜>TEXT", f"<｜Assistant｜>TEXT{EOS}", "TEXT\n\n", "<｜Assistant｜>"
+    ),
+    "exaone3": _by_role(
+        "[|user|]TRIMMED\n",
+        "[|assistant|]TRIMMED[|endofturn|]\n",
+        "[|system|]TRIMMED[|endofturn|]\n",
+        "[|assistant|]",
+        start="",
+    ),
+    "falcon3": _turns("<|ROLE|>\nTEXT\n", "<|assistant|>\n", ""),
+    "gemma": _turns(f"<start_of_turn>{_GEMMA_ROLE}\nTEXT<end_of_turn>\n", "<start_of_turn>model\n"),
+    "granite": _turns(
+        "<|start_of_role|>ROLE<|end_of_role|>TEXT<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|>",
+        "",
+    ),
+    "llama2": _llama2("TEXT\n"),
+    "llama2-sys": _llama2(_LLAMA2_SYSTEM),
+    "llama2-sys-bos": _llama2(_LLAMA2_SYSTEM, begin=_BOS_LATER),
+    "llama2-sys-strip": _llama2(_LLAMA2_SYSTEM, "TRIMMED"),
     "llama3": _turns(
-        "<|start_header_id|>ROLE<|end_header_id|>\n\n",
-        "<|eot_id|>",
+        "<|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>",
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    "gemma": _turns(
-        "<start_of_turn>ROLE\n", "<end_of_turn>\n", "<start_of_turn>model\n", _GEMMA_ROLES
+    "llama4": _turns(
+        "<|header_start|>ROLE<|header_end|>\n\nTRIMMED<|eot|>",
+        "<|header_start|>assistant<|header_end|>\n\n",
     ),
-    "phi3": _turns("<|ROLE|>\n", "<|end|>\n", "<|assistant|>\n"),
-    "zephyr": _turns("<|ROLE|>\n", "{{ eos_token }}\n", "<|assistant|>\n"),
-    "vicuna": "{{ bos_token }}{% for m in messages %}"
-    + _VICUNA_TURN
-    + "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    "mistral-v1": _by_role("TEXT [/INST]", f" TEXT{EOS}", "TEXT\n\n", "", " [INST] "),
+    "mistral-v3": _by_role("TEXT[/INST]", f" TRIMMED{EOS}", "TEXT\n\n", "", "[INST] "),
+    "mistral-v3-tekken": _by_role("TEXT[/INST]", f"TEXT{EOS}", "TEXT\n\n", "", "[INST]"),
+    "mistral-v7": _by_role(
+        "[INST] TEXT[/INST]", f" TEXT{EOS}", "[SYSTEM_PROMPT] TEXT[/SYSTEM_PROMPT]", ""
+    ),
+    "mistral-v7-tekken": _by_role(
+        "[INST]TEXT[/INST]", f"TEXT{EOS}", "[SYSTEM_PROMPT]TEXT[/SYSTEM_PROMPT]", ""
+    ),
+    "monarch": _turns(f"{BOS}ROLE\nTEXT{EOS}\n", f"{BOS}assistant\n", ""),
+    "openchat": _by_role(
+        "GPT4 Correct User: TEXT<|end_of_turn|>",
+        "GPT4 Correct Assistant: TEXT<|end_of_turn|>",
+        "TEXT<|end_of_turn|>",
+        "GPT4 Correct Assistant:",
+    ),
+    "phi3": _turns("<|ROLE|>\nTEXT<|end|>\n", "<|assistant|>\n"),
+    "phi4": _turns(
+        "<|im_start|>ROLE<|im_sep|>TEXT<|im_end|>", "<|im_start|>assistant<|im_sep|>", ""
+    ),
+    "vicuna": _by_role(*_VICUNA, "TEXT\n\n", "ASSISTANT:"),
+    "vicuna-orca": _by_role(*_VICUNA, "SYSTEM: TEXT\n", "ASSISTANT:"),
+    "zephyr": _turns(f"<|ROLE|>\nTEXT{EOS}\n", "<|assistant|>\n"),
 }

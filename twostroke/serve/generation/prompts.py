@@ -200,7 +200,9 @@ class PromptProcessor:
         run = partial(
             self._input.run_template,
             self._own_template_renderer if of_request else self._renderer,
-            self._input.template(request.chat_template),
+            self._input.template(
+                request.chat_template, self._settings.chat_template_content_format
+            ),
             self.max_tokens,
         )
         return self._input.render_chat(
