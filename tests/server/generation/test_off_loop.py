@@ -17,6 +17,10 @@ import pytest
 
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
+from twostroke.engine.grammar_check import GrammarCheck
+from twostroke.errors import RequestError
+from twostroke.request import StructuredOutputs
+from twostroke.sandbox import LimitExceeded
 
 pytestmark = pytest.mark.core  # bounds of security
 
@@ -93,12 +97,32 @@ def test_costly_grammars_keep_nothing_else_waiting_and_too_many_are_refused(
 def test_a_grammar_found_bad_is_not_compiled_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = server.ask("POST", CHAT, costly(1000))
+    bad = chat(structured_outputs={"regex": "a(b"})
+    first = server.ask("POST", CHAT, bad)
     grammars = server.client.input_processor.grammars
     monkeypatch.setattr(grammars._pool, "ask", lambda request: pytest.fail("asked again"))
-    second = server.ask("POST", CHAT, costly(1000))
+    second = server.ask("POST", CHAT, bad)
     assert first[0] == second[0] == 400
     assert first[2] == second[2]
+
+
+@pytest.mark.parametrize("transient", [False, True])
+def test_a_limit_is_remembered_unless_it_was_the_machines(
+    transient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may not run a check for seconds: that says nothing about the grammar."""
+    check, asked = GrammarCheck("{}", []), []
+
+    def ask(request: bytes) -> bytes:
+        asked.append(request)
+        raise LimitExceeded("it takes long", transient)
+
+    monkeypatch.setattr(check._pool, "ask", ask)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="the grammar is too complex"):
+            check.check(StructuredOutputs(regex="a+"))
+    assert len(asked) == (2 if transient else 1)
+    check.close()
 
 
 def test_an_endless_template_of_the_model_costs_its_own_request_only(server: Running) -> None:
