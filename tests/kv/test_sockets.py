@@ -125,6 +125,19 @@ def test_several_fetches_share_a_connection(engines: Engines) -> None:
     assert not any(peer.copies for peer in transport._peers.values()), "nothing is left of them"
 
 
+def test_an_idle_connection_is_closed_only_to_make_room_for_another(
+    made: list[Engines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_PEERS", 1)
+    made.append(Engines())
+    (transport,) = made[0].fetching._transports
+    assert isinstance(transport, Sockets)
+    first = transport._peer("tcp://127.0.0.1:1")
+    assert transport._peer("tcp://127.0.0.1:1") is first
+    second = transport._peer("tcp://127.0.0.1:2")
+    assert list(transport._peers.values()) == [second]
+
+
 def test_a_released_offer_is_refused(engines: Engines) -> None:
     offer = engines.offer()
     engines.sending.release(offer.number)

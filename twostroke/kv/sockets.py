@@ -224,9 +224,10 @@ class Sockets(Transport):
     def _peer(self, endpoint: str) -> _Peer:
         for at in [at for at, peer in self._peers.items() if peer.problem is not None]:
             self._peers.pop(at).close()
-        idle = [at for at, peer in self._peers.items() if not peer.copies]
-        while len(self._peers) >= MAX_PEERS and idle:
-            self._peers.pop(idle.pop(0)).close()
+        others = {at: peer for at, peer in self._peers.items() if at != endpoint}
+        idle = [at for at, peer in others.items() if not peer.copies]
+        for at in idle[: max(0, len(others) - MAX_PEERS + 1)]:
+            self._peers.pop(at).close()
         self._context = self._context or zmq.Context()
         peer = self._peers.pop(endpoint, None) or _Peer(
             self._context, endpoint, max(self._blocks.block_bytes), self._secret

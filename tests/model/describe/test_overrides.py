@@ -64,6 +64,10 @@ def test_settings_of_the_rope_go_where_the_config_keeps_them() -> None:
     by_kind = {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}
     both = override_config({"rope_parameters": by_kind}, {"rope_scaling": YARN})
     assert both["rope_parameters"]["full_attention"] == YARN
+    sliding = {"rope_parameters": {"sliding_attention": {"rope_theta": 5.0}}}
+    both = override_config({"rope_parameters": by_kind}, {"rope_theta": 9.0, **sliding})
+    assert both["rope_parameters"]["full_attention"]["rope_theta"] == 9.0
+    assert both["rope_parameters"]["sliding_attention"]["rope_theta"] == 5.0
     older = override_config({"rope_scaling": {"type": "linear"}}, {"rope_scaling": YARN})
     assert older == {"rope_scaling": YARN}
     alone = override_config({}, {"rope_scaling": {"factor": 2.0}})

@@ -38,9 +38,8 @@ CAUSE_COLORS = dict(zip(CAUSES, COLORS, strict=True))
 
 def serve_page(outcome: BenchOutcome) -> str:
     result = outcome.result
-    percentiles = [
-        key.split("_")[0] for key in result if key.startswith("p") and key.endswith("_ttft_ms")
-    ]
+    names = [key.split("_")[0] for key in result if key.startswith("p") and "_ttft_ms" in key]
+    percentiles = sorted(names, key=lambda name: float(name[1:]))
     columns = ["mean", "median", *percentiles]
     rows = [
         [title, *(milliseconds(result[f"{column}_{metric}_ms"]) for column in columns)]

@@ -36,7 +36,8 @@ def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     own = config.get(ROPE)
     if rope and isinstance(own, dict):
         base = own.get(FULL)
-        remaining[ROPE] = {FULL: rope} if isinstance(base, dict) else rope
+        by_type = remaining.get(ROPE, {})  # ropes that are given for each layer type
+        remaining[ROPE] = _merged(by_type, {FULL: rope} if isinstance(base, dict) else rope)
     elif rope:
         if THETA in rope:
             remaining[THETA] = rope.pop(THETA)
