@@ -42,7 +42,11 @@ def test_answers_have_metrics_where_the_server_is_told_to(llm: LLM) -> None:
         assert metrics["tokens_per_second"] == pytest.approx(4e3 / total_ms)
         *_, last, done = server.events("/v1/completions", {**BODY, **usage})
         assert done == "[DONE]"
-        assert last["metrics"].keys() == FIELDS
+        assert last["metrics"].keys() == FIELDS - {"speculative_decoding"}
+        *_, last, done = server.events("/v1/completions", {**BODY, **usage, "max_tokens": 1})
+        assert last["metrics"].keys() == FIELDS - {"speculative_decoding", "mean_itl_ms"}
+        *_, last, done = server.events("/v1/completions", {**BODY, **usage, "n": 2})
+        assert "metrics" not in last
         several = server.post("/v1/completions", {**BODY, "n": 2})
         assert several["metrics"] is None, "the times of several texts belong to no one text"
     with running(llm) as server:

@@ -137,7 +137,10 @@ class ChunkWriter(ABC, Generic[G]):
         self.counts.cached = sum(map(cached_tokens, self.finished))
         more: Json = {"timings": timings(self.finished)}
         if self.generation.service.settings.enable_per_request_metrics:
-            more["metrics"] = request_metrics(self.finished)
+            metrics = request_metrics(self.finished)
+            if metrics is not None:  # vLLM's last chunk has no null values, unlike whole answers
+                known = {name: value for name, value in metrics.items() if value is not None}
+                more["metrics"] = known
         return event(self.chunk([], usage=self.counts.usage(), **more)) + DONE
 
     def fail(self, error: ApiError) -> bytes:
