@@ -355,8 +355,9 @@ class OutputProcessor:
                 log.exception("a listener failed on the error of %s", state.request_id)
         return left
 
-    def lose(self, state: RequestState) -> bool:
-        """End a request of a lost engine if it was complete or abandoned; return False if not."""
+    def end_if_unneeded(self, state: RequestState) -> bool:
+        """End a request of a dead engine if its output is complete, it was aborted, or it has no
+        listener; return False if the request is still needed."""
         if not (state.output.finished or state.aborted or state.on_output is None):
             return False
         left = self.in_engine(state)

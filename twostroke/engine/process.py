@@ -80,8 +80,9 @@ RECEIVE_S = 0.005  # how long messages are handled while there is work
 
 
 class Heart:
-    """A thread that sends `Heartbeat`s on a socket of its own until the process ends. They start
-    before the engine is built. So the parent can tell a long step from a stopped process."""
+    """A thread that sends `Heartbeat`s on a socket of its own. It starts before the engine is built
+    and runs until the process ends, so that the parent can tell a long step from a stopped
+    process."""
 
     def __init__(self, outbox: zmq.Socket[bytes]) -> None:
         self.step_began_s = 0.0  # 0: no step runs
@@ -159,6 +160,7 @@ class EngineServer:
                 if not self._handle(self._unhandled.popleft()):
                     return False
                 continue
+            # While idle, prepare memory for fetched blocks in small parts until a message arrives.
             while not self._core.has_work and self._core.scheduler.offers.prepare_memory():
                 if self._inbox.poll(0):
                     break
@@ -169,7 +171,7 @@ class EngineServer:
 
     def _receive(self) -> None:
         """Receive all messages. Aborts overtake other messages, so that no step computes tokens
-        that the client has left."""
+        for a client that has left."""
         while True:
             try:
                 message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
@@ -315,7 +317,8 @@ class EngineServer:
 
 
 def main(send_to: str, builder: str) -> int:
-    for name in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process, and may drain
+    # Only the parent ends this process, because it may let running requests finish first.
+    for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     log_lines.configure()
     config = EngineConfig(**json.loads(_read_line(0)))
@@ -334,9 +337,9 @@ def run_engine(
     secret: str | None = None,
 ) -> int:
     """Build an engine and run it until it is told to end; return the exit code. `send_to`: the
-    address for its messages. `listen_at`: the address of its inbox; the port may be *. `where`: its
-    place, named in errors if that is another machine. `secret`: of the sockets, if other users can
-    reach them."""
+    address for its messages. `listen_at`: the address of its inbox; the port may be *. `where`: the
+    name of this machine in errors, if the parent runs on another machine. `secret`: the secret of
+    the sockets, if other users can reach them."""
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     beats = context.socket(zmq.PUSH)
@@ -370,7 +373,7 @@ def run_engine(
         code = 0
     except Exception as error:
         kind, message = pack_error(error)
-        if not kind:
+        if not kind:  # an unexpected error
             with contextlib.suppress(OSError):  # a full disk must not cost the last message
                 traceback.print_exc()
         outbox.send(encode(Failed(kind, f"{where}: {message}" if where else message)))
@@ -401,7 +404,7 @@ def _read_line(file: int) -> bytes:
 
 
 def _end_with_parent(folder: str | None) -> None:
-    # Not through sys.stdin: a thread that holds its lock would disturb the interpreter's end.
+    # Not through sys.stdin: a thread that holds its lock would disturb the interpreter's exit.
     while os.read(0, 1):
         pass
     if folder is not None:

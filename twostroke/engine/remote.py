@@ -1,5 +1,5 @@
 """`RemoteEngine`: an engine in a process of its own, so that the engine's loop and the HTTP server
-never wait for each other's Python. No torch on this side.
+never wait for each other's Python. This process does not import torch.
 
     this process     InputProcessor, OutputProcessor
     engine process   EngineCore (`process.py`), supervised (`supervised.py`)
@@ -42,8 +42,8 @@ MAX_ATTEMPTS = 4  # engine processes that one request is sent to: it may be what
 
 
 class RemoteEngine(SupervisedEngine, ProcessClient):
-    """Start with `await RemoteEngine.start(config)`; use as `async with`, or `await close()`.
-    Everything else is called in the event loop that started it."""
+    """An engine in a child process. Create it with `await RemoteEngine.start(config)`; end it with
+    `async with` or `await close()`. Call all other methods in the event loop that started it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         ProcessClient.__init__(self, input_processor, seed)
         self._sleep_lock = asyncio.Lock()
 
-    # ── life ────────────────────────────────────────────────────────────────────────────────
+    # ── start and stop ──────────────────────────────────────────────────────────────────────
 
     @classmethod
     async def start(
@@ -71,9 +71,10 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         restart_limit: int = MAX_QUICK_DEATHS,
     ) -> RemoteEngine:
         """Start the process, or take over `spawned`, a process with the same arguments.
-        `hang_timeout_s`: an engine that is silent for so long is killed; 0: never.
-        `restart_limit`: after so many deaths in a row, soon after the start, the engine stops."""
-        reading = asyncio.create_task(asyncio.to_thread(open_text, config))
+        `hang_timeout_s`: a process that is silent for this time is killed; 0: never.
+        `restart_limit`: after this many deaths in a row, each soon after a start, the engine is not
+        started again."""
+        reading = asyncio.create_task(asyncio.to_thread(open_tokenizer_and_template, config))
         launcher = LocalLauncher(config, builder, spawned)
         child = Child(launcher.launch(), hang_timeout_s)
         starting = asyncio.create_task(child.start())
@@ -111,7 +112,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
                     self.abort(state.request_id)
             await self.drain(None if drain else STOP_PATIENCE_S)
             await self._child.stop(STOP_PATIENCE_S)
-            while self._up:  # until `_supervise` has seen it
+            while self._up:  # until `_supervise` has noticed the end of the process
                 await asyncio.sleep(0)
 
     async def wake_up(self) -> None:
@@ -130,11 +131,11 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         if self._up:
             self.abort_all(self._outputs.in_engine(state))
         else:
-            self._outputs.lose(state)
+            self._outputs.end_if_unneeded(state)
             self._some_ended.set()
 
     def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
-        if self.add(requests):  # else the next process is sent the request
+        if self.add(requests):  # otherwise the request is sent to the next process
             state.attempts += 1
 
     # ── events of the engine ────────────────────────────────────────────────────────────────
@@ -155,24 +156,24 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
     def on_refused(self, names: list[str], reason: Exception) -> None:
         state = self._outputs.of(names[0])
         if state.aborted:
-            self._outputs.lose(state)
+            self._outputs.end_if_unneeded(state)
         else:
             self._outputs.close(state, reason)
         self._some_ended.set()
 
     def on_death(self, reason: str) -> None:
         for state in self._outputs:
-            if self._outputs.lose(state):
+            if self._outputs.end_if_unneeded(state):
                 continue
             if state.started:
-                text = "the engine died while this was being written"
-                self._lose(state, f"{text} ({reason}); ask again")
+                text = "the engine died while it was writing this answer"
+                self._fail(state, f"{text} ({reason}); send the request again")
             elif state.attempts >= MAX_ATTEMPTS:
                 text = f"the engine died {state.attempts} times while this request was in it"
-                self._lose(state, f"{text} ({reason})")
+                self._fail(state, f"{text} ({reason})")
         self._some_ended.set()
 
-    def _lose(self, state: RequestState, reason: str) -> None:
+    def _fail(self, state: RequestState, reason: str) -> None:
         """End a request whose record was lost with the engine."""
         request, now = state.request, monotonic()
         num_prompt = len(request.prompt_token_ids)
@@ -192,7 +193,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         if not self.lost.done():
             self.lost.set_result(reason)
         for state in self._outputs:
-            if not self._outputs.lose(state):
+            if not self._outputs.end_if_unneeded(state):
                 self._outputs.close(state, EngineError(f"the engine has stopped ({reason})"))
         self._some_ended.set()
 
@@ -201,12 +202,12 @@ def limits_of(info: EngineInfo) -> ModelLimits:
     return ModelLimits(info.vocab_size, info.max_model_len, info.max_logprobs)
 
 
-def open_text(config: EngineConfig) -> tuple[Tokenizer | None, str | None]:
-    """The tokenizer with its tables made, and the chat template."""
+def open_tokenizer_and_template(config: EngineConfig) -> tuple[Tokenizer | None, str | None]:
+    """Open the tokenizer and build its detokenizer's table; return it and the chat template."""
     if config.skip_tokenizer_init:
         return None, None
     tokenizer = open_tokenizer(config, find_model(config))
     if tokenizer is None:
         return None, None
-    tokenizer.detokenizer()
+    tokenizer.detokenizer()  # builds the table, which the tokenizer keeps
     return tokenizer, chat_template_source(config, tokenizer)

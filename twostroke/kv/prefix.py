@@ -25,7 +25,8 @@ class BlockKey(NamedTuple):
 
 
 def seed_digest(*parts: str) -> bytes:
-    """Return the start of a digest chain. Different salts share no block."""
+    """Return the start of a digest chain. Prompts with different salts share no
+    blocks."""
     hasher = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         data = part.encode()

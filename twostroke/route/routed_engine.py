@@ -17,7 +17,7 @@ from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus, PoolsStat
 from twostroke.engine.input_processor import InputProcessor
 from twostroke.engine.output_processor import RequestState
 from twostroke.engine.process_client import ProcessClient
-from twostroke.engine.remote import limits_of, open_text
+from twostroke.engine.remote import limits_of, open_tokenizer_and_template
 from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned
 from twostroke.engine.supervised import HANG_TIMEOUT_S, MAX_QUICK_DEATHS
 from twostroke.engine.wire import FetchedOffer
@@ -81,7 +81,10 @@ class RoutedEngine(ProcessClient):
             places = ThisMachine(builder, dict(zip(names, spawned or (), strict=False)))
         text: list[tuple[Tokenizer | None, str | None]] = []
         started = await start_engines(
-            engines, places, hang_timeout_s, lambda: text.append(open_text(config))
+            engines,
+            places,
+            hang_timeout_s,
+            lambda: text.append(open_tokenizer_and_template(config)),
         )
         inputs = InputProcessor(*text[0], limits_of(started[0].ready.info))
         routed = cls(inputs, config.seed, engines, places, (hang_timeout_s, restart_limit))
@@ -238,7 +241,7 @@ class RoutedEngine(ProcessClient):
             return
         if not self.lost.done():
             self.lost.set_result(reason)
-        self.requests.lose_all(reason)
+        self.requests.fail_all(reason)
 
 
 class _AllSteps:

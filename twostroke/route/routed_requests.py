@@ -355,7 +355,7 @@ class RoutedRequests:
             self._end_unplaced([name])
         elif routed.attempts >= MAX_ATTEMPTS:
             error = f"{routed.attempts} engines died while this request was in them ({reason})"
-            self._lose(self._outputs.of(name), error)
+            self._fail(self._outputs.of(name), error)
         else:
             self._continue(routed)
 
@@ -369,7 +369,7 @@ class RoutedRequests:
         if record.token_s and not record.first_token_s:
             record.first_token_s = record.scheduled_s = record.token_s[0]
 
-    def _lose(self, state: RequestState, error: str) -> None:
+    def _fail(self, state: RequestState, error: str) -> None:
         records = []
         for name in self._outputs.in_engine(state):
             record = self._ended_record(name, FinishReason.ERROR)
@@ -381,13 +381,13 @@ class RoutedRequests:
             self._records.add_request(record)
         self._on_ended()
 
-    def lose_all(self, reason: str) -> None:
+    def fail_all(self, reason: str) -> None:
         """End every request: no engine will be up again."""
         for state in self._outputs:
             if state.aborted or state.on_output is None or state.output.finished:
                 self._end_unplaced(self._outputs.in_engine(state))
             else:
-                self._lose(state, f"the engines have stopped ({reason})")
+                self._fail(state, f"the engines have stopped ({reason})")
         self._on_ended()
 
 

@@ -107,7 +107,7 @@ def test_an_unreachable_hub_gives_both_ways_out_and_near_names_on_disk(hub_cache
     assert "the Hugging Face Hub cannot be reached" in message
     assert "Check the network" in message
     assert "--model PATH" in message
-    assert "no models/smollm-135 either; did you mean 'smollm-135m'?" in message
+    assert "there is no models/smollm-135 on this disk; did you mean 'smollm-135m'?" in message
     assert "cannot be reached" in refusal("org/repo-GGUF:m.gguf")
 
 

@@ -487,7 +487,7 @@ def test_a_killed_engine_is_replaced_and_only_begun_streams_are_lost(
                 left.cancel()
                 for outcome in await asyncio.gather(*begun, return_exceptions=True):
                     assert isinstance(outcome, EngineError)
-                    assert "the engine died while this was being written (its" in str(outcome)
+                    assert "the engine died while it was writing this answer (its" in str(outcome)
                     assert "signal 9" in str(outcome)
                 assert not engine.healthy
                 late = asyncio.create_task(last(engine, [92]))  # asked while there is none

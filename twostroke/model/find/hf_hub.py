@@ -68,7 +68,7 @@ def _missing_shards(snapshot: Path) -> list[str]:
         index = json.loads((snapshot / "model.safetensors.index.json").read_text(encoding="utf-8"))
         shards = set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return []  # one file, or a damaged index, which the loader refuses
+        return []  # no index: one file. The loader refuses a damaged index.
     return sorted(shard for shard in shards if not (snapshot / shard).exists())
 
 
@@ -90,15 +90,15 @@ def file_of_quant(repo: str, quant: str, revision: str | None) -> str:
         from huggingface_hub import list_repo_files, snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        ending = re.compile(rf"(^|.*[-._/]){re.escape(quant)}(-\d+-of-\d+)?\.gguf", re.IGNORECASE)
+        pattern = re.compile(rf"(^|.*[-._/]){re.escape(quant)}(-\d+-of-\d+)?\.gguf", re.IGNORECASE)
         with contextlib.suppress(LocalEntryNotFoundError):
             folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
             cached = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
-            if found := sorted(filter(ending.fullmatch, cached)):
+            if found := sorted(filter(pattern.fullmatch, cached)):
                 return found[0]
         files = list_repo_files(repo, revision=revision)
     ggufs = [file for file in files if file.lower().endswith(".gguf")]
-    if found := sorted(filter(ending.fullmatch, ggufs)):
+    if found := sorted(filter(pattern.fullmatch, ggufs)):
         return found[0]
     raise ModelError(
         f"{repo} holds no GGUF file quantised to {quant}; "
@@ -110,9 +110,9 @@ def file_of_quant(repo: str, quant: str, revision: str | None) -> str:
 def _hub_errors(repo: str, file: str | None, revision: str | None) -> Iterator[None]:
     """Translate the exceptions of huggingface_hub into `ModelError`."""
     wanted = f"{repo}:{file}" if file else repo
-    # The user may have meant `models/smollm` as a path.
+    # A name such as `models/smollm` may have been meant as a path.
     path = Path(repo, file or "")
-    local = f"on this disk there is no {path} either{nearest_on_disk(path)}"
+    local = f"there is no {path} on this disk{nearest_on_disk(path)}"
     elsewhere = "download it on a machine that can and give its path with --model PATH"
     try:
         from huggingface_hub import errors

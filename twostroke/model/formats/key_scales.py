@@ -7,14 +7,14 @@ is divided by a number and the same channel of the query is multiplied by it:
 
     q · k = Σ (q_i · s_i) · (k_i / s_i)
 
-Rope turns channels i and i + dim/2 as a pair, so both have the same s. The cache has k / s.
+Rope rotates channels i and i + dim/2 as a pair, so both have the same s. The cache has k / s.
 
     native   queries and keys are multiplied in fp32, between rope and the cache
     torch    rows of the weights, biases and norms are multiplied when they are loaded
 
 The size of a channel follows from the weights alone. If keys have a norm, its weight is the size.
-Otherwise a key is a constant (its bias, and the projection of the norm's bias) plus a sum over
-inputs of about the norm's size, for which `DEVIATIONS` standard deviations count.
+Otherwise a key is a constant (its bias, and the projection of the norm's bias) plus a weighted sum
+of normalised inputs. The size of the sum is taken as `DEVIATIONS` times its standard deviation.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _channel_sizes(
     shape = (attention.num_kv_heads, attention.head_dim)
     if attention.qk_norm != "none":
         weight = source.floats(f"{at}k_norm").astype(np.float64)
-        own = shape if attention.qk_norm == "full" else (1, attention.head_dim)
-        deviation = np.broadcast_to(np.abs(weight).reshape(own), shape)
+        weight_shape = shape if attention.qk_norm == "full" else (1, attention.head_dim)
+        deviation = np.broadcast_to(np.abs(weight).reshape(weight_shape), shape)
         return np.zeros(shape), deviation
     names = layer_spec.weight_shapes(spec.hidden_size, spec.norm_bias)
     matrix = source.floats(f"{at}k").astype(np.float64)
@@ -73,7 +73,8 @@ def _channel_sizes(
 def _pair_sizes(
     sizes: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], spec: AttentionSpec
 ) -> npt.NDArray[np.float64]:
-    """Return about the largest value of each channel, equal for the two channels of a rope pair."""
+    """Estimate the largest absolute value of each channel; both channels of a rope pair get the
+    same value."""
     constant, deviation = sizes
     half = spec.rope.dim // 2
     largest = np.abs(constant) + DEVIATIONS * deviation
