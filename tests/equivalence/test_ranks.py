@@ -345,7 +345,7 @@ def test_dummy_weights_drawn_on_a_device_are_cut_alike() -> None:
 class Offers(Ranks):
     """The first of three ranks, of which the others have less memory."""
 
-    def all_numbers(self, numbers: Any) -> list[list[int]]:
+    def all_gather_numbers(self, numbers: Any) -> list[list[int]]:
         length, *blocks = numbers
         return [numbers, [length, *(n - 7 for n in blocks)], [length - 9, *(n - 5 for n in blocks)]]
 

@@ -139,13 +139,13 @@ def test_each_rank_has_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatch
 class Sharing(Ranks):
     """Of four ranks on one GPU; another of them saw less."""
 
-    per_device = 4
+    ranks_per_device = 4
 
     def __init__(self) -> None:
         super().__init__(1, 4)
         self.met = 0
 
-    def all_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         self.met += 1
         return [[n - 7 for n in numbers], list(numbers)]
 

@@ -515,7 +515,7 @@ def compare_with_no_group(
     assert [one.tokens for one in got] == [one.tokens for one in expected]
     assert replays.decode > 0
     assert replays.pieces > 0
-    yield f"{name}, tokens equal with {ranks.all_numbers([0])} in the group"
+    yield f"{name}, tokens equal with {ranks.all_gather_numbers([0])} in the group"
     spent = ranks.comm.since(comm)
     formula = sum(step_bytes(executor, spec, dtype.itemsize, step) for step in core.records.steps)
     assert spent.ring_bytes == formula, f"{spent.ring_bytes} bytes counted, {formula} expected"

@@ -94,7 +94,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
             others.wait_for_all()
             ranks = join_ranks(config, 0, others.meeting_place)
             built = build_executor(config, model, rank_device(config, device, 0), ranks)
-            ranks.all_numbers([0])  # wait for all ranks
+            ranks.all_gather_numbers([0])  # wait for all ranks
         executor = RanksExecutor(built.executor, others)
     on_gpu = torch.device(device).type == "cuda"
     held = built.executor.program.decoder.spec
@@ -166,7 +166,7 @@ def run_rank(config: EngineConfig, ranks: Ranks, plans: Iterable[bytes]) -> None
     device = rank_device(config, find_device(config), ranks.rank)
     model = open_model(config, find_model(config), device)
     executor = build_executor(config, model, device, ranks).executor
-    ranks.all_numbers([0])
+    ranks.all_gather_numbers([0])
     follow(executor, plans)
 
 
@@ -327,7 +327,7 @@ def _start_on_gpu(
     if any(format.needs_fp8 for format in plan.formats.all()):
         check_fp8(capability)
     check_fp8_cache(plan.kv_dtype, capability)
-    device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.per_device
+    device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.ranks_per_device
     estimate = replace(estimate, device_bytes=device_bytes)
     # Hopper has dependent launches. They are not tried with collectives between the launches.
     dependent = capability >= (9, 0) and ranks.alone

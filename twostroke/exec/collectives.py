@@ -29,7 +29,7 @@ from twostroke.model.describe.tensor_parallel import Comm, Ranks
 log = logging.getLogger(__name__)
 
 c10d: Any = torch.distributed  # the stubs lack most of the functions used here
-# Timeouts for a rank that hangs. The end of a rank is noticed by the end of its connection.
+# Timeouts for a rank that hangs. If a rank dies, the others notice because its connection closes.
 JOIN_TIMEOUT = timedelta(minutes=2)  # to meet and connect, after all ranks have started
 START_TIMEOUT = timedelta(hours=1)  # for collectives while another rank may load weights
 STEP_TIMEOUT = timedelta(minutes=10)  # for a collective of a step, which takes milliseconds
@@ -57,12 +57,14 @@ class GroupRanks(Ranks):
         store = c10d.PrefixStore("gloo", self._store)
         self._gloo: Any = c10d.ProcessGroupGloo(store, rank, size, options)
 
-    def all_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(numbers, dtype=torch.int64)
         of_all = [torch.empty_like(own) for _ in range(self.size)]
         options = c10d.distributed_c10d.AllgatherOptions()
         options.timeout = START_TIMEOUT
-        self._finish("numbers of all", lambda: self._gloo.allgather([of_all], [own], options))
+        self._finish(
+            "all-gather of numbers", lambda: self._gloo.allgather([of_all], [own], options)
+        )
         return [one.tolist() for one in of_all]
 
     def _finish(self, what: str, start: Callable[[], Any]) -> None:
@@ -75,8 +77,8 @@ class GroupRanks(Ranks):
 
 
 class GlooRanks(GroupRanks):
-    """Ranks that communicate with gloo. GPU tensors go through a host buffer at a fixed address,
-    which the graphs before and after a cut use, too."""
+    """Ranks that communicate with gloo. GPU tensors are copied to a device buffer at a fixed
+    address, which the CUDA graphs before and after a cut use, and from there to a host buffer."""
 
     def __init__(
         self,
@@ -86,10 +88,10 @@ class GlooRanks(GroupRanks):
         device: torch.device,
         staged: bool | None = None,
     ) -> None:
-        """`staged`: use the host buffer; by default only on a GPU."""
+        """`staged`: use these buffers; by default only on a GPU."""
         super().__init__(rank, size, meeting_place, device)
         on_gpu = device.type == "cuda"
-        self.per_device = size if on_gpu else 1
+        self.ranks_per_device = size if on_gpu else 1
         self._staged = on_gpu if staged is None else staged
         self._stage = torch.empty(0, dtype=torch.uint8)
         self._host = torch.empty(0, dtype=torch.uint8)
@@ -97,10 +99,10 @@ class GlooRanks(GroupRanks):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_meta:
             return x
-        stage, host = self._places(x, 1)
+        stage, host = self._buffers(x, 1)
         if self._staged:
             stage[0].copy_(x)
-        self._do("all-reduce", stage, host, partial(self._reduce, host[0]), 2)
+        self._run_or_record("all-reduce", stage, host, partial(self._reduce, host[0]), 2)
         return x.copy_(stage[0]) if self._staged else x
 
     def _reduce(self, x: torch.Tensor) -> Any:
@@ -109,23 +111,23 @@ class GlooRanks(GroupRanks):
         return self._gloo.allreduce([x], options)
 
     def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        stage, host = self._places(x, 1 if self.rank else self.size)
+        stage, host = self._buffers(x, 1 if self.rank else self.size)
         if self._staged:
             stage[0].copy_(x)
-        self._do("gather", stage, host, partial(self._gather, host), 1)
+        self._run_or_record("gather", stage, host, partial(self._gather, host), 1)
         return [] if self.rank else list(stage)
 
-    def _gather(self, places: torch.Tensor) -> Any:
+    def _gather(self, buffers: torch.Tensor) -> Any:
         options = c10d.GatherOptions()
         options.rootRank, options.timeout = 0, STEP_TIMEOUT
-        return self._gloo.gather([] if self.rank else [list(places)], [places[0]], options)
+        return self._gloo.gather([] if self.rank else [list(buffers)], [buffers[0]], options)
 
     def broadcast(self, x: torch.Tensor) -> None:
         if len(x):  # a step may sample nothing
-            stage, host = self._places(x, 1)
+            stage, host = self._buffers(x, 1)
             if self._staged:
                 stage[0].copy_(x)
-            self._do("broadcast", stage, host, partial(self._broadcast, host[0]), 1)
+            self._run_or_record("broadcast", stage, host, partial(self._broadcast, host[0]), 1)
             if self._staged:
                 x.copy_(stage[0])
 
@@ -136,36 +138,37 @@ class GlooRanks(GroupRanks):
 
     # ── through the host ────────────────────────────────────────────────────────────────────
 
-    def _places(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tensors [count, …] like `x` on its device and on the host; on a CPU both are
-        one."""
+    def _buffers(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return buffers [count, …] for tensors like `x`, on its device and on the host. Without
+        staging both are the same tensor."""
         shape = (count, *x.shape)
         if not self._staged:
-            places = x.unsqueeze(0)
+            buffers = x.unsqueeze(0)
             if count > 1:
-                places = torch.empty(shape, dtype=x.dtype)
-                places[0].copy_(x)
-            return places, places
+                buffers = torch.empty(shape, dtype=x.dtype)
+                buffers[0].copy_(x)
+            return buffers, buffers
         size = count * x.numel() * x.element_size()
-        if size > len(self._stage):  # captured graphs keep the previous buffer
+        if size > len(self._stage):  # captured graphs hold the previous buffer
             pinned = self._device.type == "cuda"
             self._stage = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         stage, host = (one[:size].view(x.dtype).view(shape) for one in (self._stage, self._host))
         return stage, host
 
-    def _do(
+    def _run_or_record(
         self,
         what: str,
         stage: torch.Tensor,
         host: torch.Tensor,
         start: Callable[[], Any],
-        weight: int,
+        ring_passes: int,
     ) -> None:
-        """Run now, or at every replay of the graph that is being captured."""
+        """Run a collective now, or at every replay of the graph that is being captured.
+        `ring_passes`: how often each byte goes around the ring (`Comm.ring_bytes`)."""
         num_bytes = host[0].numel() * host.element_size()
-        told = f"{what} of {num_bytes:,} bytes"
-        run = partial(self._run, told, stage, host, start, weight * num_bytes)
+        label = f"{what} of {num_bytes:,} bytes"
+        run = partial(self._run, label, stage, host, start, ring_passes * num_bytes)
         if self.cut is None:
             run()
         else:
@@ -210,7 +213,7 @@ class NcclRanks(GroupRanks):
             # reference.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._nccl))
             self._times_s = self._measure()
-        self.all_numbers([0])  # wait until all ranks have written their logs
+        self.all_gather_numbers([0])  # wait until all ranks have written their logs
         if rank == 0 and size > 1:
             self._log_paths([Path(log_of(one)) for one in range(size)])
 
@@ -259,12 +262,13 @@ class NcclRanks(GroupRanks):
             _wait(self._nccl.broadcast([x], options))
             self._count(x, 1)
 
-    def _count(self, x: torch.Tensor, weight: int) -> None:
-        """Count a collective. During capture the recorder repeats the count at every replay."""
+    def _count(self, x: torch.Tensor, ring_passes: int) -> None:
+        """Add a collective to `comm`. During capture (when `cut` is set) `exec/graphs.py` records
+        the amount, and adds it at every replay."""
         self.num_recorded += self.cut is not None
         num_bytes = x.numel() * x.element_size()
-        seconds = self.expected_s(num_bytes) * weight / 2
-        self.comm = self.comm.plus(Comm(seconds, weight * num_bytes))
+        seconds = self.expected_s(num_bytes) * ring_passes / 2
+        self.comm = self.comm.plus(Comm(seconds, ring_passes * num_bytes))
 
     def expected_s(self, num_bytes: int) -> float:
         """Return the expected time of an all-reduce, interpolated between the timed sizes."""
@@ -289,12 +293,13 @@ class NcclRanks(GroupRanks):
 
 
 def _wait(work: Any) -> None:
-    if work is not None:  # makes the stream wait, not the host
-        work.wait()
+    if work is not None:
+        work.wait()  # makes the stream wait, not the host
 
 
 def interpolated(sizes: Sequence[int], times: Sequence[float], size: int) -> float:
-    """Interpolate linearly. Beyond the last point use its rate, before the first its time."""
+    """Interpolate linearly between `sizes`. Below the smallest size, return its time; above the
+    largest, extrapolate with its bytes per second."""
     at = bisect_left(sizes, size)
     if at == 0:
         return times[0]

@@ -86,7 +86,7 @@ def agree_on_memory(plan: MemoryPlan, ranks: Ranks) -> MemoryPlan:
     """Return the memory plan that fits every rank. Rank 0 logs which rank has the least memory."""
     if ranks.size == 1:
         return plan
-    offers = ranks.all_numbers([plan.max_model_len, *plan.group_blocks])
+    offers = ranks.all_gather_numbers([plan.max_model_len, *plan.group_blocks])
     length, *blocks = (min(numbers) for numbers in zip(*offers, strict=True))
     if ranks.rank == 0:
         smallest = min(range(ranks.size), key=lambda rank: offers[rank][1:])

@@ -65,7 +65,7 @@ def start_executor(
     with torch.inference_mode():
         rows = DeviceRows(config.max_num_seqs, max_len, size, groups, device)
         compile_kernels(decoder, kv_dtype, rows, budget, graph_sizes(config))
-        decoder.ranks.all_numbers([0])  # later waits for another rank are short
+        decoder.ranks.all_gather_numbers([0])  # later waits for another rank are short
         timer.end("kernels")
         trial = StepProgram(decoder, KVPool(spec, [0] * groups, size, kv_dtype, device), rows)
         activations = _measure_steps(TorchExecutor(trial, None), budget, rows)
@@ -242,12 +242,12 @@ def _release_memory(device: torch.device) -> None:
 def free_share(device: torch.device, ranks: Ranks) -> int:
     """Return this rank's share of the free memory of its GPU. Ranks that share a GPU measure at the
     same moment, between two barriers."""
-    if ranks.per_device == 1:
+    if ranks.ranks_per_device == 1:
         return torch.cuda.mem_get_info(device)[0]
     torch.cuda.synchronize(device)  # includes the memory of the CUDA context
-    ranks.all_numbers([0])
-    free = torch.cuda.mem_get_info(device)[0] // ranks.per_device
-    return min(numbers[0] for numbers in ranks.all_numbers([free]))
+    ranks.all_gather_numbers([0])
+    free = torch.cuda.mem_get_info(device)[0] // ranks.ranks_per_device
+    return min(numbers[0] for numbers in ranks.all_gather_numbers([free]))
 
 
 def _no_room(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> str:

@@ -56,7 +56,7 @@ class Ranks:
     memory.
     """
 
-    per_device = 1  # ranks on the GPU of this rank
+    ranks_per_device = 1  # number of ranks on the GPU of this rank
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -78,8 +78,8 @@ class Ranks:
     def broadcast(self, x: torch.Tensor) -> None:
         """Copy the first rank's tensor to all ranks, in place."""
 
-    def all_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of each rank, in order."""
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers that each rank passes, in the order of the ranks."""
         return [list(numbers)] * self.size
 
 
