@@ -64,7 +64,7 @@ class SamplingKernels(Protocol):
 
 
 class Drawn(NamedTuple):
-    samples: torch.Tensor  # [NUM_COLUMNS, n]
+    samples: torch.Tensor  # [NUM_FIELDS, n]
     tokens: torch.Tensor  # [n] int32; -1: the logits were NaN or infinite
 
 
@@ -165,9 +165,10 @@ class DeviceSampler:
         masks: Masks,
         params: DrawParams[Numbers],
     ) -> Drawn:
-        """Draw a token for each of the lines `which` of `logits`, [S, V]. `rows`, `positions` and
-        `params` are of these samples alone; the masks are by line. The logits do not change."""
-        host, at = self._pinned(sampling_table.NUM_COLUMNS, len(which)), sampling_table
+        """Draw a token for each of the rows `which` of `logits`, [S, V]. `rows`, `positions` and
+        `params` are of these samples alone; the keys of `masks` are rows of the logits. The logits
+        do not change."""
+        host, at = self._pinned(sampling_table.NUM_FIELDS, len(which)), sampling_table
         table = host.numpy()
         numbers, bits = table.view(np.float32), table.view(np.uint32)
         table[at.SAMPLE], table[at.ROW], table[at.POSITION] = which, rows, positions
@@ -194,7 +195,7 @@ class DeviceSampler:
             self._adjust_long_lists(adjusted, logits, which, rows, positions, masks)
         tokens = torch.empty(len(which), dtype=torch.int32, device=self._device)
         settings = samples.view(torch.float32)
-        columns_of_samples = DrawParams(
+        draw_params = DrawParams(
             temperature=settings[at.TEMPERATURE],
             top_k=samples[at.TOP_K],
             top_p=settings[at.TOP_P],
@@ -202,7 +203,7 @@ class DeviceSampler:
             key0=samples[at.KEY0],
             key1=samples[at.KEY1],
         )
-        self._kernels.sample(adjusted, columns_of_samples, out=tokens)
+        self._kernels.sample(adjusted, draw_params, out=tokens)
         return Drawn(samples, tokens)
 
     def _adjust_long_lists(

@@ -30,9 +30,9 @@ def adjust_logits(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Apply masks, biases, bans and penalties to the logits [S, V] of the `samples`, and write them
-    to `out`, [samples, V] in fp32. `masks`: [M, ⌈V / 32⌉] int32; a sample names its line."""
+    to `out`, [samples, V] in fp32. `masks`: [M, ⌈V / 32⌉] int32; MASK is a sample's row."""
     vocab, numbers = logits.shape[1], samples.view(torch.float32)
-    sample, row, position, mask, flags = (line.long() for line in samples[:5])
+    sample, row, position, mask, flags = (field.long() for field in samples[:5])
     out.copy_(logits[sample])
     lists = state.lists[row]
     listed = torch.arange(sampling_table.MAX_BIASES, device=out.device)
@@ -98,7 +98,7 @@ def advance_tokens(
     samples: torch.Tensor, drawn: torch.Tensor, state: SamplingState, out: torch.Tensor
 ) -> None:
     """Write the final tokens to `out` by sample and to the rows, and count them there."""
-    sample, row, position, _, flags = (line.long() for line in samples[:5])
+    sample, row, position, _, flags = (field.long() for field in samples[:5])
     out[sample] = drawn.to(out.dtype)
     token = drawn.clamp(min=0)  # -1 is not a token that a model can read
     state.tokens[row, position] = token.int()

@@ -39,7 +39,7 @@ TokenIds = list[int]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # Fields that are dropped after the prompt and `SamplingParams` are made.
+    # Fields whose memory is released once the prompt and `SamplingParams` have been made from them.
     INPUT: ClassVar[tuple[str, ...]] = ()
     # Content-Type must be application/json; clients of some APIs do not send it.
     DECLARED: ClassVar[bool] = True

@@ -112,7 +112,8 @@ class ChatRequest(ConversationRequest, kw_only=True):
     )
 
     messages: list[dict[str, Any]]
-    echo: bool | None = None  # the answer repeats the last message if it has the same role
+    # The answer begins with the last message, if the role of that message is the answer's role.
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -132,11 +133,13 @@ class ChatRequest(ConversationRequest, kw_only=True):
     verbosity: Name | None = None  # has no effect
 
 
-NOT_IN_A_BATCH = ("stream", "tools", "prompt_logprobs", "return_progress")
+# Fields that `BatchChatRequest` refuses.
+UNSUPPORTED_IN_BATCH = ("stream", "tools", "prompt_logprobs", "return_progress")
 
 
 class BatchChatRequest(ChatRequest, kw_only=True):
-    """vLLM's: several conversations, with one answer each."""
+    """A request to vLLM's `/v1/chat/completions/batch`: several conversations, with one
+    answer each."""
 
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
 
@@ -153,11 +156,12 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    best_of: int | None = None  # only as n
+    best_of: int | None = None  # must equal n
 
 
 class InvocationRequest(Body, kw_only=True, forbid_unknown_fields=False):
-    """SageMaker's: a chat request if it has `messages`, a completion request if it has `prompt`."""
+    """A request to SageMaker's `/invocations`: a chat request if it has `messages`, a completion
+    request if it has `prompt`."""
 
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
@@ -194,7 +198,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
     tools: list[ResponsesTool] | None = None  # of a namespace
 
     @property
-    def is_clients(self) -> bool:
+    def runs_on_client(self) -> bool:
         """Return whether the client runs the tool."""
         return self.type in ("function", "namespace")
 
@@ -231,11 +235,12 @@ class ResponsesRequest(ConversationRequest, kw_only=True):
     max_tool_calls: int | None = None  # has no effect: it limits calls of OpenAI's built-in tools
     previous_response_id: Name | None = None
     background: bool | None = None
-    # Returned in the answer, so limited as by OpenAI.
+    # The answer repeats it, so it has OpenAI's limits.
     metadata: Metadata | None = None  # type: ignore[assignment]
-    client_metadata: Raw = None  # type: ignore[assignment]  # Codex's; has no effect
+    client_metadata: Raw = None  # type: ignore[assignment]  # of Codex; has no effect
 
     def __post_init__(self) -> None:
+        # As in `IgnoredFields`, but `metadata` is kept.
         self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
         self.client_metadata = None  # type: ignore[assignment]
 
@@ -268,7 +273,7 @@ class DetokenizeRequest(Body, kw_only=True):
 
 class LearnRunRequest(Body, kw_only=True):
     """An experiment of `/learn`. "text" uses the fields from `text` to `top_p`; "predict" uses the
-    last four fields."""
+    last four fields; the other experiments have no settings."""
 
     experiment: Literal[
         "text", "predict", "calibration", "stall", "prefix", "full_cache", "batch", "context"
@@ -292,7 +297,8 @@ class LearnPredictRequest(Body, kw_only=True):
 
 
 class LearnAttentionRequest(Body, kw_only=True):
-    """The attention of one head over a short prompt: token ids, as "text" returned them."""
+    """The attention of one head over a short prompt: token ids, as the experiment
+    "text" returned them."""
 
     tokens: Annotated[TokenIds, Meta(min_length=1, max_length=64)]
     layer: Annotated[int, Meta(ge=0)] = 0

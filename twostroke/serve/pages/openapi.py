@@ -16,7 +16,7 @@ from twostroke import __version__
 from twostroke.engine.api import EngineInfo
 from twostroke.request import MAX_PRIORITY, MAX_SEED
 from twostroke.serve.fields.body_fields import Body, with_nested
-from twostroke.serve.fields.protocol import NOT_IN_A_BATCH
+from twostroke.serve.fields.protocol import UNSUPPORTED_IN_BATCH
 from twostroke.serve.http.routing import Route
 from twostroke.serve.pages.static import TITLES
 from twostroke.serve.settings import ServeSettings
@@ -85,7 +85,7 @@ def _add_limits(schemas: Schema, info: EngineInfo, models: tuple[str, ...], max_
         "minItems": 1,
     }
     batch["n"] = {"enum": [None, 1]}
-    batch |= {name: {"type": "null"} for name in NOT_IN_A_BATCH}
+    batch |= {name: {"type": "null"} for name in UNSUPPORTED_IN_BATCH}
 
 
 def _limits(info: EngineInfo, models: tuple[str, ...], max_n: int) -> dict[str, Schema]:

@@ -101,8 +101,10 @@ class MessagesGeneration(ConversationGeneration[CountTokensRequest]):
 
     def as_chat(self) -> ChatRequest:
         tools = self.request.tools or []
-        self.drop_server_tools([tool.type for tool in tools if tool.type and not tool.is_clients])
-        self.request.tools = [tool for tool in tools if tool.is_clients]
+        self.drop_server_tools(
+            [tool.type for tool in tools if tool.type and not tool.runs_on_client]
+        )
+        self.request.tools = [tool for tool in tools if tool.runs_on_client]
         return as_chat(self.request)
 
     def prepare(self) -> list[EngineRequest]:

@@ -82,7 +82,7 @@ class ToolParam(msgspec.Struct):
     strict: bool | None = None
 
     @property
-    def is_clients(self) -> bool:
+    def runs_on_client(self) -> bool:
         """Return whether the client defines and runs the tool."""
         return self.type in (None, "custom")
 

@@ -14,7 +14,7 @@ from twostroke.serve.api.openai.chat_completions import ChatGeneration
 from twostroke.serve.api.openai.completions import CompletionGeneration
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields.protocol import (
-    NOT_IN_A_BATCH,
+    UNSUPPORTED_IN_BATCH,
     BatchChatRequest,
     ChatRequest,
     InvocationRequest,
@@ -33,7 +33,7 @@ class BatchChatGeneration(Generation[BatchChatRequest]):
 
     def __init__(self, service: Service, request: BatchChatRequest) -> None:
         super().__init__(service, request)
-        named = [(name, getattr(request, name)) for name in NOT_IN_A_BATCH]
+        named = [(name, getattr(request, name)) for name in UNSUPPORTED_IN_BATCH]
         unsupported = [name for name, value in named if not (value is None or value is False)]
         if (request.n or 1) > 1:
             unsupported.append("n above 1")

@@ -89,8 +89,8 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
 
     def as_chat(self) -> ChatRequest:
         tools = self.request.tools or []
-        self.drop_server_tools([tool.type for tool in tools if not tool.is_clients])
-        self.request.tools = [tool for tool in tools if tool.is_clients]
+        self.drop_server_tools([tool.type for tool in tools if not tool.runs_on_client])
+        self.request.tools = [tool for tool in tools if tool.runs_on_client]
         return chat_request(self.request)
 
     # ── stored data ─────────────────────────────────────────────────────────────────────────
