@@ -72,8 +72,9 @@ static inline i8v look_up(i8v table, u8v index) {
 #endif
 }
 
-// a · b + c, rounded once where the machine has FMA. The plain expression would not do: compilers choose
-// FMA in some places only (GCC 13 splits chains), which changes the last bit.
+// a · b + c, rounded once if the instruction set has FMA. The expression a * b + c is not enough:
+// compilers turn only some of these into FMA (GCC 13 splits some chains of FMAs into multiplications
+// and additions), and the last bit of the result depends on it.
 static inline f32v mul_add(f32v a, f32v b, f32v c) {
 #if defined(TS_NEON)
   return vfmaq_f32(c, a, b);
@@ -147,10 +148,11 @@ static inline f32v load_int8(const int8_t* p) {
 #endif
 }
 
-// The product of a block or of half a block: N (8 or 4) vectors of codes, each with four codes of W
-// rows, times the 4 · N activations that all rows share. Lane i is the sum of row i, an integer as a
-// float. `Signed` codes are −128 … 127, other codes 0 … 15. Where the machine multiplies only unsigned
-// by signed bytes, signed codes have `signed_bias` added, which the caller subtracts.
+// The dot products of W rows with a block or half a block of activations: N (8 or 4) vectors of codes,
+// each with four codes of W rows, times 4 · N activations, which all rows share. Lane i is the sum of
+// row i, an integer as a float. `Signed` codes are −128 … 127, other codes 0 … 15. VNNI multiplies
+// unsigned by signed bytes: `signed_bias` is added to signed codes, and the caller subtracts
+// `signed_bias` times the sum of the activations.
 #if defined(TS_VNNI)
 constexpr float signed_bias = 128;
 #else
@@ -198,7 +200,7 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
     int32_t four;
     __builtin_memcpy(&four, a + 4 * j, 4);
     __m512i x = _mm512_set1_epi32(four), c = (__m512i)w[j];
-    if constexpr (Signed) {  // as above
+    if constexpr (Signed) {  // as with AVX2
       x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(c), _mm512_setzero_si512(), x);
       const __m512i pair = _mm512_maddubs_epi16(_mm512_abs_epi8(c), x);
       sum = _mm512_add_epi32(sum, _mm512_madd_epi16(pair, ones));
@@ -227,6 +229,7 @@ static inline f32v dot_block(const i8v* w, const int8_t* a) {
 }
 
 #if defined(TS_AVX2) || defined(TS_AVX512)
+// Add the upper half of 16 lanes to the lower half. A vector of AVX2 has eight lanes already.
 static inline __m256 sum_halves(f32v v) {
 #if defined(TS_AVX512)
   return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
@@ -235,7 +238,10 @@ static inline __m256 sum_halves(f32v v) {
 #endif
 }
 
-// Pair the lanes of two vectors within every four lanes: the low halves, or the high halves.
+// Interleave two vectors within each group of four lanes (a0 … a3 and b0 … b3):
+//
+//     low_pairs    a0 b0 a1 b1        low_halves    a0 a1 b0 b1
+//     high_pairs   a2 b2 a3 b3        high_halves   a2 a3 b2 b3
 #if defined(TS_AVX512)
 static inline f32v low_pairs(f32v a, f32v b) { return (f32v)_mm512_unpacklo_ps((__m512)a, (__m512)b); }
 static inline f32v high_pairs(f32v a, f32v b) { return (f32v)_mm512_unpackhi_ps((__m512)a, (__m512)b); }
@@ -267,7 +273,7 @@ static inline float sum_lanes(f32v v) {
 #endif
 }
 
-// The lane sums of four vectors.
+// Write the sum of the lanes of each of four vectors to out[0 … 3].
 static inline void sum_four(f32v a, f32v b, f32v c, f32v d, float* out) {
 #if defined(TS_NEON)
   vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));

@@ -1,4 +1,4 @@
-// The page: its contents, its lessons' screens, and the tools, by the address.
+// The page: its contents, its lessons' screens, and the tools, as the URL selects them.
 import {byId, el} from "../shared/dom.js";
 import {company, experiment} from "./company.js";
 import {LESSONS} from "./lessons.js";

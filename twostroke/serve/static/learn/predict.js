@@ -3,7 +3,7 @@ import {el} from "../shared/dom.js";
 import {bytes, count, percent, plural, time} from "./draw.js";
 import {median, sum, tpot, ttft} from "./records.js";
 import {getFacts, isRecorded, predict as ask, recordedSettings, run} from "./source.js";
-import {number} from "./state.js";
+import {numberParam} from "./state.js";
 import {fact, formula, nearest, runButton, slider, table} from "./widgets.js";
 
 const PROMPTS = [32, 64, 128, 256, 384, 512, 768, 1024, 1536], ANSWERS = [8, 16, 32, 64, 96, 128], STREAMS = [1, 2, 4, 8];
@@ -14,7 +14,7 @@ export async function predict() {
   const {limits} = facts, only = recordedSettings();
   const stops = (name, all, most) => only ? [...new Set(only.map((one) => one[name]))].sort((a, b) => a - b) : all.filter((one) => one <= most);
   const settings = {
-    prompt_tokens: number("prompt", 256), output_tokens: number("answer", 32), streams: number("streams", 1),
+    prompt_tokens: numberParam("prompt", 256), output_tokens: numberParam("answer", 32), streams: numberParam("streams", 1),
   };
   const out = el("div", {class: "stack", "data-view": "predict"});
   const expected = el("div", {class: "stack"}), outcome = el("div", {class: "stack", "data-part": "outcome"});

@@ -5,7 +5,7 @@ import {figure, logStops, picture, plural, short, svg, time} from "./draw.js";
 import {onlyDecodes, onlyPrefills} from "./records.js";
 import {getFacts, lastRun, run, thisMachine} from "./source.js";
 import {chosen, formatChoices, HERE, measuring, modelChoices, untilMeasured} from "./sliders.js";
-import {number} from "./state.js";
+import {numberParam} from "./state.js";
 import {fact, legend, runButton, slider, wide} from "./widgets.js";
 
 const WIDTH = 760, HEIGHT = 400, LEFT = 74, BOTTOM = 44, TOP = 14, RIGHT = 30;
@@ -13,10 +13,10 @@ const SHOWN = ["text", "batch", "context", "predict", "prefix"]; // runs whose s
 
 export async function roofline() {
   await getFacts();
-  let prompt = number("prompt", 512), context = number("context", 512), batch = number("batch", 1);
+  let prompt = numberParam("prompt", 512), context = numberParam("context", 512), batch = numberParam("batch", 1);
   const out = el("div", {class: "stack", "data-view": "roofline"});
   const plot = el("div", {class: "stack"});
-  const draw = () => plot.replaceChildren(...shown(prompt, context, batch));
+  const draw = () => plot.replaceChildren(...results(prompt, context, batch));
   const amount = (name, label, low, high, value, unit, set) => slider({
     name, label, stops: logStops(low, high), value, show: (n) => plural(n, unit), onchange: (n) => { set(n); draw(); },
   });
@@ -50,9 +50,9 @@ export function dots() {
   return found;
 }
 
-function shown(prompt, context, batch) {
-  const {figures, machine, served, waiting} = chosen();
-  if (!machine) return [measuring(waiting)];
+function results(prompt, context, batch) {
+  const {figures, machine, served} = chosen();
+  if (!machine) return [measuring()];
   const first = cost.floor(cost.prefillWork(figures, prompt), machine);
   const step = cost.floor(cost.decodeWork(figures, context, batch), machine);
   const work = cost.decodeWork(figures, context, batch);

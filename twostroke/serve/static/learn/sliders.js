@@ -3,43 +3,43 @@ import {el} from "../shared/dom.js";
 import * as cost from "./cost.js";
 import {bytes, count, figure, logStops, picture, plural, short, svg, time} from "./draw.js";
 import {getFacts, knownFacts, thisMachine} from "./source.js";
-import {number, word} from "./state.js";
+import {numberParam, textParam} from "./state.js";
 import {choice, fact, formula, legend, slider} from "./widgets.js";
 
 export const HERE = "this machine";
 
-// The model and the machine that the address names.
+// The model and the machine that the URL's parameters select.
 export function chosen() {
   const facts = knownFacts();
-  const model = word("model", facts.model);
-  const weights = word("weights", "16 bits"), kv = word("kv", "16 bits");
+  const model = textParam("model", facts.model);
+  const weights = textParam("weights", "16 bits"), kv = textParam("kv", "16 bits");
   const served = !cost.MODELS.includes(model);
   const figures = served ? facts.figures : cost.figuresOf(model, cost.WEIGHTS[weights] ?? 2, cost.KV[kv] ?? 2);
-  const listed = facts.hardware.find((one) => one.name === word("hardware", HERE));
-  return {model, served, figures, machine: listed ?? thisMachine(), waiting: !listed && !thisMachine()};
+  const listed = facts.hardware.find((one) => one.name === textParam("hardware", HERE));
+  return {model, served, figures, machine: listed ?? thisMachine()};
 }
 
 export function modelChoices(redraw) {
   const facts = knownFacts();
   return [
-    choice({name: "model", label: "Model", options: [facts.model, ...cost.MODELS], value: word("model", facts.model), onchange: redraw}),
-    choice({name: "hardware", label: "Hardware", options: [HERE, ...facts.hardware.map((one) => one.name)], value: word("hardware", HERE), onchange: redraw}),
+    choice({name: "model", label: "Model", options: [facts.model, ...cost.MODELS], value: textParam("model", facts.model), onchange: redraw}),
+    choice({name: "hardware", label: "Hardware", options: [HERE, ...facts.hardware.map((one) => one.name)], value: textParam("hardware", HERE), onchange: redraw}),
   ];
 }
 
 export function formatChoices(redraw) {
   return [
-    choice({name: "weights", label: "Weights (of the larger models)", options: Object.keys(cost.WEIGHTS), value: word("weights", "16 bits"), onchange: redraw}),
-    choice({name: "kv", label: "KV cache (of the larger models)", options: Object.keys(cost.KV), value: word("kv", "16 bits"), onchange: redraw}),
+    choice({name: "weights", label: "Weights (of the larger models)", options: Object.keys(cost.WEIGHTS), value: textParam("weights", "16 bits"), onchange: redraw}),
+    choice({name: "kv", label: "KV cache (of the larger models)", options: Object.keys(cost.KV), value: textParam("kv", "16 bits"), onchange: redraw}),
   ];
 }
 
 export async function sliders() {
   await getFacts();
   const out = el("div", {class: "stack", "data-view": "sliders"});
-  let prompt = number("prompt", 512), answer = number("answer", 128);
+  let prompt = numberParam("prompt", 512), answer = numberParam("answer", 128);
   const result = el("div", {class: "stack", "aria-live": "off"});
-  const draw = () => result.replaceChildren(...shown(prompt, answer));
+  const draw = () => result.replaceChildren(...results(prompt, answer));
   out.append(
     el("div", {class: "controls"},
       slider({name: "prompt", label: "Prompt", stops: logStops(16, 8192), value: prompt, show: (n) => plural(n, "token"), onchange: (n) => { prompt = n; draw(); }}),
@@ -51,7 +51,7 @@ export async function sliders() {
   return out;
 }
 
-// Draws again once this machine's ceilings have been measured: the server does it while it is idle.
+// Redraw once this machine's ceilings have been measured. The server measures them while it is idle.
 export function untilMeasured(view, draw) {
   if (thisMachine()) return;
   const ask = async () => {
@@ -62,13 +62,13 @@ export function untilMeasured(view, draw) {
   setTimeout(ask, 2500);
 }
 
-function shown(prompt, answer) {
-  const {figures, machine, model, waiting} = chosen();
-  if (!machine) return [measuring(waiting)];
+function results(prompt, answer) {
+  const {figures, machine, model} = chosen();
+  if (!machine) return [measuring()];
   const found = cost.request(figures, machine, prompt, answer);
   const {first, step} = found;
   const pre = cost.prefillWork(figures, prompt), dec = cost.decodeWork(figures, prompt + answer / 2);
-  const room = machine.memory_bytes && cost.weightBytes(figures) > machine.memory_bytes;
+  const tooLarge = machine.memory_bytes && cost.weightBytes(figures) > machine.memory_bytes;
   return [
     el("dl", {class: "facts"},
       fact("Time to first token (TTFT)", time(found.ttft), `bound by ${first.bound}`, "prefill"),
@@ -85,13 +85,13 @@ function shown(prompt, answer) {
         formula("Decode, memory", `(weights ${bytes(dec.weights)} + cache ${bytes(dec.kv)}) ÷ ${short(machine.bytes_per_s, "B/s")}`, time(step.memory), step.bound === "memory" ? "decides" : ""),
         formula("Whole answer", `TTFT ${time(found.ttft)} + ${count(answer - 1)} × TPOT ${time(found.tpot)}`, time(found.total), "sum"))),
     el("p", {class: "note"}, "The longer of the two times decides a phase. ",
-      room ? `These weights do not fit into ${bytes(machine.memory_bytes)}: several such devices would have to share them.`
+      tooLarge ? `These weights do not fit into ${bytes(machine.memory_bytes)}: several such devices would have to share them.`
         : "A real engine takes longer than the least time; the lessons measure by how much."),
   ];
 }
 
 export const measuring = () => el("p", {class: "note", role: "status"},
-  "This machine is being measured: what it multiplies and what it reads in a second. That takes a few seconds and waits until the engine is idle. Meanwhile, pick hardware from the list.");
+  "The server measures how fast this machine computes and reads memory. It starts when the engine is idle and takes a few seconds. Meanwhile, pick hardware from the list.");
 
 function bar(found) {
   const width = 760, share = Math.max(0.006, found.ttft / found.total);

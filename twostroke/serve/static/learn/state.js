@@ -1,4 +1,4 @@
-// The page's state is its address: #/lesson/2/1?prompt=512. A link shows what its sender saw.
+// The page's state is in its URL: #/lesson/2/1?prompt=512. A link shows what its sender saw.
 
 const listeners = [];
 
@@ -16,19 +16,20 @@ export function go(path, values) {
   location.hash = linkTo(path, values);
 }
 
-// Changes values of the address without a new entry in the history, and without drawing anew.
+// Change parameters of the URL without a new entry in the history, and without redrawing.
 export function keep(values) {
   const {path, values: given} = current();
   for (const [name, value] of Object.entries(values)) given.set(name, value);
   history.replaceState(null, "", linkTo(path.join("/"), given));
 }
 
-export const number = (name, otherwise) => {
+// A parameter of the URL.
+export const numberParam = (name, otherwise) => {
   const value = Number(current().values.get(name) ?? NaN);
   return Number.isFinite(value) ? value : otherwise;
 };
 
-export const word = (name, otherwise) => current().values.get(name) ?? otherwise;
+export const textParam = (name, otherwise) => current().values.get(name) ?? otherwise;
 
 export function onChange(listener) {
   listeners.push(listener);

@@ -5,7 +5,7 @@ import {keep} from "./state.js";
 let ids = 0;
 export const newId = (name) => `${name}-${++ids}`;
 
-// A slider over a list of values; `show` writes a value, `onchange` gets it. Its name is a part of the address.
+// A slider over a list of values; `show` writes a value, `onchange` gets it. Its value is kept in the URL under `name`.
 export function slider({name, label, stops, value, show = String, onchange}) {
   const id = newId(name);
   const at = nearest(stops, value);
