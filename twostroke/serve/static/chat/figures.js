@@ -72,7 +72,7 @@ export function gapsOf(answer) {
 // The cause that took the largest part of a gap.
 export const mainCause = (causes) => CAUSES[causes.indexOf(Math.max(...causes))];
 
-// What stands out in a gap: the largest cause besides decode, if the gap is much longer than usual.
+// The main cause of a gap. If the gap is much longer than usual, the main cause of the time beyond usual decode.
 export function standingOut(gap, usualMs) {
   if (!gap?.causes) return null;
   if (gap.ms <= 1.5 * usualMs) return mainCause(gap.causes);
