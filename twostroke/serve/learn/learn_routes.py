@@ -90,6 +90,7 @@ class LearnData:
             "figures": info.figures._asdict(),
             "kv_bytes": info.kv_bytes,
             "kv_tokens": info.kv_tokens,
+            "kv_windows": [group.window for group in info.kv_groups],
             "kv": load.kv._asdict(),
             "total_bytes": info.total_bytes,
             "block_size": info.block_size,

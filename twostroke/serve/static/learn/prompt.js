@@ -4,8 +4,8 @@ import {attentionPanel} from "./attention.js";
 import {candidatePanel} from "./candidates.js";
 import {count, picture, plural, svg, time, visible} from "./draw.js";
 import {byNumber, life} from "./records.js";
-import {getFacts, isRecorded, lastRun, run} from "./source.js";
-import {keep, textParam} from "./state.js";
+import {getFacts, isRecorded, knownFacts, lastRun, run} from "./source.js";
+import {keep, word} from "./state.js";
 import {fact, legend, newId, runButton} from "./widgets.js";
 
 const TEXT = "A language model answers in two phases. First it reads the whole prompt at once, which keeps the processor busy. Then it writes one token after the other, and for each of them it reads all of its weights again. That is why";
@@ -15,7 +15,7 @@ export async function prompt() {
   await getFacts();
   const id = newId("text");
   const text = el("textarea", {id, rows: 3, maxlength: 2000, readonly: isRecorded});
-  text.value = textParam("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? TEXT);
+  text.value = word("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? TEXT);
   const stage = el("div", {class: "stack"});
   const show = () => stage.replaceChildren(player(lastRun("text")));
   const again = async () => {
@@ -123,17 +123,29 @@ function timeline(steps, at) {
   return picture(`${plural(steps.length, "step")}; each box is as wide as the step took. ${time(shown)} of ${time(whole)} have passed.`, width, 34, ...boxes);
 }
 
-// The request's blocks in the KV cache, each a square of its tokens' slots.
+// The request's blocks in the KV cache, each a square of its tokens' slots. Layers with a window need
+// only the blocks in it: each kind of layers has a row of its own.
 function blocks(request, size, filled) {
-  const number = Math.ceil((request.num_prompt + request.output_tokens.length) / size);
-  const cells = Array.from({length: number}, (_, n) => {
-    const used = Math.max(0, Math.min(size, filled - n * size));
-    const kind = (n + 1) * size <= request.num_cached ? "cached" : used ? "used" : "empty";
-    return el("li", {class: `block ${kind}`, "data-used": used}, el("meter", {min: 0, max: size, value: used, "aria-label": `Block ${n + 1}`}), el("span", {}, `${used}/${size}`));
-  });
+  const windows = knownFacts().kv_windows, kinds = windows.length ? windows : [null];
+  const hasWindow = kinds.some((window) => window !== null);
   return el("div", {class: "stack"},
     el("h3", {}, "The KV cache of this request"),
     el("p", {class: "note"}, `A block holds the keys and values of ${size} tokens. Full blocks stay after the request: the next prompt that begins the same takes them.`,
+      hasWindow ? " Layers with a window look back a limited number of tokens. A block that has left the window is given back." : "",
       request.kv_evicted_tokens ? ` ${count(request.kv_evicted_tokens)} tokens were evicted while it wrote.` : ""),
-    el("ol", {class: "blocks"}, cells));
+    kinds.map((window) => blocksOf(request, size, filled, window, hasWindow)));
+}
+
+function blocksOf(request, size, filled, window, named) {
+  const number = Math.ceil((request.num_prompt + request.output_tokens.length) / size);
+  const visible = window === null ? 0 : Math.floor(Math.max(0, filled - window + 1) / size);
+  const cells = Array.from({length: number}, (_, n) => {
+    const used = n < visible ? 0 : Math.max(0, Math.min(size, filled - n * size));
+    const kind = n < visible ? "left" : (n + 1) * size <= request.num_cached ? "cached" : used ? "used" : "empty";
+    return el("li", {class: `block ${kind}`, "data-used": used}, el("meter", {min: 0, max: size, value: used, "aria-label": `Block ${n + 1}`}), el("span", {}, kind === "left" ? "left" : `${used}/${size}`));
+  });
+  const name = window === null ? "Layers that see all tokens" : `Layers with a window of ${plural(window, "token")}`;
+  return el("div", {class: "stack", "data-window": window ?? "all"},
+    named ? el("p", {class: "note"}, name) : "",
+    el("ol", {class: "blocks", "aria-label": named ? name : "Blocks"}, cells));
 }
