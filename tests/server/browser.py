@@ -37,7 +37,8 @@ KEYS = {
     "ArrowRight": 39,
     "ArrowDown": 40,
 }
-SHIFT = 8  # as the DevTools protocol counts modifiers
+ALT, CONTROL, SHIFT = 1, 2, 8  # as the DevTools protocol counts modifiers
+KEY_EVENT = "Input.dispatchKeyEvent"
 
 
 def chromium() -> str | None:
@@ -45,11 +46,13 @@ def chromium() -> str | None:
 
 
 class Page:
-    """`asked`: the requested addresses; `errors`: the page's errors."""
+    """`asked`: the requested addresses; `errors`: the page's errors; `inputs`: the kinds of input
+    that the page was given, as the DevTools protocol names them."""
 
     def __init__(self, port: int) -> None:
         self.asked: list[str] = []
         self.errors: list[str] = []
+        self.inputs: set[str] = set()
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._loop = asyncio.new_event_loop()
@@ -95,6 +98,8 @@ class Page:
                     self.errors.append(told["entry"]["text"])
 
     def call(self, method: str, **params: Any) -> Any:
+        if method.startswith("Input."):
+            self.inputs.add(method)
         said = asyncio.run_coroutine_threadsafe(self._call(method, params), self._loop)
         answer = said.result(PATIENCE_S)
         assert "error" not in answer, answer
@@ -127,21 +132,28 @@ class Page:
             time.sleep(0.05)
 
     def write(self, text: str) -> None:
-        """Type text into the focused element."""
+        """Insert text into the focused element at once, as a paste does."""
         self.call("Input.insertText", text=text)
 
+    def type(self, text: str) -> None:
+        """Press the key of each character."""
+        for character in text:
+            self.press(character)
+
     def press(self, key: str, modifiers: int = 0) -> None:
-        code = KEYS[key]
-        text = {"Enter": {"text": "\r"}, " ": {"text": " "}}.get(key, {})
+        """Press and release a key: one of `KEYS`, or the key of a character."""
+        number = KEYS.get(key) or (ord(key.upper()) if key.isalnum() else 0)
+        text = "\r" if key == "Enter" else key if len(key) == 1 and not modifiers else None
+        code = f"Key{key.upper()}" if len(key) == 1 and key.isalpha() else key
         for kind in ("keyDown", "keyUp"):
             self.call(
-                "Input.dispatchKeyEvent",
+                KEY_EVENT,
                 type=kind,
                 key=key,
-                code=key,
-                windowsVirtualKeyCode=code,
+                code=code,
+                windowsVirtualKeyCode=number,
                 modifiers=modifiers,
-                **(text if kind == "keyDown" else {}),
+                **({"text": text} if text and kind == "keyDown" else {}),
             )
 
     def focused(self) -> str:

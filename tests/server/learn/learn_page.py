@@ -43,6 +43,23 @@ class LearnPage:
         shown: list[dict[str, str]] = self.page.value(found)
         return shown
 
+    def positions(self, selector: str) -> list[list[float]]:
+        """The boxes of the elements of a picture, in its units: x, y, width, height."""
+        box = "(one => [one.x, one.y, one.width, one.height])"
+        found = f"[...document.querySelectorAll({selector!r})].map(one => {box}(one.getBBox()))"
+        return [[float(one) for one in place] for place in self.page.value(found)]
+
+    def ticks(self, picture: str, end: str) -> list[tuple[float, float]]:
+        """The ticks of an axis of a picture: value and position. `end`: `x` or `y`, the coordinate
+        that differs from tick to tick."""
+        kind = {"x": "middle", "y": "end"}[end]
+        texts = f"[...document.querySelectorAll('{picture} text.tick.{kind}')]"
+        found = self.page.value(
+            f"{texts}.map(one => [one.textContent, one.{end}.baseVal[0].value])"
+        )
+        below = {"x": 0, "y": 4}[end]  # the text of a tick stands so far below its line
+        return [(_value(text), at - below) for text, at in found if text[0].isdigit()]
+
     def answered(self, option: int) -> str:
         """Choose an option and ask the engine. Return `right` or `wrong`."""
         self.page.value(f"{OPTIONS}[{option}].querySelector('input').click()")
@@ -76,3 +93,10 @@ def learn_page(browser: Browser, url: str, place: str = "") -> Iterator[LearnPag
 
 def _is_shown(place: str) -> str:
     return f"{READY} === '{place.partition('?')[0] or 'start'}'"
+
+
+def _value(text: str) -> float:
+    """The number of a tick, such as `10.0 k` or `200 ms`."""
+    number, _, unit = text.partition(" ")
+    scales = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "s": 1, "ms": 1e-3}
+    return float(number.replace(",", "")) * scales[unit]

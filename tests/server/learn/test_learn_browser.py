@@ -1,29 +1,35 @@
-"""/learn in a real browser: lessons walked to their answers, pictures compared with the records
+"""/learn in a real browser: lessons walked to their answers, and pictures compared with the records
 they came from, and the exported page without a server."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
-from tests.server.browser import Browser
+from tests.server.browser import CONTROL, KEY_EVENT, SHIFT, Browser, Page
 from tests.server.learn.learn_page import IDLE, READY, LearnPage, learn_page
 from tests.server.running import Running, running
-from tests.tiny import tiny_llm
+from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.kernels import cpu
+from twostroke.kv.cache import KVCache, KVSequence
+from twostroke.measure.roofline.hardware import Hardware
+from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.observe.ceilings import Ceilings
 from twostroke.observe.record import ENGINE_STEPS, RequestRecord, StepRecord
 from twostroke.serve.learn.learn_export import exported, recorded
 from twostroke.serve.learn.learn_routes import LearnData
 from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
+
+GEMMA2: dict[str, Any] = {"head_dim": 24, "sliding_window": 40, "query_pre_attn_scalar": 20}
 
 
 @pytest.fixture
@@ -54,6 +60,19 @@ def numbers(shown: Sequence[dict[str, str]], name: str) -> list[float]:
 
 def exactly(values: Sequence[float]) -> Any:
     return pytest.approx(list(values), rel=1e-6)
+
+
+def starts(learn: LearnPage, selector: str) -> list[float]:
+    return [x for x, *_ in learn.positions(selector)]
+
+
+def axis(
+    ticks: Sequence[tuple[float, float]], scale: Callable[[float], float] = float
+) -> Callable[[float], float]:
+    """The position of a value, by the first and the last tick of an axis."""
+    (low, start), (high, end) = ticks[0], ticks[-1]
+    unit = (end - start) / (scale(high) - scale(low))
+    return lambda value: start + unit * (scale(value) - scale(low))
 
 
 def test_a_lesson_is_walked_to_its_answer_and_the_prompt_is_the_recorded_one(
@@ -99,14 +118,15 @@ def test_each_lesson_is_walked_to_its_answers(
         assert learn.page.errors == []
 
 
-def test_a_whole_lesson_by_keyboard_alone(chrome: Browser, server: Running) -> None:
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_whole_lesson_by_keyboard_alone(chrome: Browser, server: Running, number: int) -> None:
     with learn_page(chrome, f"{server.url}/learn") as learn:
         page = learn.page
-        page.tab_to("The KV cache")
+        page.tab_to({2: "Prefill", 4: "The KV cache"}[number])
         page.press("Enter")
-        page.wait_for(f"{READY} === 'lesson/4/1'")
+        page.wait_for(f"{READY} === 'lesson/{number}/1'")
         for place in range(1, learn.screens() + 1):
-            page.wait_for(f"{READY} === 'lesson/4/{place}'")
+            page.wait_for(f"{READY} === 'lesson/{number}/{place}'")
             if learn.is_question():
                 page.tab_to(page.value("document.querySelector('[data-option] label').textContent"))
                 page.press(" ")
@@ -114,15 +134,53 @@ def test_a_whole_lesson_by_keyboard_alone(chrome: Browser, server: Running) -> N
                 page.tab_to("Ask the engine")
                 page.press("Enter")
                 page.wait_for(f"{IDLE} && document.querySelector('.verdict') !== null")
+                assert page.value("document.activeElement.dataset.run"), "the focus stays"
+            elif number == 2:
+                _step_through_a_prompt_by_keys(page)
             else:
                 page.tab_to("Run it on the engine")
                 page.press("Enter")
                 page.wait_for(f"{IDLE} && document.querySelector('.sentence') !== null")
-            assert page.value("document.activeElement.dataset.run"), "the button keeps the focus"
-            page.tab_to("Lesson 5: Batching" if place == learn.screens() else "Next")
+                assert page.value("document.activeElement.dataset.run"), "the focus stays"
+            last = place == learn.screens()
+            page.tab_to(
+                {2: "Lesson 3: Decode", 4: "Lesson 5: Batching"}[number] if last else "Next"
+            )
             page.press("Enter")
-        page.wait_for(f"{READY} === 'lesson/5/1'")
+        page.wait_for(f"{READY} === 'lesson/{number + 1}/1'")
+        assert page.inputs == {KEY_EVENT}
         assert page.errors == []
+
+
+def _step_through_a_prompt_by_keys(page: Page) -> None:
+    """Write a prompt, run it, go through its steps, and open its panels."""
+    now = "document.querySelector('.now').textContent"
+    page.tab_to(page.value("document.querySelector('#view textarea').labels[0].textContent"))
+    page.press("a", CONTROL)
+    page.type("the fox")
+    page.tab_to("Run it on the engine")
+    page.press("Enter")
+    page.wait_for(f"{IDLE} && document.querySelector('.now') !== null")
+    assert page.value("document.querySelector('.tokens').textContent").startswith("<s>the␣fox")
+    page.tab_to("Step")
+    page.press("Home")
+    assert "wait" in page.value(now)
+    page.press("ArrowRight")
+    assert "prefill" in page.value(now)
+    page.tab_to("One step forward", SHIFT)
+    page.press(" ")
+    assert "decode" in page.value(now)
+    page.tab_to("Candidates for the newest token")
+    page.press("Enter")
+    page.tab_to("Temperature")
+    page.press("Home")
+    shares = "[...document.querySelectorAll('[data-token]')].map(one => Number(one.dataset.share))"
+    assert page.value(shares)[:2] == [1, 0], "at temperature 0 one candidate is left"
+    page.tab_to("What each token looks at: attention")
+    page.press("Enter")
+    page.tab_to("Show the attention")
+    page.press("Enter")
+    page.wait_for(f"{IDLE} && document.querySelector('rect[data-query]') !== null")
 
 
 # ── pictures ────────────────────────────────────────────────────────────────────────────────────
@@ -147,6 +205,14 @@ def test_the_picture_of_the_stall_is_the_recorded_one(learn: LearnPage, server: 
     shown = learn.shown("rect[data-who=visitor]")
     assert numbers(shown, "step") == [one.step for one in chunks]
     assert numbers(shown, "seconds") == exactly([one.device_s for one in chunks])
+    at = axis(learn.ticks("[data-result=stall] svg.picture", "x"))
+    began = you.received_s
+    for who, times in (
+        ("you", you.token_s[:-1]),
+        ("visitor", [one.committed_s - one.device_s for one in chunks]),
+    ):
+        drawn = starts(learn, f"[data-result=stall] rect[data-who={who}]")
+        assert drawn == pytest.approx([at(time - began) for time in times], abs=0.05)
     (row,) = learn.shown("[data-result=stall] tr[data-arm]")
     assert float(row["gap"]) == pytest.approx(max(gaps))
     assert float(row["ttft"]) == pytest.approx(visitor.first_token_s - visitor.received_s)
@@ -228,6 +294,17 @@ def test_the_picture_of_a_full_cache_has_every_step_and_every_preemption(
         assert numbers(learn.shown("[data-result=full_cache] rect[data-step]"), "step") == drawn
         waits = [when for request in records.requests for when, _ in request.preempted]
         assert waits, "44 blocks are too few for four streams"
+        at = axis(learn.ticks("[data-result=full_cache] svg.picture", "x"))
+        began = min(one.received_s for one in records.requests)
+        steps = [records.steps[number] for number in drawn]
+        times = [one.committed_s - one.device_s - began for one in steps]
+        picture = "[data-result=full_cache] rect"
+        assert starts(learn, f"{picture}[data-step]") == pytest.approx(
+            [at(time) for time in times], abs=0.05
+        )
+        assert starts(learn, f"{picture}[data-preempted]") == pytest.approx(
+            [at(when - began) for when in waits], abs=0.05
+        )
         assert numbers(learn.shown("rect[data-preempted]"), "preempted") == exactly(waits)
         again = sum(tokens for one in records.requests for _, tokens in one.preempted)
         assert f"compute {again} tokens again" in learn.text()
@@ -261,10 +338,102 @@ def test_the_dots_of_the_roofline_are_the_recorded_steps(
         }
         assert {one.step for one in steps} == alone
         assert "ridge 20" in learn.page.value("document.querySelector('svg.picture').textContent")
-        drawn = "[...document.querySelectorAll('circle[data-step]')]"
-        places = learn.page.value(f"{drawn}.map(one => one.cx.baseVal.value)")
-        by_intensity = sorted(zip(numbers(dots, "intensity"), places, strict=True))
-        assert [place for _, place in by_intensity] == sorted(places), "further right, more FLOPs"
+        picture, dot = "svg.picture", 2 * 3.2
+        right = axis(learn.ticks(picture, "x"), math.log)
+        up = axis(learn.ticks(picture, "y"), math.log)
+        assert learn.positions("circle[data-step]") == [
+            pytest.approx([right(intensity) - dot / 2, up(rate) - dot / 2, dot, dot], abs=0.05)
+            for intensity, rate in zip(
+                numbers(dots, "intensity"), numbers(dots, "rate"), strict=True
+            )
+        ]
+        floors = Roofline(
+            None,
+            Hardware("this machine", {"fp16": 4e11}, 2e10, 1e9),
+            RooflineSettings(prompt=512, context=512),
+        )
+        floors.cost = server.client.engine.core.cost
+        for name, floor in {"prefill": floors.prefill(), "decode": floors.decode()}.items():
+            ((x, y, width, height),) = learn.positions(f"circle.ring.{name}")
+            assert x + width / 2 == pytest.approx(right(floor.intensity), abs=0.05)
+            assert y + height / 2 == pytest.approx(up(floor.flops / floor.floor_s), abs=0.05)
+        assert learn.page.errors == []
+
+
+def test_the_second_run_of_a_prompt_is_drawn_with_its_blocks_and_candidates(
+    chrome: Browser, server: Running
+) -> None:
+    with learn_page(chrome, f"{server.url}/learn", "prompt") as learn:
+        for _ in range(2):
+            learn.run("run")
+        (request,) = Recorded(learn, server, "text").requests
+        (told,) = learn.last("text")["arms"][0]["requests"]
+        assert request.num_cached > 0
+        chips = learn.page.value(
+            "[...document.querySelectorAll('.chip')].map(one => one.className)"
+        )
+        read, written = request.num_prompt - request.num_cached, len(request.token_s)
+        kinds = ["cached"] * request.num_cached + ["prefill"] * read + ["decode"] * written
+        assert chips == [f"chip {kind}" for kind in kinds]
+        size = server.client.info.block_size
+        filled = request.num_prompt + written - 1  # the last token's keys are not computed
+        blocks = learn.shown(".block")
+        assert numbers(blocks, "used") == [
+            max(0, min(size, filled - first))
+            for first in range(0, request.num_prompt + written, size)
+        ]
+        cached = learn.page.value("document.querySelectorAll('.block.cached').length")
+        assert cached == request.num_cached // size
+        newest = told["candidates"][-1]
+        shown = learn.shown("[data-panel=candidates] [data-token]")
+        assert numbers(shown, "token") == newest["ids"][: len(shown)]
+        chances = [math.exp(one) for one in newest["logprobs"]]
+        assert numbers(shown, "share") == exactly(
+            [one / sum(chances) for one in chances[: len(shown)]]
+        )
+        learn.page.value("document.querySelector('[data-panel=attention]').open = true")
+        learn.run("attention")
+        ids = [one["id"] for one in learn.last("text")["tokens"]][:64]
+        head = {"tokens": ids, "layer": 1, "head": 0}  # what the sliders show at first
+        rows = server.post("/learn/attention", head)["rows"]
+        shares = [share for row in rows for share in row]
+        assert numbers(learn.shown("rect[data-query]"), "share") == exactly(shares)
+        assert learn.page.errors == []
+
+
+def test_blocks_that_have_left_a_window_are_drawn_so(
+    chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[tuple[int, int]] = []
+    drop = KVCache.drop_outside_windows
+
+    def noted(cache: KVCache, sequence: KVSequence) -> list[tuple[int, int]]:
+        found = drop(cache, sequence)
+        dropped.extend(found)
+        return found
+
+    monkeypatch.setattr(KVCache, "drop_outside_windows", noted)
+    folder = tiny_folder(tmp_path / "gemma", model_type="gemma2", **GEMMA2)
+    left = '[...document.querySelectorAll(`[data-window="{}"] .block`)].map(one => one.className)'
+    with (
+        running(tiny_llm(folder)) as server,
+        learn_page(chrome, f"{server.url}/learn", "prompt") as learn,
+    ):
+        learn.run("run")
+        (request,) = Recorded(learn, server, "text").requests
+        windows = [group.window for group in server.client.info.kv_groups]
+        assert sorted(windows, key=str) == [GEMMA2["sliding_window"], None]
+        group = windows.index(GEMMA2["sliding_window"])
+        count = max(first for which, first in dropped if which == group)
+        total = -(-(request.num_prompt + len(request.token_s)) // server.client.info.block_size)
+        assert 0 < count < total
+        shown = learn.page.value(left.format(GEMMA2["sliding_window"]))
+        assert shown[:count] == ["block left"] * count
+        assert "block left" not in shown[count:]
+        assert "block left" not in learn.page.value(left.format("all"))
+        learn.page.value("document.querySelector('input[aria-label=Step]').focus()")
+        learn.page.press("Home")
+        assert "block left" not in learn.page.value(left.format(GEMMA2["sliding_window"]))
         assert learn.page.errors == []
 
 

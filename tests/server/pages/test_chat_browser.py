@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import SHIFT, Browser
+from tests.server.browser import ALT, CONTROL, KEY_EVENT, SHIFT, Browser, Page
 from tests.server.pages.chat_page import ANSWERS, WRITTEN, ChatPage, chat_page
 from tests.server.running import Running, running
 from tests.server.scripted import scripted_llm
@@ -297,46 +297,98 @@ def test_with_a_key_the_page_asks_for_it_and_asks_again_if_it_is_wrong(
 
 @pytest.mark.full
 def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
-    chat.always_answer("yes\n\n```\nx\n```")
     page = chat.page
-    chat.page.tab_to("Skip to the message field", SHIFT)
+    written = f"{WRITTEN}.length === 1"
+    page.inputs.clear()
+    _set_other_fields(page, '{"ignore_eos": true, "max_tokens": 1500}')
+    page.tab_to("Skip to the message field", SHIFT)
     page.press("Enter")
-    assert page.value("document.activeElement.id") == "text"
-    page.write("one")
+    page.type("a long one")
     page.press("Enter")
-    page.wait_for(f"{WRITTEN}.length === 1")
-    chat.page.tab_to("Regenerate", SHIFT)
+    page.wait_for("document.querySelector('.assistant .content')?.innerText.length > 20")
+    page.press("Escape")
+    page.wait_for(written)
+    assert "You stopped" in page.value("document.querySelector('.assistant').innerText")
+    page.press("n", ALT | SHIFT)
+    page.wait_for(f"{ANSWERS}.length === 0 && document.activeElement.id === 'text'")
+    _set_other_fields(page, '{"structured_outputs": {"choice": ["yes"]}}')
+    page.tab_to("Message")
+    page.type("one")
+    page.press("Enter", SHIFT)
+    page.type("line more")
     page.press("Enter")
-    page.wait_for(f"{WRITTEN}.length === 1 && document.querySelector('.branch') !== null")
-    chat.page.tab_to("Version before", SHIFT)
+    page.wait_for(written)
+    assert chat.messages() == ["one\nline more", "yes"]
+    page.type("two")
+    page.press("Enter")
+    page.wait_for(f"{WRITTEN}.length === 2")
+    assert chat.messages()[2:] == ["two", "yes"]
+    page.tab_to("Regenerate", SHIFT)
+    page.press("Enter")
+    page.wait_for(f"{WRITTEN}.length === 2 && document.querySelector('.branch') !== null")
+    page.tab_to("Version before", SHIFT)
     page.press(" ")
     page.wait_for("document.querySelector('.branch').innerText.includes('1 of 2')")
-    chat.page.tab_to("Tokens")
+    page.tab_to("Tokens")
     page.press("Enter")
-    chat.page.tab_to("Tokens of this answer")
+    page.tab_to("Probability")
+    page.press(" ")
+    page.tab_to("Tokens of this answer")
     page.press("ArrowRight")
     assert "Token 2 of" in page.value("document.querySelector('.about-token').innerText")
-    chat.page.tab_to("Edit", SHIFT)
+    page.tab_to("Edit", SHIFT)
     page.press("Enter")
     page.press("Escape")
     page.wait_for("document.querySelector('.editor') === null")
-    assert chat.page.focused() == "Edit"
-    page.value("document.getElementById('text').focus()")
+    assert page.focused() == "Edit"
+    page.tab_to("Message")
     page.press("ArrowUp")
-    page.write("!")
-    chat.page.tab_to("Send as a new branch")
+    page.press("End")
+    page.type("!")
+    page.tab_to("Send as a new branch")
     page.press("Enter")
-    page.wait_for(f"{WRITTEN}.length === 1 && !document.querySelector('.editor')")
-    assert chat.messages()[0] == "one!"
-    chat.page.tab_to("Settings", SHIFT)
+    page.wait_for(f"{WRITTEN}.length === 2 && !document.querySelector('.editor')")
+    assert chat.messages()[2] == "two!"
+    page.tab_to("Rename", SHIFT)
+    page.press("Enter")
+    page.wait_for("document.activeElement.id === 'name'")
+    page.type("mine")
+    page.press("Enter")
+    page.wait_for("document.getElementById('title').textContent === 'mine'")
+    page.tab_to("Shortcuts", SHIFT)
     page.press("Enter")
     page.wait_for("document.querySelector('dialog[open]') !== null")
     page.press("Escape")
     page.wait_for("document.querySelector('dialog') === null")
-    assert chat.page.focused() == "Settings"
-    chat.page.tab_to("New chat", SHIFT)
+    assert page.focused() == "Shortcuts"
+    page.tab_to("a long one", SHIFT)
+    page.press("Enter")
+    page.wait_for("document.getElementById('title').textContent === 'a long one'")
+    page.tab_to("Delete", SHIFT)
+    page.press("Enter")
+    page.wait_for("document.querySelector('dialog[open]') !== null")
+    page.tab_to("Delete")
     page.press("Enter")
     page.wait_for(f"{ANSWERS}.length === 0 && document.activeElement.id === 'text'")
+    assert "a long one" not in page.value("document.getElementById('conversations').innerText")
+    assert page.inputs == {KEY_EVENT}
+
+
+def _set_other_fields(page: Page, fields: str) -> None:
+    """Write the field for other fields of the request, with keys alone."""
+    page.tab_to("Settings", SHIFT)
+    page.press("Enter")
+    page.wait_for("document.querySelector('dialog[open]') !== null")
+    page.tab_to("Tools and other fields")
+    if not page.value("document.querySelector('dialog details').open"):
+        page.press("Enter")
+    page.tab_to("Other fields of the request: a JSON object")
+    page.press("a", CONTROL)
+    page.type(fields)
+    page.tab_to("Save")
+    page.press("Enter")
+    page.wait_for("document.querySelector('dialog') === null")
+    assert page.focused() == "Settings"
 
 
 @pytest.mark.full
