@@ -115,7 +115,7 @@ class EngineConfig(StrictSettings):
     )
     kv_transport: str = "auto"  # memory, device, nixl or sockets
     kv_host: str | None = None  # this machine's address for other machines; None: there are none
-    kv_transfer_timeout_s: float = 3.0  # blocks are recomputed if none has arrived for so long
+    kv_transfer_timeout_s: float = 3.0  # blocks are recomputed if none has arrived for this time
     # The secret of the engines' sockets (`network_auth.py`); None: sockets accept any peer.
     engine_secret: str | None = field(default=None, repr=False)
 

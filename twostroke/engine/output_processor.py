@@ -140,7 +140,7 @@ class OutputProcessor:
         it while the engine still computes the request."""
         return self._running[engine_id][1].output.finish_reason is not None
 
-    # ── in ──────────────────────────────────────────────────────────────────────────────────
+    # ── requests ────────────────────────────────────────────────────────────────────────────
 
     def add(
         self,
@@ -213,12 +213,13 @@ class OutputProcessor:
         return request_id
 
     def _request_seed(self, params: SamplingParams, index: int) -> int:
-        """The user's seed plus the index; without one, the engine's seed and a counter."""
+        """Return the user's seed plus the index. If the user gave none, return a seed made from the
+        engine's seed and a counter."""
         if params.seed is not None:
             return (params.seed + index) % 2**64
         return (self._seed * 0x9E3779B97F4A7C15 + self._count * 1024 + index) % 2**64
 
-    # ── out ─────────────────────────────────────────────────────────────────────────────────
+    # ── updates ─────────────────────────────────────────────────────────────────────────────
 
     def process(self, updates: Sequence[Update]) -> tuple[list[RequestOutput], list[str]]:
         """Deliver updates to the listeners. Return the outputs that changed, and the engine

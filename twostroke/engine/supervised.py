@@ -54,8 +54,8 @@ from twostroke.sched.updates import Update
 MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
 STEADY_S = 30.0
 HANG_TIMEOUT_S = 30.0  # without a message; a thread of the engine sends heartbeats
-# A step hangs if it takes longer than both: so many times the timeout, and so many times the
-# longest of the recent steps.
+# A step hangs if it takes longer than TIMEOUTS_OF_STEP times the timeout and longer than
+# LONGEST_STEPS times the longest of the RECENT_STEPS newest steps.
 TIMEOUTS_OF_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 STOP_PATIENCE_S = 10.0  # for the running step to end

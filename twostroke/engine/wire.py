@@ -200,8 +200,8 @@ class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
 FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat | FetchedOffer
 HEARTBEAT_S = 0.5
 
-# An engine that has sent so many steps waits until they are read. If it wrote faster than the other
-# side can deliver, messages would pile up and new requests would wait behind them.
+# An engine that has sent this number of steps waits until they are read. If it wrote faster than
+# the other side can deliver, messages would pile up and new requests would wait behind them.
 STEPS_AHEAD = 8
 
 encode = msgspec.msgpack.Encoder().encode

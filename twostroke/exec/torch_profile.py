@@ -134,12 +134,12 @@ class KernelProfile:
             calls = found.setdefault(phase, {}).setdefault((one.name, one.stage), [0, 0.0])
             calls[0] += 1
             calls[1] += one.seconds
-        told = {}
+        profiles = {}
         for phase in (name for name in PHASES if name in sums):
             part = sums[phase]
             part.add_stage(UNACCOUNTED, part.step_s - sum(part.stages.values()))
             longest = sorted(found[phase].items(), key=lambda item: -item[1][1])[:MAX_KERNELS]
-            told[phase] = part.as_json() | {
+            profiles[phase] = part.as_json() | {
                 "host_s": self._host_s[phase],
                 "kernels": [
                     {"name": name[:200], "stage": stage, "calls": int(calls), "seconds": seconds}
@@ -149,7 +149,7 @@ class KernelProfile:
         kept = ("name", "cat", "ph", "ts", "dur", "pid", "tid")
         shown = [{key: event[key] for key in kept} for event in events if event["cat"] != "Trace"]
         shown.sort(key=lambda event: event["ts"])
-        return {"kind": "kernels", "phases": told, "events": shown[:MAX_EVENTS]}
+        return {"kind": "kernels", "phases": profiles, "events": shown[:MAX_EVENTS]}
 
 
 class KernelRun(NamedTuple):

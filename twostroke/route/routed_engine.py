@@ -61,7 +61,7 @@ class RoutedEngine(ProcessClient):
         self._first_steps = count(ENGINE_STEPS, ENGINE_STEPS)
         self._closing = False
 
-    # ── life ────────────────────────────────────────────────────────────────────────────────
+    # ── start and stop ──────────────────────────────────────────────────────────────────────
 
     @classmethod
     async def start(

@@ -35,7 +35,7 @@ from twostroke.sched.work import AttentionWork
 
 HALVE_EVERY = 16
 MIN_MARGIN, MAX_MARGIN = 0.03, 0.5  # shares of the expected time
-# The margin covers so many average errors of the step-time model: with a goal in seconds, and with
+# The margin as a multiple of the step-time model's average error: with a goal in seconds, and with
 # a goal that is a multiple of a step, which may be missed a little.
 MARGIN_ERRORS, MARGIN_ERRORS_OF_STALL = 4.0, 1.5
 SMOOTHING = 0.1  # of moving averages

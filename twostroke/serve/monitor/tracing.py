@@ -28,7 +28,7 @@ from twostroke.serve.http.http_request import HttpRequest
 
 SPAN = "llm_request"
 HEADERS = ("traceparent", "tracestate")  # W3C's
-FORGET_S = 60.0  # a record may arrive so long after the answer; refused requests have none
+FORGET_S = 60.0  # how long after the answer a record may arrive; refused requests have none
 CLOSE_TIMEOUT_S = 3.0
 PROTOCOLS = ("grpc", "http/protobuf")
 INSTALL = "pip install 'twostroke[otel]'"
