@@ -80,12 +80,12 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         starting = asyncio.create_task(child.start())
         try:
             (tokenizer, template), ready = await asyncio.gather(reading, starting)
+            inputs = InputProcessor(tokenizer, template, limits_of(ready.info))
         except BaseException:
             starting.cancel()
             await asyncio.wait((starting,))
             await child.kill()
             raise
-        inputs = InputProcessor(tokenizer, template, limits_of(ready.info))
         engine = cls(
             launcher,
             child,

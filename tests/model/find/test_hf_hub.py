@@ -58,12 +58,24 @@ def test_one_gguf_file_of_a_hub_model_can_be_named(model: str, hub_cache: Path) 
 
 
 SPLIT = [f"Q6_K/big-Q6_K-0000{n}-of-00002.gguf" for n in (1, 2)]
-QUANTISED = ["m-F16.gguf", "m-Q4_K_M.gguf", "m.Q8_0.gguf", "IQ4_XS.gguf", *SPLIT]
+QUANTISED = [
+    "m-F16.gguf",
+    "a-mmproj-F16.gguf",
+    "m-Q4_K_M.gguf",
+    "m.Q8_0.gguf",
+    "IQ4_XS.gguf",
+    *SPLIT,
+]
 
 
 @pytest.mark.parametrize(
     ("quant", "file"),
-    [("Q4_K_M", "m-Q4_K_M.gguf"), ("q8_0", "m.Q8_0.gguf"), ("iq4_xs", "IQ4_XS.gguf")],
+    [
+        ("F16", "m-F16.gguf"),
+        ("Q4_K_M", "m-Q4_K_M.gguf"),
+        ("q8_0", "m.Q8_0.gguf"),
+        ("iq4_xs", "IQ4_XS.gguf"),
+    ],
 )
 def test_a_gguf_file_of_a_hub_model_can_be_named_by_its_quant(
     quant: str, file: str, hub_cache: Path

@@ -90,7 +90,9 @@ def file_of_quant(repo: str, quant: str, revision: str | None) -> str:
         from huggingface_hub import list_repo_files, snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        pattern = re.compile(rf"(^|.*[-._/]){re.escape(quant)}(-\d+-of-\d+)?\.gguf", re.IGNORECASE)
+        # A file called mmproj has a vision encoder.
+        name = rf"(?!.*mmproj)(^|.*[-._/]){re.escape(quant)}(-\d+-of-\d+)?\.gguf"
+        pattern = re.compile(name, re.IGNORECASE)
         with contextlib.suppress(LocalEntryNotFoundError):
             folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
             cached = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
