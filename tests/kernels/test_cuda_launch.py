@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -68,8 +69,14 @@ def seen(monkeypatch: pytest.MonkeyPatch, triton_cache: Path) -> Iterator[Seen]:
 
 @pytest.fixture
 def empty_cache(seen: Seen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A cache for one test: `compile_ahead` finds no marks, and Triton finds no kernels."""
+    """A cache for one test: `compile_ahead` finds no marks, and Triton finds no kernels, neither on
+    the disk nor in this process."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("twostroke.kernels.cuda."):
+            for kernel in vars(module).values():
+                if isinstance(kernel, JITFunction):
+                    kernel.device_caches.clear()
 
 
 def forget_compiled() -> None:
