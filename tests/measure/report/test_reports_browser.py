@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.browser import Browser
+from tests.server.legible import background, each_look, poor_contrast, spilt_text
 from tests.server.test_load import served
 from tests.tiny import tiny_folder
 from twostroke.cli import main
@@ -27,7 +28,7 @@ PLOTS = {
     "profile": 0,
     "why": 0,
 }
-# Text that is cut: outside its picture, over another of its picture's words, or wider than its box.
+# Text in a picture that is cut: outside of it, or over another of its words.
 CUT = """(() => {
   const cut = [];
   for (const svg of document.querySelectorAll('figure svg')) {
@@ -47,38 +48,10 @@ CUT = """(() => {
       }));
     }
   }
-  for (const one of document.querySelectorAll('h1,h2,p,dt,dd,li,.tile,.tile b,.key,.ledger span,b'))
-    if (one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 0) cut.push(one.outerHTML);
   return cut;
 })()"""
-# As WCAG counts it: 4.5 for text, 3 for what is drawn, against what it stands on.
-POOR = """(() => {
-  const light = colour => {
-    const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(n => n / 255)
-      .map(n => n <= 0.03928 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const below = one => {
-    for (; one; one = one.parentElement) {
-      const colour = getComputedStyle(one).backgroundColor;
-      if (!colour.endsWith(', 0)') && colour !== 'transparent') return colour;
-    }
-  };
-  const ratio = (a, b) => { [a, b] = [light(a), light(b)];
-    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); };
-  const poor = [];
-  for (const one of document.querySelectorAll('h1,h2,h2 span,p,dt,dd,li,td,th,b,em,text,.key')) {
-    const style = getComputedStyle(one);
-    const found = ratio(one.tagName === 'text' ? style.fill : style.color, below(one));
-    if (found < 4.5) poor.push([one.outerHTML.slice(0, 80), found]);
-  }
-  for (const one of document.querySelectorAll('polyline,circle,path.dots')) {
-    const style = getComputedStyle(one);
-    const found = ratio(style.stroke === 'none' ? style.fill : style.stroke, below(one));
-    if (found < 3) poor.push([one.getAttribute('class'), found]);
-  }
-  return poor;
-})()"""
+SPILT = "h1,h2,p,dt,dd,li,.tile,.tile b,.key,.ledger span,b"
+TEXT, DRAWN = "h1,h2,h2 span,p,dt,dd,li,td,th,b,em,text,.key", "polyline,circle,path.dots"
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +127,11 @@ def test_a_report_reads_anywhere(chrome: Browser, reports: dict[str, Path], name
         assert {"twostroke", "python", "cores"} <= set(said["environment"])
         assert said["definitions"]
         colours = set()
-        for scheme in ("light", "dark"):
-            for width in (320, 390, 800, 1280):
-                page.look(width, 900, scheme)
-                wide = page.value("document.documentElement.scrollWidth")
-                assert wide <= width, (width, scheme)
-                assert page.value(CUT) == [], (width, scheme)
-            colours.add(page.value("getComputedStyle(document.body).backgroundColor"))
-            assert page.value(POOR) == [], scheme
+        for width, scheme in each_look(page, (320, 390, 800, 1280)):
+            assert page.value(CUT) == [], (width, scheme)
+            assert spilt_text(page, SPILT) == [], (width, scheme)
+            assert poor_contrast(page, TEXT, DRAWN) == [], (width, scheme)
+            colours.add(background(page))
         assert len(colours) == 2
 
 

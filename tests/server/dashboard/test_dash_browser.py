@@ -15,36 +15,17 @@ import pytest
 
 from tests.cli.test_serve import started
 from tests.server.browser import Browser, Page
+from tests.server.dashboard.dash_page import LIVE, dash_page
+from tests.server.legible import background, each_look, poor_contrast, spilt_text
 from tests.server.monitor.test_metrics import scrape, value
 from tests.server.running import Running, running
 from tests.server.test_process import process
 from tests.tiny import tiny_llm
 from twostroke.kernels import cpu
 
-LIVE = "document.getElementById('state').dataset.state === 'live'"
 NOTICE = "document.getElementById('notice').textContent"
-# Text that leaves its box, and so the box beside it may cover it; ids are cut on purpose.
-SPILT = """[...document.querySelectorAll('h1,h2,dt,dd,th,td,button,label,#step span,#step b')]
-    .filter(one => one.offsetParent && !one.classList.contains('id'))
-    .filter(one => one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 0)
-    .map(one => one.outerHTML)"""
-# As WCAG counts it: text against what it may stand on, and 1.5 times that of what is drawn.
-CONTRAST = """(() => {
-  const light = colour => {
-    const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(n => n / 255)
-      .map(n => n <= 0.03928 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const css = (one, name) => getComputedStyle(one)[name];
-  const card = light(css(document.querySelector('section'), 'backgroundColor'));
-  const page = light(css(document.body, 'backgroundColor'));
-  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  return ['dt', 'dd', 'h2', '#about', 'footer'].map(name => [name, document.querySelector(name)])
-    .map(([name, one]) => [name, Math.min(ratio(light(css(one, 'color')), card),
-                                          ratio(light(css(one, 'color')), page))])
-    .concat([...document.querySelectorAll('.legend i')].map(one =>
-      [one.className, 1.5 * ratio(light(css(one, 'backgroundColor')), card)]));
-})()"""
+SPILT = "h1,h2,dt,dd,th,td:not(.id),button,label,#step span,#step b"  # ids are cut on purpose
+TEXT, DRAWN = "dt,dd,h2,#about,footer", ".legend i"
 
 
 @pytest.fixture
@@ -82,8 +63,7 @@ def settled(page: Page, server: Running) -> None:
 
 
 def test_its_figures_are_those_of_metrics(chrome: Browser, server: Running) -> None:
-    with chrome.page(f"{server.url}/dash") as page:
-        page.wait_for(LIVE)
+    with dash_page(chrome, server.url) as page:
         assert page.value("document.getElementById('step').textContent") == "No step yet."
         assert "No request" in page.value("document.getElementById('slow-empty').textContent")
         assert figure(page, "running") == figure(page, "total-generated") == 0
@@ -160,26 +140,19 @@ def _above(seconds: float) -> str:
 
 def test_it_fits_any_width_in_light_and_dark(chrome: Browser, server: Running) -> None:
     ask_many(server, 6)
-    with chrome.page(f"{server.url}/dash") as page:
-        page.wait_for(LIVE)
+    with dash_page(chrome, server.url) as page:
         colours = set()
-        for scheme in ("light", "dark"):
-            for width in (320, 390, 768, 900, 1280, 1920):
-                page.look(width, 900, scheme)
-                time.sleep(0.1)
-                # A chart has its new width when it is drawn again.
-                page.wait_for(f"document.documentElement.scrollWidth <= {width}")
-                assert page.value(SPILT) == [], (width, scheme)
-            colours.add(page.value("getComputedStyle(document.body).backgroundColor"))
-            poor = [(name, ratio) for name, ratio in page.value(CONTRAST) if ratio < 4.5]
-            assert not poor, scheme
+        for width, scheme in each_look(page, (320, 390, 768, 900, 1280, 1920)):
+            assert spilt_text(page, SPILT) == [], (width, scheme)
+            assert poor_contrast(page, TEXT, DRAWN) == [], scheme
+            colours.add(background(page))
         assert len(colours) == 2
         columns = "getComputedStyle(document.querySelector('main')).display"
         page.look(390, 844, "dark")
         assert page.value(columns) == "flex"
         page.value("document.getElementById('theme').click()")
         assert page.value("document.documentElement.dataset.theme") == "light"
-        assert page.value("getComputedStyle(document.body).backgroundColor") in colours
+        assert background(page) in colours
 
 
 @pytest.mark.skipif(
@@ -192,19 +165,14 @@ def test_pools_and_what_goes_between_them_are_shown(chrome: Browser, folder: Pat
     with started("twostroke", "serve", str(folder), *pools) as server:
         body = {"prompt": [5, 6, 7] * 20, "max_tokens": 8, "ignore_eos": True}
         assert server.ask("/v1/completions", body)[0] == 200
-        with chrome.page(f"http://127.0.0.1:{server.port}/dash") as page:
-            page.wait_for(LIVE)
+        with dash_page(chrome, f"http://127.0.0.1:{server.port}") as page:
             assert page.value(cells) == ["prefill-0", "decode-0", "decode-1"]
             page.wait_for("!document.getElementById('transfers-box').hidden")
             sender, requests, failed, *_ = page.value(way)
             assert (sender, requests, failed) == ("prefill-0 → decode-0", "1", "0")
             assert "decode-0" in page.value("document.getElementById('step').textContent")
-            for theme in ("light", "dark"):
-                for width in (320, 768, 1280):
-                    page.look(width, 900, theme)
-                    time.sleep(0.1)
-                    assert page.value("document.documentElement.scrollWidth") <= width
-                    assert page.value(SPILT) == [], (width, theme)
+            for width, scheme in each_look(page, (320, 768, 1280)):
+                assert spilt_text(page, SPILT) == [], (width, scheme)
             assert page.errors == []
         assert server.terminate()[0] == 0
 
@@ -275,10 +243,10 @@ def test_with_a_key_the_page_asks_for_it_and_keeps_it(chrome: Browser, folder: P
     ):
         page.wait_for(f"!{form}")
         assert page.value("document.activeElement.id") == "key-text"
-        page.call("Input.insertText", text="wrong")
+        page.write("wrong")
         page.press("Enter")
         page.wait_for(f"{NOTICE}.includes('does not know this key')")
-        page.call("Input.insertText", text="sesame")
+        page.write("sesame")
         page.press("Enter")
         page.wait_for(f"{LIVE} && {form}")
         page.call("Page.reload")
@@ -289,9 +257,8 @@ def test_with_a_key_the_page_asks_for_it_and_keeps_it(chrome: Browser, folder: P
 def test_an_engine_that_dies_is_told_and_the_page_goes_on(chrome: Browser, folder: Path) -> None:
     with (
         process(folder, drain_s=5) as (child, port),
-        chrome.page(f"http://127.0.0.1:{port}/dash") as page,
+        dash_page(chrome, f"http://127.0.0.1:{port}") as page,
     ):
-        page.wait_for(LIVE)
         tasks = Path(f"/proc/{child.pid}/task").iterdir()
         children = " ".join((task / "children").read_text() for task in tasks)
         for pid in children.split():

@@ -3,6 +3,7 @@ tests and is no part of this one."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import tarfile
@@ -13,6 +14,9 @@ import pytest
 from tests.server.browser import Page
 
 PACKAGE = "axe-core@4.14.0"
+SERIOUS = ("serious", "critical")
+# Rules that read colours. A theme changes colours alone.
+COLOUR_RULES = ["color-contrast", "link-in-text-block"]
 
 
 def fetch_axe(folder: Path) -> str:
@@ -30,13 +34,33 @@ def fetch_axe(folder: Path) -> str:
         return source.read().decode()
 
 
-def findings(page: Page, axe: str) -> list[str]:
-    """The serious and critical findings: rule, and the elements that break it."""
-    page.value(f"{axe}; null")
-    run = "axe.run({resultTypes: ['violations']}).then(found => found.violations)"
-    return [
-        f"{one['id']}: {node['target']}: {node['failureSummary']}"
-        for one in page.resolved(run)
-        if one["impact"] in ("serious", "critical")
-        for node in one["nodes"]
-    ]
+class AxeCheck:
+    """Checks a page in both themes at one width: every rule in the light theme, and the rules that
+    read colours in the dark theme.
+
+    check = AxeCheck(page, axe, width=1200)
+    check("the first state")
+    """
+
+    def __init__(self, page: Page, axe: str, width: int) -> None:
+        self._page, self._axe, self._width = page, axe, width
+
+    def __call__(self, state: str) -> None:
+        for theme, rules in (("light", None), ("dark", COLOUR_RULES)):
+            self._page.look(self._width, 800, theme)
+            found = self.findings(rules)
+            assert not found, (state, theme, found)
+
+    def findings(self, rules: list[str] | None = None) -> list[str]:
+        """The serious and critical findings: rule, and the elements that break it."""
+        if not self._page.value("'axe' in window"):
+            self._page.value(f"{self._axe}; null")
+        only = f"runOnly: {json.dumps(rules)}," if rules else ""
+        options = f"{{{only} resultTypes: ['violations']}}"
+        found = self._page.resolved(f"axe.run({options}).then(found => found.violations)")
+        return [
+            f"{one['id']}: {node['target']}: {node['failureSummary']}"
+            for one in found
+            if one["impact"] in SERIOUS
+            for node in one["nodes"]
+        ]

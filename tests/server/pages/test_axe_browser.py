@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.server.browser import Browser
+from tests.server.dashboard.dash_page import dash_page
 from tests.server.learn.learn_page import learn_page
-from tests.server.pages.axe import fetch_axe, findings
+from tests.server.pages.axe import AxeCheck, fetch_axe
 from tests.server.pages.chat_page import chat_page
 from tests.server.running import Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.server.scripted import scripted_llm
+from tests.tiny import CHAT_TEMPLATE, tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.observe.ceilings import Ceilings
 from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
@@ -26,7 +29,8 @@ TEXT = (
     "# A heading\n\nwith [a link](https://example.org) and `code`\n\n```python\nprint(1)\n```\n\n"
     "| a | b |\n|---|--:|\n| 1 | 2 |\n\n> said\n\n- [x] done\n- open\n"
 )
-THEMES = ("light", "dark")
+WIDTHS = pytest.mark.parametrize("width", [1200, 390])
+OPEN_ALL = "document.querySelectorAll('details').forEach(one => { one.open = true })"
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +40,24 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with measured ceilings, which the sliders of `/learn` need."""
     path = tmp_path_factory.mktemp("tiny") / "tiny"
-    with running(tiny_llm(tiny_folder(path, max_position_embeddings=2048))) as server:
-        yield server
+    llm = tiny_llm(tiny_folder(path, max_position_embeddings=2048))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CeilingsProbe, "ceilings", Ceilings(2e10, 4e11))
+        with running(llm, engine=EngineConfig(model=str(path))) as server:
+            yield server
 
 
-@pytest.mark.parametrize("width", [1200, 390])
+# ── the chat ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@WIDTHS
 def test_the_chat_in_each_of_its_states(
     chrome: Browser, server: Running, axe: str, width: int
 ) -> None:
     with chat_page(chrome, f"{server.url}/") as chat:
-        page = chat.page
-
-        def check(state: str) -> None:
-            for theme in THEMES:
-                page.look(width, 800, theme)
-                assert findings(page, axe) == [], (state, theme)
-
+        page, check = chat.page, AxeCheck(chat.page, axe, width)
         check("empty")
         chat.always_answer(TEXT)
         chat.ask("hello")
@@ -63,37 +68,62 @@ def test_the_chat_in_each_of_its_states(
         check("answered")
         chat.click("Probability")
         check("probability")
-        page.value("document.getElementById('settings').click()")
-        page.value("document.querySelector('dialog details').open = true")
-        check("settings")
-        page.press("Escape")
+        for name in ("settings", "keys", "rename", "delete"):
+            page.value(f"document.getElementById('{name}').click()")
+            page.wait_for("document.querySelector('dialog[open]') !== null")
+            page.value(OPEN_ALL)
+            check(name)
+            page.press("Escape")
+            page.wait_for("document.querySelector('dialog') === null")
         chat.click("Edit")
         check("editing")
+        if width < 760:
+            page.value("document.getElementById('menu').click()")
+            check("drawer")
 
 
-@pytest.mark.parametrize("width", [1200, 390])
-def test_every_view_of_learn(
-    chrome: Browser, folder: Path, axe: str, width: int, monkeypatch: pytest.MonkeyPatch
+def test_the_chat_with_reasoning_a_tool_call_and_an_error(
+    chrome: Browser, axe: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(CeilingsProbe, "ceilings", Ceilings(2e10, 4e11))  # the sliders need some
-    with (
-        running(tiny_llm(folder), engine=EngineConfig(model=str(folder))) as server,
-        learn_page(chrome, f"{server.url}/learn") as learn,
-    ):
+    llm, model = scripted_llm(tmp_path / "m", CHAT_TEMPLATE, ["<think>", "</think>"])
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    settings = json.dumps(json.dumps({"details": False, "tools": json.dumps(tools)}))
+    parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    with running(llm, **parsers) as server, chat_page(chrome, f"{server.url}/") as chat:
+        page, check = chat.page, AxeCheck(chat.page, axe, 1200)
+        page.value(f"localStorage.setItem('twostroke-chat-settings', {settings})")
+        chat.click("New chat")
+        page.wait_for("document.querySelector('.empty') !== null")
+        model.write(
+            '<think>I look</think>so <tool_call>{"name": "now", "arguments": {}}</tool_call>'
+        )
+        chat.ask("when?")
+        page.value(OPEN_ALL)
+        check("a tool call")
+        server.server.stop()
+        server.thread.join()
+        chat.click("Edit")
+        chat.click("Send as a new branch")
+        page.wait_for("document.querySelector('.message .error:not([hidden])') !== null")
+        check("no server")
 
-        def check(state: str) -> None:
-            for theme in THEMES:
-                learn.page.look(width, 800, theme)
-                assert findings(learn.page, axe) == [], (state, theme)
 
+# ── /learn ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@WIDTHS
+def test_every_tool_of_learn(chrome: Browser, server: Running, axe: str, width: int) -> None:
+    with learn_page(chrome, f"{server.url}/learn") as learn:
+        check = AxeCheck(learn.page, axe, width)
         check("start")
         learn.go("company")
+        check("company, nothing has run")
         for name in ("stall", "batch", "context", "prefix", "full_cache"):
             learn.run(name)
         check("company")
         learn.go("prompt")
         learn.run("run")
-        learn.page.value("document.querySelectorAll('details').forEach(one => { one.open = true })")
+        learn.page.value(OPEN_ALL)
         learn.run("attention")
         check("prompt")
         learn.go("predict")
@@ -101,22 +131,74 @@ def test_every_view_of_learn(
         check("predict")
         for view in ("sliders", "roofline"):
             learn.go(view)
+            learn.page.value(OPEN_ALL)
             check(view)
-        for view in ("quiz", "lesson/1/1", "lesson/6/1"):
-            learn.go(view)
-            check(f"{view}, not answered")
-            learn.answered(0)
-            check(f"{view}, answered")
+        learn.go("quiz")
+        learn.answered(0)
+        check("quiz")
         learn.go("myths")
         learn.run("settle")
         check("myths")
 
 
-@pytest.mark.parametrize("path", ["/dash", "/docs"])
-def test_the_other_pages(chrome: Browser, server: Running, axe: str, path: str) -> None:
-    if server.ask("GET", path, headers={"Accept": "text/html"})[0] == 404:
-        pytest.skip(f"there is no {path}")
-    with chrome.page(f"{server.url}{path}") as page:
-        for theme in THEMES:
-            page.look(1200, 800, theme)
-            assert findings(page, axe) == [], theme
+@pytest.mark.parametrize("number", range(1, 7))
+def test_every_screen_of_a_lesson(chrome: Browser, server: Running, axe: str, number: int) -> None:
+    with learn_page(chrome, f"{server.url}/learn", f"lesson/{number}/1") as learn:
+        check = AxeCheck(learn.page, axe, 1200)
+        for screen in range(1, learn.screens() + 1):
+            learn.go(f"lesson/{number}/{screen}")
+            if learn.is_question():
+                check(f"screen {screen}, not answered")
+                learn.answered(0)
+            else:
+                for one in learn.shown("[data-run]"):
+                    learn.run(one["run"])
+            check(f"screen {screen}")
+
+
+# ── the others ────────────────────────────────────────────────────────────────────────────────────
+
+
+@WIDTHS
+def test_the_dashboard_in_each_of_its_states(
+    chrome: Browser, folder: Path, axe: str, width: int
+) -> None:
+    with (
+        running(tiny_llm(folder)) as server,
+        dash_page(chrome, server.url) as page,
+    ):
+        check = AxeCheck(page, axe, width)
+        check("no request yet")
+        for n in range(4):
+            body = {"prompt": [5, 6, 7] * (n + 4), "max_tokens": 8, "ignore_eos": True}
+            server.post("/v1/completions", body)
+        page.wait_for("state.steps.length > 20 && state.told.slowest.length === 4")
+        page.value("document.getElementById('steps').focus()")
+        page.press("ArrowLeft")
+        page.value(OPEN_ALL)
+        check("a step is chosen")
+        page.value("document.getElementById('pause').click()")
+        check("paused")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/", "document.activeElement?.id === 'api-key'"),
+        ("/learn", "document.activeElement?.id === 'api-key'"),
+    ],
+)
+def test_each_page_that_asks_for_a_key(
+    chrome: Browser, folder: Path, axe: str, path: str, asked: str
+) -> None:
+    with (
+        running(tiny_llm(folder), api_keys=("sesame",)) as server,
+        chrome.page(f"{server.url}{path}") as page,
+    ):
+        page.wait_for(asked)
+        AxeCheck(page, axe, 1200)("key")
+
+
+def test_the_list_of_routes(chrome: Browser, server: Running, axe: str) -> None:
+    with chrome.page(f"{server.url}/docs") as page:
+        AxeCheck(page, axe, 1200)("docs")
