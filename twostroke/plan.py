@@ -45,7 +45,7 @@ class NewRow(NamedTuple):
 
 
 class BlockAppend(NamedTuple):
-    """Blocks appended to a row's table in one KV group. Tables only grow."""
+    """Blocks appended to a row's table in one KV group. Only `BlockEvict` shortens a table."""
 
     row: int
     group: int
@@ -53,7 +53,7 @@ class BlockAppend(NamedTuple):
 
 
 class BlockDrop(NamedTuple):
-    """The first `upto` entries of a row's table become null: a window has passed them."""
+    """The first `upto` entries of a row's table become null: the sliding window has passed them."""
 
     row: int
     group: int
@@ -61,8 +61,8 @@ class BlockDrop(NamedTuple):
 
 
 class BlockEvict(NamedTuple):
-    """Entries [start, stop) leave a row's table after the step's appends, and the table closes up.
-    Only for models with one KV group."""
+    """Entries [start, stop) leave a row's table after the step's appends, and the entries behind
+    them move up. Only for models with one KV group."""
 
     row: int
     start: int
@@ -79,7 +79,7 @@ class PhaseWork(NamedTuple):
     kv_reads: int = 0  # cached positions that must be read at least once
 
     def with_chunk(self, tokens: int, positions: tuple[int, int]) -> PhaseWork:
-        """Add a row with so many tokens; `positions`: attended to, and read."""
+        """Add a row with `tokens` tokens. `positions`: its `kv_tokens` and its `kv_reads`."""
         attended, read = positions
         return PhaseWork(
             self.rows + 1, self.tokens + tokens, self.kv_tokens + attended, self.kv_reads + read
@@ -122,10 +122,11 @@ BROKEN_LOGITS = (
 
 
 class StepResult(NamedTuple):
-    """The output of a step, in the plan's order: the decode slots, then the last chunks.
+    """The output of a step, in the plan's order: the decode slots, then the chunks that are the
+    last of their prompts.
 
-    Each of them has one token, or as many as `counts` says: a slot with drafts has the accepted
-    drafts and the token after them, at most `1 + drafts`.
+    Each slot and each such chunk has one token, or as many as `counts` says: a slot with drafts has
+    the accepted drafts and the token after them, at most `1 + drafts`.
     """
 
     tokens: list[int]  # -1: the logits were NaN or infinite
@@ -136,7 +137,8 @@ class StepResult(NamedTuple):
     counts: list[int] | None = None  # tokens of each slot and last chunk; None: one each
     comm_s: float = 0.0  # part of `device_s` in collectives with other ranks
     comm_bytes: float = 0.0  # bytes sent for collectives by a rank, the mean over the ranks
-    # Attention of each slot to each stretch of its cache, if it decides which stretch is evicted
+    # For each slot, the attention that each segment of its cache got. Empty unless KV eviction
+    # chooses segments by their attention (`kv/eviction.py`).
     shares: Sequence[Sequence[float]] = ()
 
 

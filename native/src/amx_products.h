@@ -1,9 +1,10 @@
 // Matmuls of many tokens on the matrix units (AMX). `kernels_amx.cpp` includes this file.
 //
-// A tile is 16 rows of 64 bytes. `_tile_dpbf16ps` adds the product of A [16, 32] and B [32, 16] to
-// C [16, 16] in fp32. B is stored in pairs: row k of the tile holds columns 2k and 2k + 1 of every
-// output side by side. Activations are bfloat16. The blocks of a group are unpacked to bfloat16 tiles
-// once for up to 512 tokens.
+// A tile is 16 rows of 64 bytes. `_tile_dpbf16ps` adds the product of A [16 tokens, 32 columns] and
+// B [32 columns, 16 weight rows] to C [16 tokens, 16 weight rows] in fp32. B is stored in pairs: row k
+// of the tile holds columns 2k and 2k + 1 of each weight row side by side. Activations are bfloat16.
+// The blocks (32 columns) of a group (16 weight rows) are unpacked to bfloat16 tiles once for up to 512
+// tokens.
 
 constexpr int kMinTokens = 24;             // with fewer tokens AVX-512 is as fast
 constexpr int kSide = 16;                 // rows of a tile, and columns of C
@@ -33,7 +34,8 @@ static inline __m512i to_bf16_pair(f32v first, f32v second) {
   return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 
-// Convert floats to one row of consecutive tiles of 16 tokens, with zeros to the end of the last tile.
+// Convert n floats of one token to its row in the consecutive A tiles of its 16 tokens. The rest of the
+// row in the last tile is zero.
 static void to_bf16(const float* x, int n, uint16_t* out) {
   for (int i = 0; i < n; i += kBlock, out += kTileElements) {
     const int low = n - i < 16 ? n - i : 16, high = n - i < 32 ? n - i - low : 16;
@@ -43,14 +45,15 @@ static void to_bf16(const float* x, int n, uint16_t* out) {
   }
 }
 
-// Unpack a block of a group (16 rows of 32 columns) to a tile B.
+// Unpack a block of a group (16 rows of 32 columns) to a B tile.
 template <Format F>
 static inline void unpack_tile(const uint8_t* p, i8v table, uint16_t* tile) {
   i8v codes[8];
   f32v scales[parts_of<F>], minima[parts_of<F>];
   unpack_codes<F>(p, table, codes);
   load_scales<F>(p, scales, minima);
-  // A code is placed in the significand of a float: 128 + code, or 256 + (code + 128).
+  // A code is placed in the significand of a float. The float is 128 + code for an unsigned code, and
+  // 256 + (code + 128) for a signed code; `offset` subtracts the 128 or the 384 again.
   constexpr bool is_signed = has_signed_codes(F);
   constexpr int shift = is_signed ? 15 : 16;
   const __m512i mask = _mm512_set1_epi32(0xFF << shift);
@@ -104,8 +107,9 @@ static void unpack_group(const Packed& w, int g, int from, int to, uint16_t* til
   }
 }
 
-// Multiply 32 (or 16) tokens by 32 rows over the tiles of some blocks. The tokens' tiles begin at a and
-// a + `below`, the tiles of the two groups at b and b + `next_group`. C starts from `out` or from zero.
+// Multiply 32 tokens (16 tokens unless `Both`) by the 32 weight rows of two groups, over `blocks` blocks.
+// The tiles of the first and of the second 16 tokens begin at a and a + `below`, the tiles of the two
+// groups at b and b + `next_group`. With `add` the product is added to `out`, else it replaces `out`.
 template <bool Both>
 static inline void tile_product(const uint16_t* a, size_t below, const uint16_t* b, size_t next_group,
                                 int blocks, float* out, size_t stride, bool add) {

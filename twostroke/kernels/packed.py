@@ -1,6 +1,6 @@
-"""Weights of 4 or 8 bits a number, in groups that share a scale, and what they stand for.
+"""Weights of 4 or 8 bits a number, in groups that share a scale.
 
-    a number   scale · (code − zero), or scale · code + offset; codes are whole and not negative
+    a number   scale · (code − zero), or scale · code + offset; codes are unsigned integers
     zero       each group's own, or the middle of the codes (8 or 128) for all
     4 bits     four numbers are a little-endian word of 16 bits; a block of 128 numbers is 32 words:
                the nibbles of word w, the lowest first, have its numbers w, 32 + w, 64 + w, 96 + w
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from twostroke.kernels.split_k import arrival_counters
 
-AT_ONCE = 1 << 23  # numbers that are there in fp32 while a matrix is quantised
-# Of a group's largest number: what the scale's search leaves out of the codes' range.
+ELEMENTS_AT_ONCE = 1 << 23  # elements of a matrix that are converted to fp32 at a time
+# The search for a group's scale clips the group at each of these shares of its largest number.
 CLIPPINGS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.74)
 SMALLEST_SCALE = 2.0**-24  # of fp16
 
@@ -155,7 +155,7 @@ def quantised(x: Tensor, group: int, importance: Tensor | None = None) -> Codes:
     the group's largest number, the scale with the smallest squared error is taken. The largest
     number becomes −8 or 7 times the scale, whichever gives the smaller error. `importance`, [in]:
     the weight of each column's error."""
-    rows = max(1, AT_ONCE // x.shape[1])
+    rows = max(1, ELEMENTS_AT_ONCE // x.shape[1])
     counts = None if importance is None else importance.view(1, -1, group)
     parts = [_quantised(part, group, counts) for part in torch.split(x, rows)]
     codes, scales = zip(*parts, strict=True)

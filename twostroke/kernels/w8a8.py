@@ -1,11 +1,12 @@
-"""Weights and activations of 8 bits (W8A8), in fp8 (e4m3) or int8, and what they stand for.
+"""Weights and activations of 8 bits (W8A8), in fp8 (e4m3) or int8.
 
     weight       [out, in], a scale for each row, or for each `in / groups` numbers of a row
-    activations  [T, in], a scale for each token, found when they are quantised
+    activations  [T, in], a scale for each token, computed when they are quantised
 
-A number is its value times its scale. e4m3 has three bits of mantissa and reaches 448; it has no
-infinity, and what is larger than 448 is cut there. int8 is whole, to the nearest, even of two, and
-reaches 127 (a file's weights may have −128); a product's sum is exact, as int32 holds it.
+A stored value times its scale is the number that it represents. e4m3 has three mantissa bits, a
+largest value of 448 and no infinity; larger values are clamped to 448. For int8, values are rounded
+to the nearest integer (half to even) and clamped to ±127; weights of a checkpoint may contain −128.
+The int32 sums of int8 products are exact for rows of up to `MAX_INT8_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from twostroke.kernels.split_k import arrival_counters
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {E4M3: 448.0, INT8: 127.0}
 SMALLEST_SCALE = 1e-12  # of a row of zeros
-# Of a row's largest number: what the scale's search leaves out, where errors differ in weight.
+# The search for a row's scale clips the row at each of these shares of its largest number.
 CLIPPINGS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8, 0.74)
-AT_ONCE = 1 << 24  # numbers that are there in fp32 while a matrix is quantised
-LONGEST_INT8 = ((1 << 31) - 1) // (127 * 128)  # numbers of a row whose sum int32 holds
+ELEMENTS_AT_ONCE = 1 << 24  # elements of a matrix that are converted to fp32 at a time
+MAX_INT8_COLUMNS = ((1 << 31) - 1) // (127 * 128)  # of a row whose dot product fits in int32
 
 
 class W8Weight(NamedTuple):
@@ -62,18 +63,21 @@ def w8_weight(values: Tensor, scale: Tensor) -> W8Weight:
 def quantised(
     x: Tensor, dtype: torch.dtype, importance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise each row, so that its largest number becomes the largest of the type, and return the
-    rows' scales too, [rows]. `importance`, [in]: the weight of each column's squared error; then
-    several scales that clip more or less of the largest number are tried, and each row takes the
-    scale with the smallest error."""
+    """Quantise each row. Return the values and the scale of each row, [rows].
+
+    Without `importance`, the largest number of a row becomes the largest value of `dtype`. With
+    `importance`, [in], the weight of each column's squared error, each row gets the scale among
+    those of `CLIPPINGS` with the smallest weighted error.
+    """
     max_value = LARGEST[dtype]
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = (x.abs().amax(-1).float() / max_value).clamp_min_(SMALLEST_SCALE)
-    rows = max(1, AT_ONCE // x.shape[-1])
-    for part, to, unit in zip(*(torch.split(y, rows) for y in (x, values, scale)), strict=True):
+    rows = max(1, ELEMENTS_AT_ONCE // x.shape[-1])
+    chunks = zip(*(torch.split(whole, rows) for whole in (x, values, scale)), strict=True)
+    for x_rows, value_rows, row_scales in chunks:
         if importance is not None:
-            unit.copy_(_best_scale(part.float(), unit, dtype, importance))
-        to.copy_(_rounded(part.float(), unit, dtype))
+            row_scales.copy_(_best_scale(x_rows.float(), row_scales, dtype, importance))
+        value_rows.copy_(_rounded(x_rows.float(), row_scales, dtype))
     return values, scale
 
 
@@ -88,8 +92,8 @@ def _best_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, importance: Tensor
 
 
 def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = (x / scale.unsqueeze(-1)).clamp_(-LARGEST[dtype], LARGEST[dtype])
-    return wide.round_() if dtype == INT8 else wide.to(dtype)
+    scaled = (x / scale.unsqueeze(-1)).clamp_(-LARGEST[dtype], LARGEST[dtype])
+    return scaled.round_() if dtype == INT8 else scaled.to(dtype)
 
 
 def dequantised(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

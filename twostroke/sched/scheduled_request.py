@@ -65,7 +65,7 @@ class ScheduledRequest:
     part_is_open: bool = False  # the last of these offers has not been released
     prompt_logprobs: list[Any] = field(default_factory=list)
     # Evicted table entries by the position before which they were evicted, and the attention shares
-    # of the stretches that are left (`kv/eviction.py`). Kept when the request is preempted.
+    # of the segments that are left (`kv/eviction.py`). Kept when the request is preempted.
     evictions: dict[int, list[range]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
     request_id: str = ""
@@ -92,11 +92,11 @@ class ScheduledRequest:
         """Record the table entries that are evicted before the next token is computed."""
         self.evictions[self.kv.num_computed] = evicted
         for entries in evicted:
-            stretch = entries.start // len(entries)
-            del self.scores[stretch : stretch + 1]
+            segment = entries.start // len(entries)
+            del self.scores[segment : segment + 1]
 
     def add_shares(self, shares: Sequence[float]) -> None:
-        """Add the attention of the newest token to each stretch of the cache."""
+        """Add the attention of the newest token to each segment of the cache."""
         self.scores += [0.0] * (len(shares) - len(self.scores))
         self.scores = [score + share for score, share in zip(self.scores, shares, strict=False)]
 

@@ -353,7 +353,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
 
 def test_blocks_that_do_not_divide_the_columns_are_refused(tmp_path: Path) -> None:
     folder, _ = folder_of(tmp_path, "compressed, blocks", intermediate_size=48)
-    assert "blocks of 32 columns, which do not divide the 48" in refusal(folder)
+    assert "blocks of 32 columns, but the 48 columns of its matrix" in refusal(folder)
 
 
 def test_fp8_tensors_of_a_folder_that_does_not_say_so_are_refused(tmp_path: Path) -> None:

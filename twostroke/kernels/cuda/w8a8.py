@@ -29,7 +29,7 @@ from twostroke.kernels.w8a8 import (
     E4M3,
     INT8,
     LARGEST,
-    LONGEST_INT8,
+    MAX_INT8_COLUMNS,
     SMALLEST_SCALE,
     QuantizedActivations,
     W8Weight,
@@ -96,7 +96,7 @@ def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
         return found
     block = min(128, max(16, power_of_two(rows)))
     step = _step(weight, 256 if block <= 64 and not gated else 128)
-    if step is None or inner > LONGEST_INT8:
+    if step is None or inner > MAX_INT8_COLUMNS:
         return None
     if rows > 128:
         return Tiling(128, 64 if gated else 128, step, 1, False, 8, 4)

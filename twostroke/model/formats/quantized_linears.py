@@ -71,7 +71,7 @@ class QuantizedLinears:
         inner = self._shapes[names[0]][1]
         dtype = W8_DTYPES[self._formats[names[0]].type]
         values = torch.empty(sum(rows), inner, dtype=dtype, device=self._device)
-        groups = max(self._formats[name].scales_of_a_row for name in names)
+        groups = max(self._formats[name].scales_per_row for name in names)
         scales = []
         for name, place in zip(names, torch.split(values, rows), strict=True):
             found = read_w8(self._source, name, self._part(name))

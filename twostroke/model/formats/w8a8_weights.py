@@ -20,7 +20,7 @@ DENSE = (None, BlockType.F32, BlockType.F16, BlockType.BF16)
 
 class W8Format(NamedTuple):
     type: str  # fp8 or int8
-    scales_of_a_row: int = 1
+    scales_per_row: int = 1
 
     @property
     def needs_fp8(self) -> bool:
@@ -28,7 +28,7 @@ class W8Format(NamedTuple):
         return self.type == "fp8"
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) + SCALE_BYTES * shape[0] * self.scales_of_a_row
+        return math.prod(shape) + SCALE_BYTES * shape[0] * self.scales_per_row
 
 
 def w8_matrices(

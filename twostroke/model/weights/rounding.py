@@ -14,7 +14,7 @@ from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.weights import Bytes, Floats
 
 BLOCK = 32
-AT_ONCE = 1 << 16  # numbers, which fit into a core's cache
+ELEMENTS_AT_ONCE = 1 << 16  # processed at a time, so that they fit into a core's cache
 # Shares of the distance between a block's minimum and maximum that its 16 steps cover.
 SPANS = (1.06, 1.0, 0.94, 0.88, 0.82, 0.76, 0.7)
 CLIPPINGS = (1.0, 0.98, 0.95, 0.92, 0.88)  # 8 bits: shares of a block's largest number
@@ -29,7 +29,7 @@ def rounded_blocks(type: BlockType, x: Floats, importance: Floats) -> Bytes:
     if not np.isfinite(x).all():
         raise ValueError("NaN or infinity")
     counts = importance.reshape(-1, BLOCK)
-    rows = max(1, AT_ONCE // x.shape[1])
+    rows = max(1, ELEMENTS_AT_ONCE // x.shape[1])
     make = _q4_1 if type == BlockType.Q4_1 else _q8_0
     parts = (x[at : at + rows].reshape(-1, *counts.shape) for at in range(0, len(x), rows))
     return np.concatenate([make(part, counts) for part in parts]).reshape(len(x), -1)

@@ -35,7 +35,7 @@ from twostroke.model.weights.w8a8_checkpoints import (
     W8_TYPES,
     dequantize_w8,
     row_scales,
-    scales_of_a_row,
+    scales_per_row,
     w8_is_finite,
 )
 
@@ -211,7 +211,7 @@ class SafetensorsWeights:
         return values + np.float32(offset) if offset else values
 
     def w8_scales(self, name: str) -> int:
-        """Return the scales per row of a matrix in fp8 or int8; 0 for any other weight."""
+        """Return how many scales a row of a matrix in fp8 or int8 has; 0 for any other weight."""
         stored = self._stored_name(name)
         if not isinstance(self.quantized, W8Config) or stored is None:
             return 0
@@ -219,10 +219,10 @@ class SafetensorsWeights:
             return 0
         where, scale = self._w8_scale(name)
         shape = self._look(stored).shape
-        return scales_of_a_row(where, scale.type, scale.shape, shape, self.quantized.block)
+        return scales_per_row(where, scale.type, scale.shape, shape, self.quantized.block)
 
     def w8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
-        """Return the bits of a matrix in fp8 or int8, or of a part, and the scales, [rows,
+        """Return the stored bytes of a matrix in fp8 or int8, or of a part, and the scales, [rows,
         groups]."""
         found, place, groups = self._tensor(name), self._places[name], self.w8_scales(name)
         assert isinstance(self.quantized, W8Config)

@@ -1,4 +1,4 @@
-"""Matrices in fp8 (e4m3) or int8 in checkpoints: bits, and scales in another tensor."""
+"""Matrices of checkpoints in fp8 (e4m3) or int8: values in one tensor, scales in another."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from twostroke.model.weights import Bytes, Floats
 
 Block = tuple[int, int]  # rows and columns that share a scale
 
-W8_TYPES = {"fp8": "F8_E4M3", "int8": "I8"}  # name in config.json → type of the tensor
-W8_SCALES = ("_scale", "_scale_inv")  # suffixes of a weight's name: the factors of its values
+W8_TYPES = {"fp8": "F8_E4M3", "int8": "I8"}  # name in config.json → dtype of the tensor
+W8_SCALES = ("_scale", "_scale_inv")  # name of a weight + suffix: its scales, both to multiply by
 SCALE_TYPES = ("F32", "F16", "BF16")
-# Tensors beside such weights: the static divisors of activations, keys and values.
+# Suffixes of the static scales of activations, which are not read: the scale of each token is
+# computed at run time.
 STATIC_SCALES = (
-    *(".input_scale", ".activation_scale"),  # vLLM's name and transformers' name
+    *(".input_scale", ".activation_scale"),  # the input of a linear, as in vLLM and transformers
     *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
 )
 
 
-def scales_of_a_row(
-    label: str, type: str, stored: tuple[int, ...], shape: tuple[int, ...], block: Block | None
+def scales_per_row(
+    label: str, dtype: str, stored: tuple[int, ...], shape: tuple[int, ...], block: Block | None
 ) -> int:
-    """Return the scales per row of a matrix of `shape`. Refuse scales that do not fit.
+    """Return how many scales a row of a matrix of `shape` has. Refuse scales that do not fit.
 
-    `label`, `type` and `stored` describe the tensor of the scales; `stored` is its shape.
+    `label`, `dtype` and `stored` are the name, dtype and shape of the tensor of scales.
     """
-    if type not in SCALE_TYPES:
+    if dtype not in SCALE_TYPES:
         raise ModelError(
-            f"{label} is of type {type}, expected one of {', '.join(SCALE_TYPES)}. Use another "
+            f"{label} is of type {dtype}, expected one of {', '.join(SCALE_TYPES)}. Use another "
             "conversion of the model."
         )
     rows, columns = shape
@@ -48,23 +49,25 @@ def scales_of_a_row(
         )
     if block is not None and columns % block[1]:
         raise ModelError(
-            f"{label} has scales for blocks of {block[1]} columns, which do not divide the "
-            f"{columns} of its matrix; this is not supported. Use the unquantised model."
+            f"{label} has scales for blocks of {block[1]} columns, but the {columns} columns of "
+            "its matrix are not a multiple of that; this is not supported. Use the unquantised "
+            "model."
         )
     return groups
 
 
 def row_scales(
-    data: Bytes, type: str, stored: tuple[int, ...], rows: int, block: Block | None
+    data: Bytes, dtype: str, stored: tuple[int, ...], rows: int, block: Block | None
 ) -> Floats:
     """Return the scales as [rows, groups], repeated for the rows that share one."""
-    values = dequantize(data, BlockType(type), stored)
+    values = dequantize(data, BlockType(dtype), stored)
     if block is not None:
         return np.repeat(values, block[0], axis=0)[:rows]
     return np.broadcast_to(values.reshape(-1, 1), (rows, 1))
 
 
 def dequantize_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
+    """Dequantise a matrix. `type`: fp8 or int8."""
     values = E4M3_VALUES[bits] if type == "fp8" else bits.view(np.int8).astype(np.float32)
     grouped = values.reshape(len(bits), scales.shape[1], -1)
     result: Floats = (grouped * scales[:, :, None]).reshape(bits.shape)
@@ -72,8 +75,8 @@ def dequantize_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
 
 
 def w8_is_finite(bits: Bytes, type: str) -> bool:
-    """Return whether all values are finite. In e4m3, NaN is all ones and infinity does not
-    exist."""
+    """Return whether all values are finite. In e4m3, NaN is all ones after the sign, and infinity
+    does not exist."""
     return type != "fp8" or not bool((bits & 0x7F == 0x7F).any())
 
 
