@@ -1,5 +1,5 @@
 """Beam search with an engine that returns log-probabilities. Each step is a batch of requests for
-one token. The prefix cache has all but the last tokens of their prompts."""
+one token. The prefix cache holds their prompts up to the last full block."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class _Search:
         for beam, output in zip(self.live, outputs, strict=True):
             logprobs = output.outputs[0].logprobs
             assert logprobs is not None
-            (best,) = logprobs
-            for token, entry in best.items():
+            (of_token,) = logprobs
+            for token, entry in of_token.items():
                 longer = replace(
                     beam,
                     tokens=[*beam.tokens, token],
-                    logprobs=[*beam.logprobs, best],
+                    logprobs=[*beam.logprobs, of_token],
                     cum_logprob=beam.cum_logprob + entry.logprob,
                 )
                 if token not in self._end_ids:
@@ -118,7 +118,8 @@ def beam_search(
 ) -> list[list[BeamSearchSequence]]:
     """Return the best sequences for each prompt. A prompt is its token ids and its cache salt."""
     searches = [_Search(ids, params, end_ids, max_model_len - len(ids)) for ids, _ in prompts]
-    # At most beam_width candidates of a beam can end, so 2 * beam_width leave enough live ones.
+    # As in vLLM: of a beam's 2 * beam_width candidates, at least beam_width stay live unless more
+    # than beam_width of them are end tokens.
     one_token = SamplingParams(
         temperature=0.0,
         max_tokens=1,

@@ -30,7 +30,7 @@ COMMANDS = {
     "bench": "measure a server: TTFT, TPOT, ITL, throughput, goodput",
     "phases": "measure the phases of one request: slow to start, or slow to stream?",
     "roofline": "compute how fast a model can be on a machine, by phase",
-    "plan": "simulate the latencies of a trace of requests on engines, with intervals",
+    "plan": "simulate the latencies of a trace of requests on engines, with error intervals",
     "quality": "measure the quality loss of a format: perplexity and KL against a base",
     "trace": "write the last seconds of a server as a timeline",
     "profile": "measure the stages or kernels of a server's steps, by phase",
@@ -39,7 +39,7 @@ COMMANDS = {
     "ab": "compare two servers or settings in pairs of runs",
     "import": "show results of vllm bench, guidellm, aiperf, sglang in one table",
 }
-MODULES = {"run-batch": "run_batch", "import": "import_"}  # a command's name is no module's name
+MODULES = {"run-batch": "run_batch", "import": "import_"}  # names that are not module names
 INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # a shell's exit status for a program that SIGPIPE ended
 
@@ -70,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
-    """Return the arguments of a command; None if the line asked for help, which is printed. A
-    command with `COLLECT_ERRORS` must call `args.parser.finish` after it has read its settings."""
+    """Return the arguments of a command; None if help was printed instead.
+
+    A command with `COLLECT_ERRORS` must call `args.parser.finish` after it has read its settings.
+    """
     commands = _commands(parser)
     command = commands.get(words[0]) if words else None
     if words and command is None and not words[0].startswith("-"):
@@ -79,7 +81,7 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
         parser.error(f"unknown command {shown(words[0])}{hint}")
     if command is not None:
         for word in words[1:]:
-            if word.startswith("--help=") and command.usual:
+            if word.startswith("--help=") and command.usual_options:
                 print(command.help_about(word.partition("=")[2]), end="")
                 return None
         rest = words[1:]
@@ -87,8 +89,8 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
             from twostroke.commands.serve_flags import normalize_options
 
             rest = normalize_options(rest)
-        if command.line_options:
-            rest = joined_values(rest, command.line_options)
+        if command.command_line_options:
+            rest = joined_values(rest, command.command_line_options)
         words = [words[0], *(command.without_unknown(rest) if command.collects_errors else rest)]
     args, unexpected = parser.parse_known_args(words)
     if args.command is None:

@@ -436,19 +436,19 @@ def header(*values: bytes) -> bytes:
     [
         (
             header(struct.pack("<IIQ", 9, 9, 10**5) + struct.pack("<IQ", 4, 0) * 10**5),
-            "announces 100000 arrays of 'a', where at most 4096 are read",
+            "announces 100000 arrays of 'a'; the limit is 4096",
         ),
         (
             header(struct.pack("<IIQ", 9, 0, 2**23 + 1) + bytes(2**23 + 1)),
-            "announces 8388609 values of 'a', where at most 8388608 are read",
+            "announces 8388609 values of 'a'; the limit is 8388608",
         ),
         (
             header(*[struct.pack("<IIQ", 9, 0, 2**22) + bytes(2**22)] * 3),
-            "announces 4194304 values of 'c', where at most 0 are read",
+            "announces 4194304 values of 'c'; the limit is 0",
         ),
         (
             b"GGUF" + struct.pack("<IQQ", 3, 0, 10**5) + bytes(13 * 10**5),
-            "announces 100000 metadata entries, where at most 65536 are read",
+            "announces 100000 metadata entries; the limit is 65536",
         ),
         (
             b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2000) + b"x" * 3000,

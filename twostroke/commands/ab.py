@@ -43,7 +43,7 @@ LOAD: dict[str, Any] = {
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.line_options = ("--a", "--b")
+    parser.command_line_options = ("--a", "--b")
     add = parser.add_argument
     add("--a", default="", metavar="ARM", help="URL, options of serve, or a command with {port}")
     add("--b", metavar="ARM", help="the same for B")

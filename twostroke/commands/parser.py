@@ -57,8 +57,8 @@ class Parser(argparse.ArgumentParser):
     (`notice`)."""
 
     collects_errors = False
-    line_options: tuple[str, ...] = ()  # options whose values are command lines
-    usual: tuple[str, ...] = ()  # the options that --help shows; empty: all options
+    command_line_options: tuple[str, ...] = ()  # options whose values are command lines
+    usual_options: tuple[str, ...] = ()  # the options that --help shows; empty: all options
     group_aliases: Mapping[str, str] = MappingProxyType({})  # vLLM's names of groups → ours
 
     def __init__(self, **options: Any) -> None:
@@ -68,9 +68,9 @@ class Parser(argparse.ArgumentParser):
         self.without_effect: dict[str, list[str]] = {}  # reason → the flags without effect
 
     def format_help(self) -> str:
-        if not self.usual:
+        if not self.usual_options:
             return super().format_help()
-        shown = [self._option_string_actions[flag] for flag in self.usual]
+        shown = [self._option_string_actions[flag] for flag in self.usual_options]
         groups = [name for group in self._action_groups if (name := self._group_name(group))]
         ends = (
             f"`{self.prog} --help=all` shows all options, `--help=GROUP` the options of a group "

@@ -51,7 +51,7 @@ NOT_HERE |= {"tensor_parallel_size"}
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.line_options = ("--try", "--against")
+    parser.command_line_options = ("--try", "--against")
     add = parser.add_argument
     add_model_argument(parser)
     add("--against", metavar="BASE", help="the base: a model, or '[MODEL] OPTIONS'; default: MODEL")

@@ -88,7 +88,7 @@ SCALES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1
 def add_server_arguments(parser: Parser) -> None:
     """Add the options of `serve`. No option has a default: an attribute of the parsed arguments was
     given on the command line or in the file."""
-    parser.usual, parser.group_aliases = USUAL, VLLM_GROUPS
+    parser.usual_options, parser.group_aliases = USUAL, VLLM_GROUPS
     add_model_argument(parser)
     _add(
         parser,

@@ -28,7 +28,7 @@ from twostroke.log_lines import WORK, uvicorn_config
 from twostroke.serve.app import App, asgi
 from twostroke.serve.http.connection import connection_type
 from twostroke.serve.http.http_request import Message, Receive, Send
-from twostroke.serve.http.listening_socket import bind, unlink, url_of
+from twostroke.serve.http.listening_socket import bind, close, url_of
 from twostroke.serve.monitor.stats_log import log_stats
 from twostroke.serve.settings import ServeSettings
 
@@ -180,7 +180,7 @@ async def serve_forever(
             if server.lost:
                 raise EngineError(f"the engine has stopped ({server.lost})")
     finally:
-        unlink(listener, settings)
+        close(listener, settings)
 
 
 def serve(

@@ -33,9 +33,9 @@ WORDS = [
 class PlannedRequest:
     """A request to send. `prompt`: token ids, a text, or the messages of a chat."""
 
-    at_s: float
+    at_s: float  # seconds after the start of the run
     prompt: list[int] | str | list[dict[str, Any]]
-    prompt_tokens: int  # as planned; the usage that the server reports takes precedence
+    prompt_tokens: int  # 0: unknown; the usage that the server reports takes precedence
     output_tokens: int | None
     extra: dict[str, Any] | None = None
 
@@ -84,6 +84,7 @@ class PromptGenerator:
         return self._join(parts)
 
     def _units(self, tokens: int) -> int:
+        """Return the number of words, or of token ids, for so many tokens."""
         return max(1, round(tokens * self._words_per_token)) if self._as_text else tokens
 
     def _part(self, name: str, tokens: int) -> list[Any]:
@@ -100,6 +101,8 @@ class PromptGenerator:
 def replayed(
     requests: list[TraceRequest], prompts: PromptGenerator, shrink: float
 ) -> list[PlannedRequest]:
+    """Return the requests of a trace with prompts. `shrink`: the factor by which `traces.scaled`
+    has shortened the trace; blocks are shortened by the same factor."""
     size = block_tokens(shrink)
     return [
         PlannedRequest(
@@ -130,7 +133,8 @@ def read_custom(path: str, output_tokens: int | None) -> list[PlannedRequest]:
             planned.append(PlannedRequest(0.0, prompt, 0, None if wanted is None else int(wanted)))
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{path}, line {number}: expected a JSON object with `prompt` or `messages`"
+                f"{path}, line {number}: expected a JSON object with `prompt` or `messages`; "
+                "`output_tokens` is optional and a whole number"
             ) from None
     if not planned:
         raise ConfigError(f"{path} has no prompts")

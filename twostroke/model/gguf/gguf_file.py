@@ -391,7 +391,7 @@ class _Header:
         if count * smallest_bytes > self.size - self.at:
             self._fail(f"it announces {count} {what}, more than the rest of the file can hold")
         if count > maximum:
-            self._fail(f"it announces {count} {what}, where at most {maximum} are read")
+            self._fail(f"it announces {count} {what}; the limit is {maximum}")
         return count
 
     def _values(self, what: str, smallest_bytes: int) -> int:

@@ -21,10 +21,10 @@ ADVICE: Final = (
     "Give a tokenizer.json of the model instead: --tokenizer FOLDER, or use another GGUF."
 )
 
-# Known tokens have up to some hundred characters (runs of spaces), 7 on average. Finding all ways
-# to split a SentencePiece token in two takes the square of its length.
+# Tokens of known models have 7 characters on average and at most a few hundred (runs of spaces).
+# The time to find all splits of a SentencePiece token grows with the square of its length.
 MAX_TOKEN_CHARS: Final = 1024
-MAX_PIECES_CHARS: Final = 1 << 23  # of all tokens together
+MAX_VOCAB_CHARS: Final = 1 << 23  # of all tokens together
 MAX_TEMPLATE_CHARS: Final = 1 << 20
 
 
@@ -102,12 +102,12 @@ class _VocabHeader(Fields):
         if longest > MAX_TOKEN_CHARS:
             raise ModelError(
                 f"{self.where}: token {lengths.index(longest)} of tokenizer.ggml.tokens has "
-                f"{longest} characters, where at most {MAX_TOKEN_CHARS} are read. {ADVICE}"
+                f"{longest} characters; the limit is {MAX_TOKEN_CHARS}. {ADVICE}"
             )
-        if total > MAX_PIECES_CHARS:
+        if total > MAX_VOCAB_CHARS:
             raise ModelError(
-                f"{self.where}: tokenizer.ggml.tokens has {total} characters in all, where at most "
-                f"{MAX_PIECES_CHARS} are read. {ADVICE}"
+                f"{self.where}: tokenizer.ggml.tokens has {total} characters in all; the limit is "
+                f"{MAX_VOCAB_CHARS}. {ADVICE}"
             )
 
     def vocab(self) -> dict[str, int]:
@@ -140,8 +140,8 @@ def _merges(header: _VocabHeader) -> list[tuple[str, str]]:
     pairs = [(left, right) for left, _, right in cut]
     if not pairs or not all(right for _, right in pairs):
         raise ModelError(
-            f"{header.where}: should list in tokenizer.ggml.merges pairs of tokens with a space "
-            f"between, one pair for each merge of its byte-level vocabulary. {ADVICE}"
+            f"{header.where}: tokenizer.ggml.merges should list the merges of the byte-level "
+            f"vocabulary, each as two tokens separated by a space. {ADVICE}"
         )
     return pairs
 
@@ -169,18 +169,18 @@ def _sentencepiece_bpe(header: _VocabHeader) -> tokenizers.Tokenizer:
 
 
 def merges_from_scores(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], spaced: bool
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], adds_space: bool
 ) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece vocabulary, which has scores instead.
+    """Return the merges of a SentencePiece vocabulary, which has scores instead of merges.
 
     SentencePiece joins the two neighbours whose union has the best score. So every way to split a
-    piece into two pieces is a merge, ranked by the score of the whole. `spaced`: user-defined runs
-    of spaces are merged, too.
+    piece into two pieces is a merge, ranked by the score of the whole. With `adds_space`,
+    user-defined tokens that contain a space are merged too: see `_add_tokens`.
     """
     mergeable = {
         token: token_id
         for token_id, token in enumerate(tokens)
-        if types[token_id] == NORMAL or (spaced and _is_spaced(token, types[token_id]))
+        if types[token_id] == NORMAL or (adds_space and _has_space_mark(token, types[token_id]))
     }
     ranked = [
         (-float(scores[whole_id]), whole_id, mergeable[left], mergeable[right])
@@ -191,8 +191,8 @@ def merges_from_scores(
     return [(tokens[left], tokens[right]) for _, _, left, right in sorted(ranked)]
 
 
-def _is_spaced(token: str, kind: int) -> bool:
-    """Return whether a token is a user-defined run of spaces in the normalised text."""
+def _has_space_mark(token: str, kind: int) -> bool:
+    """Return whether a token is user-defined and contains a space of the normalised text."""
     return kind == USER_DEFINED and SPACE_MARK in token
 
 
@@ -211,20 +211,22 @@ def _bpe(
 def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _VocabHeader) -> None:
     """Add control and user-defined tokens, which are matched in a text before merges.
 
-    SentencePiece matches user-defined tokens in the normalised text, where a space is `▁`. A
-    vocabulary that adds a space before each text would also add it before such a token. For such a
-    vocabulary tokens are matched in the raw text, and tokens with `▁` are merged instead.
+    SentencePiece matches user-defined tokens in the normalised text, where a space is `▁`. The
+    `tokenizers` library normalises such a token like a text: if the vocabulary adds a space before
+    each text, it would add one before the token too. With such a vocabulary, user-defined tokens
+    are matched in the raw text, and those that contain `▁` are made by merges instead.
     """
     in_normalised = header.is_sentencepiece and not header.adds_space
-    # An end token is a control token, even in headers that call it normal. For other named ids the
-    # type counts: a header may name an ordinary character as its unknown or padding token.
+    # An end token is a control token, even in headers whose token_type says normal. Other tokens
+    # are what their token_type says: a header may name an ordinary character as its unknown or
+    # padding token.
     added = []
     for token_id, token in enumerate(header.tokens):
         kind = header.types[token_id]
         special = kind in (UNKNOWN, CONTROL) or token_id in header.end_ids
-        merged = header.is_sentencepiece and header.adds_space and _is_spaced(token, kind)
-        written = kind == USER_DEFINED and not merged
-        if token and (special or written):
+        merged = header.is_sentencepiece and header.adds_space and _has_space_mark(token, kind)
+        matched = special or (kind == USER_DEFINED and not merged)
+        if token and matched:
             normalized = in_normalised and not special
             added.append(AddedToken(token, normalized=normalized, special=special))
     tokenizer.add_tokens(added)
@@ -232,8 +234,8 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _VocabHeader) -> None:
 
 def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, header: _VocabHeader) -> None:
     kind = PRE_TOKENIZERS.get(header.string("pre", "default", longest=64))
-    begins = header.is_sentencepiece or (kind is not None and kind.begins)
-    bos_id = header.bos_id if header.boolean("add_bos_token", begins) else None
+    adds_bos = header.is_sentencepiece or (kind is not None and kind.adds_bos)
+    bos_id = header.bos_id if header.boolean("add_bos_token", adds_bos) else None
     eos_id = header.eos_id if header.boolean("add_eos_token", False) else None
     around = [(header.tokens[n], n) for n in (bos_id, eos_id) if n is not None]
     if around:

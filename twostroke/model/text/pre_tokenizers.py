@@ -80,12 +80,12 @@ def _class_of(ranges: str) -> str:
 class PreTokenizer:
     patterns: tuple[str, ...]  # applied in order, each to the pieces of the one before
     ignore_merges: bool = False  # a word that is a token is not merged
-    begins: bool = False  # a text begins with the BOS token unless the header says otherwise
+    adds_bos: bool = False  # default of the header's add_bos_token
     nfc: bool = False  # normalise to composed characters first
 
 
 GPT2, DIGITS_GPT2 = PreTokenizer((GPT2_PATTERN,)), PreTokenizer((DIGIT_PATTERN, GPT2_PATTERN))
-LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), ignore_merges=True, begins=True)
+LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), ignore_merges=True, adds_bos=True)
 LLAMA3_MERGED = PreTokenizer((LLAMA3_PATTERN,))
 GLM4 = PreTokenizer((LLAMA3_PATTERN,), ignore_merges=True)
 QWEN2, DIGITS_LLAMA3 = PreTokenizer((QWEN2_PATTERN,), nfc=True), PreTokenizer((QWEN2_PATTERN,))
@@ -134,7 +134,7 @@ PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {
     ),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), BAILING),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), GPT4O),
-    "tekken": PreTokenizer((_cased(r"\p{N}"),), ignore_merges=True, begins=True),
+    "tekken": PreTokenizer((_cased(r"\p{N}"),), ignore_merges=True, adds_bos=True),
     "kimi-k2": PreTokenizer((rf"[\p{{Han}}]+|{_KIMI_WORDS}",)),
     "superbpe": PreTokenizer((r"\p{N}+", _THREES)),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), BLOOM),
@@ -148,7 +148,7 @@ PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {
             r"[\p{P}!-/:-@\[-`{-~]",
             GPT2_PATTERN,
         ),
-        begins=True,
+        adds_bos=True,
     ),
     "deepseek-llm": PreTokenizer(
         (

@@ -1,8 +1,10 @@
-"""The listening socket. It is bound first, so this module imports nothing else of the server."""
+"""The listening socket. It is bound before the HTTP server is imported, so this module imports only
+the settings of `serve`."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -14,7 +16,7 @@ MIN_OPEN_FILES = 64  # with fewer, a server has too few left for connections
 
 
 def check_open_files() -> None:
-    """Raise `ConfigError` where a process may open too few files for a server."""
+    """Raise `ConfigError` if this process may open too few files for a server."""
     with contextlib.suppress(ImportError):
         import resource  # not available on every system
 
@@ -43,11 +45,11 @@ def bind(settings: ServeSettings) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """Bind a Unix socket. The socket file of an ended server is replaced."""
+    """Bind a Unix socket. Replace a socket file on which no server listens."""
     if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(path) == 0:
-                raise OSError(98, "another server listens there")
+                raise OSError(errno.EADDRINUSE, "another server listens on it")
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
@@ -62,7 +64,7 @@ def url_of(listener: socket.socket, settings: ServeSettings) -> str:
     return f"{'https' if settings.ssl_certfile else 'http'}://{shown}:{port}"
 
 
-def unlink(listener: socket.socket, settings: ServeSettings) -> None:
+def close(listener: socket.socket, settings: ServeSettings) -> None:
     """Close the socket and remove its file."""
     listener.close()
     if settings.uds is not None:

@@ -6,7 +6,7 @@ import {formatCount} from "./figures.js";
 const COUNT_AFTER_MS = 400; // since the last key
 const MAX_IMAGE_BYTES = 4 * 1024 ** 2;
 
-// `actions`: send(text, images), stop(), editLast(), messages(draft) → the request to count.
+// `actions`: send(text, images), stop(), editLast(), requestToCount(draft) → a /tokenize request.
 export class Composer {
   constructor(actions) {
     this.actions = actions;
@@ -32,7 +32,7 @@ export class Composer {
     });
   }
 
-  // What the model's description says of it.
+  // Whether the model accepts images.
   set takesImages(takes) {
     byId("attach").hidden = !takes;
   }
@@ -121,19 +121,19 @@ export class Composer {
   }
 
   async #count() {
-    if (this.writing) return; // the answer's own figures come soon
+    if (this.writing) return; // the usage of the answer will have the count
     this.counting?.abort();
     this.counting = new AbortController();
-    const request = this.actions.messages(this.text.value.trim());
+    const request = this.actions.requestToCount(this.text.value.trim());
     if (!request.messages.length) {
       byId("context").textContent = "";
       return;
     }
     try {
-      const told = await postJson("tokenize", request, {signal: this.counting.signal});
-      this.showCount(told.count, told.max_model_len);
+      const counted = await postJson("tokenize", request, {signal: this.counting.signal});
+      this.showCount(counted.count, counted.max_model_len);
     } catch {
-      byId("context").textContent = ""; // a template that refuses half a conversation, or no server
+      byId("context").textContent = ""; // the chat template refuses the messages, or the server is down
     }
   }
 }

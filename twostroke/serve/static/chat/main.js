@@ -28,7 +28,7 @@ class Chat {
       send: (text, images) => this.send(text, images),
       stop: () => this.stop(),
       editLast: () => this.views.findLast((view) => view.node.role === "user")?.edit(),
-      messages: (draft) => this.requestToCount(draft),
+      requestToCount: (draft) => this.requestToCount(draft),
     });
     this.actions = {
       edit: (node, text) => this.send(text, node.images ?? [], node.parent),
