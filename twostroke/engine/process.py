@@ -145,21 +145,25 @@ class EngineServer:
     def _take_messages(self) -> bool:
         """Handle messages, and wait for one if there is no work; return False to shut down."""
         self._tidy()
-        until = monotonic() + RECEIVE_S
-        if self._core.awaits_fetch:
+        if self._unhandled:
+            pass  # of the last call
+        elif self._core.awaits_fetch:
             self._inbox.poll(FETCHING_MS)
         elif self._core.is_stalled:
             self._inbox.poll(STALLED_MS)
+        until = monotonic() + RECEIVE_S
         while True:
             self._receive()
-            if not self._unhandled or (self._core.has_work and monotonic() > until):
-                self._send_ended()
-                if self._core.has_work:
-                    return True
+            # Every call handles a message if there is one: on a busy machine the time may be up at
+            # once, and what the engine waits for may be in a message.
             if self._unhandled:
                 if not self._handle(self._unhandled.popleft()):
                     return False
-                continue
+                if not self._core.has_work or monotonic() <= until:
+                    continue
+            self._send_ended()
+            if self._core.has_work:
+                return True
             # While idle, prepare memory for fetched blocks in small parts until a message arrives.
             while not self._core.has_work and self._core.scheduler.offers.prepare_memory():
                 if self._inbox.poll(0):
