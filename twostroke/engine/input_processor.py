@@ -443,6 +443,8 @@ class InputProcessor:
         self._renderer.close()
         if "grammars" in self.__dict__:
             self.grammars.close()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -19,6 +19,7 @@ from tokenizers import models
 
 from twostroke.errors import RequestError
 from twostroke.model.text.detokenizer import TokenTable
+from twostroke.model.text.tokenizer_work import unlimited_chars
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -51,11 +52,15 @@ class GrammarTokenizer:
         self.tokens = table.all_bytes()
         self.special_token_ids = sorted(table.special_ids | set(end_ids))
         self.eos_token_id = [*end_ids, *self.special_token_ids, 0][0]
+        self._unlimited_chars = unlimited_chars(self._backend)
         self.longest_first: Callable[[str], list[int]] | None = None  # set by `make_tokenizer`
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text. If a normaliser changes the text, choose the longest
-        matching tokens one after another instead."""
+        """Return the tokens of a text. If a normaliser changes the text, or the tokenizer may work
+        long on it, choose the longest matching tokens one after another instead."""
+        limit = self._unlimited_chars
+        if self.longest_first is not None and limit is not None and len(text) > limit:
+            return self.longest_first(text)
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         same = b"".join([self.tokens[n] for n in ids]) == text.encode()
         return ids if same or self.longest_first is None else self.longest_first(text)

@@ -155,7 +155,7 @@ PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {
             r"[\r\n]",
             rf"\s?[{_class_of(_DEEPSEEK_LETTERS)}]+",
             rf"\s?[{_class_of('21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002')}]+",
-            r"\s+$",
+            r"(?<!\s)\s+$",  # not `\s+$`, which reads a long run from each of its blanks
             _WIDE_SCRIPTS,
             r"\p{N}+",
         )

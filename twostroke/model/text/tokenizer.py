@@ -18,8 +18,10 @@ from twostroke.model.describe.spec import VOCABULARY
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.text.detokenizer import Detokenizer, TokenTable
 from twostroke.model.text.gguf_vocab import MAX_TEMPLATE_CHARS, vocab_from_gguf
+from twostroke.model.text.limited_encoder import LimitedEncoder
 from twostroke.model.text.template_source import choose_template
 from twostroke.model.text.tokenizer_json import library_error, read_backend
+from twostroke.model.text.tokenizer_work import unlimited_chars
 
 # Tokens that end a turn, a message or a text in known families. One counts only if the vocabulary
 # has it as a special token: as ordinary tokens it is text.
@@ -36,6 +38,7 @@ END_TOKENS: Final = (
     "<EOT>",
 )
 LONG: Final = 4096  # ids; longer ones are decoded as a batch, which releases the GIL
+MAX_DECODED_CHARS: Final = 1 << 26
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 ADDED_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -57,6 +60,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.chat_template = chat_template
+        self._unlimited_chars = unlimited_chars(backend)  # that this process encodes; None: any
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.stop_ids = frozenset(end_ids) | self._well_known_end_ids()
         if eos_id is not None:
@@ -87,6 +91,9 @@ class Tokenizer:
         A rendered chat template contains its special tokens: encode it with
         `add_special_tokens=False`, or it has two BOS tokens.
         """
+        limit = self._unlimited_chars
+        if limit is not None and isinstance(text, str) and len(text) > limit:
+            return self._limited_encoder.encode(_without_surrogates(text), add_special_tokens)
         try:
             # The backend's only call that releases the GIL and keeps no offsets.
             (found,) = self._backend.encode_batch_fast(
@@ -95,10 +102,8 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             if not isinstance(text, str):
                 raise
-            raise RequestError(
-                "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is no "
-                "character; send the whole character."
-            ) from None
+            _without_surrogates(text)
+            raise
         except BaseException as error:
             problem = library_error(error)
             raise RequestError(
@@ -109,6 +114,15 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids. Raises `RequestError` if it would be too long."""
+        lengths = self._token_chars
+        if len(ids) * max(lengths, default=0) > MAX_DECODED_CHARS:
+            num_chars = sum(lengths[n] for n in ids if 0 <= n < len(lengths))
+            if num_chars > MAX_DECODED_CHARS:
+                raise RequestError(
+                    f"the {len(ids):,} tokens have {num_chars:,} characters, and at most "
+                    f"{MAX_DECODED_CHARS:,} are decoded at once; send fewer tokens"
+                )
         if len(ids) <= LONG:
             text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         else:
@@ -153,6 +167,24 @@ class Tokenizer:
         """
         return self._table.detokenizer(skip_special_tokens, after)
 
+    def close(self) -> None:
+        """End the helper process, if there is one; the next text starts another."""
+        if "_limited_encoder" in self.__dict__:
+            self._limited_encoder.close()
+
+    @cached_property
+    def _limited_encoder(self) -> LimitedEncoder:
+        return LimitedEncoder(self._backend)
+
+    @cached_property
+    def _token_chars(self) -> list[int]:
+        """The length of each token's entry in the vocabulary."""
+        ids = self._backend.get_vocab(with_added_tokens=True)
+        lengths = [0] * (max(ids.values(), default=-1) + 1)
+        for text, token_id in ids.items():
+            lengths[token_id] = len(text)
+        return lengths
+
     @cached_property
     def _table(self) -> TokenTable:
         return TokenTable(self._backend)
@@ -164,6 +196,18 @@ class Tokenizer:
     def _well_known_end_ids(self) -> frozenset[int]:
         added = self._backend.get_added_tokens_decoder().items()
         return frozenset(n for n, token in added if token.special and token.content in END_TOKENS)
+
+
+def _without_surrogates(text: str) -> str:
+    """Return the text; raise `RequestError` if it cannot be encoded in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; "
+            "send the whole character."
+        ) from None
+    return text
 
 
 def _from_folder(folder: Path) -> Tokenizer:

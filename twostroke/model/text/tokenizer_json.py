@@ -1,12 +1,13 @@
 """A tokenizer.json → a `tokenizers.Tokenizer`, after checks that bound the library's work.
 
 The library does not check its input: an id of 10⁹ becomes a table of 10⁹ entries, and a chain of
-replacements that each write a letter a hundred times turns a word into a gigabyte.
+replacements that each write a letter a hundred times turns a word into a gigabyte. What these
+checks let through, and may still take long for a text, runs in a limited process
+(`tokenizer_work.py`).
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Mapping
@@ -19,9 +20,13 @@ from twostroke.errors import ModelError
 from twostroke.model.describe.spec import VOCABULARY
 from twostroke.model.fields import MAX_JSON_BYTES, Fields, shown
 from twostroke.model.text.replaced_patterns import is_bounded, may_match_nothing
+from twostroke.model.text.sentencepiece_charsmap import longest_in_charsmap
+from twostroke.model.text.tokenizer_work import degree, normalizer_degree
 
 ADVICE: Final = "Fetch the file again, or give another one with --tokenizer FOLDER."
-MAX_STEPS: Final = 64  # of a normalizer, a decoder or a post-processor
+MAX_STEPS: Final = 64  # of a section
+MAX_TOKEN_CHARS: Final = 1 << 14
+MAX_LOAD_WORK: Final = 10**8  # tries of the normalizer's patterns on the texts of added tokens
 MAX_INSERTED_CHARS: Final = 64  # that one step may write for a match
 MAX_PATTERN_CHARS: Final = 1 << 14
 MAX_GROWTH: Final = 64  # factor of a text's length, through all steps
@@ -52,7 +57,9 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     _check_ids(Fields(str(path), content))
     for part, steps_key in (("normalizer", "normalizers"), ("decoder", "decoders")):
         _check_growth(Fields(f"{path}: {part}", content), part, steps_key)
+    _steps(Fields(f"{path}: pre_tokenizer", content), "pre_tokenizer", "pretokenizers")
     _check_surroundings(Fields(f"{path}: post_processor", content))
+    _check_added_tokens(path, content)
     backend, problem = _build(data)
     if backend is None:
         section = _unreadable_section(content)
@@ -107,7 +114,7 @@ def _check_ids(fields: Fields) -> None:
     for token in fields.items("added_tokens", dict, "objects, one for each token"):
         entry = Fields(f"{fields.where}: added_tokens", token)
         token_id = entry.integer("id", 0, VOCABULARY[1] - 1)
-        content = entry.string("content", longest=1 << 14)
+        content = entry.string("content", longest=MAX_TOKEN_CHARS)
         if found.setdefault(content, token_id) != token_id:
             entry.refuse("id", f"{found[content]}, the id that added_tokens gives to the same text")
         if contents.setdefault(token_id, content) != content:
@@ -119,8 +126,33 @@ def _check_ids(fields: Fields) -> None:
             model.refuse("vocab", "an object of texts with whole numbers")
         highest = max(vocab.values(), default=0)
         _check_highest(f"{fields.where}: model: vocab", highest, len(vocab) + len(found))
+    texts = vocab if isinstance(vocab, dict) else [one[0] for one in _pairs(vocab)]
+    if max((len(text) for text in texts if isinstance(text, str)), default=0) > MAX_TOKEN_CHARS:
+        model.refuse("vocab", f"tokens of at most {MAX_TOKEN_CHARS} characters")
     size = len(vocab) if isinstance(vocab, dict | list) else 0
     _check_highest(f"{fields.where}: added_tokens", max(contents, default=0), size + len(found))
+
+
+def _pairs(vocab: Any) -> list[list[Any]]:
+    """Return the entries of a list of tokens with their scores."""
+    entries = vocab if isinstance(vocab, list) else []
+    return [entry for entry in entries if isinstance(entry, list) and entry]
+
+
+def _check_added_tokens(path: Path, content: Mapping[str, Any]) -> None:
+    """Refuse added tokens that the normalizer would read for a long time: the library does that
+    when it reads the file."""
+    backend, _ = _build(_alone("normalizer", content.get("normalizer")))
+    if backend is None:
+        return  # `read_backend` names the section
+    power = normalizer_degree(backend) or 4
+    tokens = content.get("added_tokens") or []
+    lengths = [len(one["content"]) for one in tokens if one.get("normalized", True)]
+    if power > 1 and sum(length**power for length in lengths) > MAX_LOAD_WORK:
+        raise ModelError(
+            f"{path}: normalizer: may read the added tokens for hours, because of its regular "
+            f"expressions and of texts with up to {max(lengths)} characters. {ADVICE}"
+        )
 
 
 def _check_highest(what: str, highest: int, count: int) -> None:
@@ -139,7 +171,8 @@ def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
     a probe that contains the text that any step writes.
     """
     steps = _steps(fields, part, steps_key)
-    growth = math.prod(_growth(Fields(fields.where, step)) for step in steps)
+    is_decoder = part == "decoder"
+    growth = math.prod(_growth(Fields(fields.where, step), is_decoder) for step in steps)
     if growth > MAX_GROWTH:
         raise ModelError(
             f"{fields.where}: makes more than {MAX_GROWTH} times its length of some texts (up to "
@@ -176,12 +209,12 @@ def _check_growth(fields: Fields, part: str, steps_key: str) -> None:
             )
 
 
-def _growth(step: Fields) -> int:
+def _growth(step: Fields, is_decoder: bool) -> int:
     """Return the largest factor by which a step's insertions can lengthen a text."""
     if step.value("type") == "Prepend":
         return 1 + len(step.string("prepend", "", longest=MAX_INSERTED_CHARS))
     if step.value("type") == "Precompiled":
-        return _longest_in_charsmap(step.value("precompiled_charsmap"))
+        return longest_in_charsmap(step.value("precompiled_charsmap"))
     if step.value("type") != "Replace":
         return 1
     num_chars = len(step.string("content", "", longest=MAX_INSERTED_CHARS))
@@ -194,22 +227,15 @@ def _growth(step: Fields) -> int:
             "a pattern without lookarounds, back-references and repeated groups, and with few "
             "repeats and choices",
         )
+    if is_decoder and degree(regex) != 1:
+        pattern.refuse(
+            "Regex",
+            "a pattern whose work is in proportion to the text: no repeat before a letter that may "
+            "be missing",
+        )
     if text:
         return max(1, -(-num_chars // len(text)))
     return num_chars + 1 if may_match_nothing(regex) else max(1, num_chars)
-
-
-def _longest_in_charsmap(charsmap: Any) -> int:
-    """Return the longest replacement in SentencePiece's table.
-
-    The table has the size of a trie, the trie, and texts that end with a zero byte.
-    """
-    try:
-        data = base64.b64decode(charsmap)
-    except (TypeError, ValueError):
-        return 1  # `read_backend` reports it
-    texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
-    return max(1, *(len(text.decode("utf-8", "replace")) for text in texts))
 
 
 def _check_surroundings(fields: Fields) -> None:
