@@ -64,6 +64,15 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is known to be stopped, as by SIGSTOP."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 def main() -> None:
     end_with_parent(int(sys.argv[1]))
     module = sys.argv[2]

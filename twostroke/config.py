@@ -116,6 +116,10 @@ class EngineConfig(StrictSettings):
     kv_transport: str = "auto"  # memory, device, nixl or sockets
     kv_host: str | None = None  # this machine's address for other machines; None: there are none
     kv_transfer_timeout_s: float = 3.0  # blocks are recomputed if none has arrived for this time
+    # Limits in seconds; 0: none. A rank that is silent for longer is killed. A process that is not
+    # ready within the limit of its start is killed.
+    hang_timeout_s: float = 30.0
+    start_timeout_s: float = 3600.0
     # The secret of the engines' sockets (`network_auth.py`); None: sockets accept any peer.
     engine_secret: str | None = field(default=None, repr=False)
 
@@ -190,6 +194,8 @@ class EngineConfig(StrictSettings):
         self._check_choice("kv_sharing", ("none", "shared", "checked"))
         check_kv_transport(self.kv_transport)
         self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
+        for name in ("hang_timeout_s", "start_timeout_s"):
+            self._check_number(name, 0.0, 1e6, "a number of seconds, or 0 for no limit")
         self._check_contradictions()
 
     def _resolve_phases(self) -> None:

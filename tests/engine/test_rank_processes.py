@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from twostroke.engine import rank_processes
 from twostroke.engine.rank_processes import RankProcess, RankProcesses
 from twostroke.engine.remote import RemoteEngine
 from twostroke.errors import EngineError, ModelError
-from twostroke.exec import collectives
 
 PATIENCE_S = 240
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -112,7 +110,6 @@ def test_a_rank_that_ends_where_the_ranks_meet_is_named(
 ) -> None:
     lost = partial(RankProcesses, module="tests.engine.lost_rank")
     monkeypatch.setattr(rank_processes, "RankProcesses", lost)
-    monkeypatch.setattr(collectives, "JOIN_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(EngineError, match="rank 1 ended with exit code 7"):
         tiny_llm(folder, **RANKS)
 
@@ -129,6 +126,47 @@ def test_a_rank_that_does_not_come_is_named(folder: Path, monkeypatch: pytest.Mo
     others = RankProcesses(EngineConfig(model=str(folder), **RANKS))
     with pytest.raises(EngineError, match="rank 1 has not come within 0 s"), others.starting():
         others.wait_for_all()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="a stopped process is found in /proc")
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ("importing", "while importing its modules"),
+        ("meeting", "while meeting the other ranks"),
+        ("loading", "while loading its part of the model"),
+    ],
+)
+def test_a_rank_that_is_stopped_at_its_start_is_killed_and_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, says: str
+) -> None:
+    started: list[RankProcesses] = []
+
+    class Ranks(RankProcesses):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config, module="tests.engine.stopped_rank")
+            started.append(self)
+
+    monkeypatch.setenv("STOP_AT", stage)
+    monkeypatch.setattr(rank_processes, "RankProcesses", Ranks)
+    with pytest.raises(EngineError, match=f"rank 1 was stopped and sent nothing .* {says}, so"):
+        tiny_llm(folder, hang_timeout_s=1, **RANKS)
+    ((rank,),) = (others.ranks for others in started)
+    assert rank._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="a stopped process is found in /proc")
+def test_a_rank_that_is_stopped_later_is_killed_and_named(folder: Path) -> None:
+    llm = tiny_llm(folder, **RANKS)
+    rank = other_rank(llm)
+    rank._process.send_signal(signal.SIGSTOP)
+    until = time.monotonic() + PATIENCE_S
+    while not rank.has_ended:
+        assert time.monotonic() < until
+        rank.heard_s -= 3600  # its last heartbeats may still be on their way
+        time.sleep(0.01)
+    with pytest.raises(EngineError, match=r"^rank 1 .*sent nothing for .* while running steps, so"):
+        written(llm)
 
 
 # ── a server ────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -240,6 +241,45 @@ def test_serve_answers_over_a_cluster_and_its_pools_change(address: str, folder:
         status, said = server.terminate()
         assert status == 0, said
         assert "engines   1 prefill, 1 decode, on Ray" in said
+
+
+# A start that stands still
+
+
+@pytest.mark.full
+@needs_ray
+def test_an_actor_that_is_stopped_at_its_start_is_given_up_and_ended(
+    address: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.route.stopped_actor import StoppedActor
+    from twostroke.route import on_ray
+
+    note = tmp_path / "pid"
+    cluster = on_ray.RayCluster(address, builder=str(note))
+    monkeypatch.setattr(on_ray, "EngineActor", StoppedActor)
+    config = EngineConfig(model=str(folder), num_gpu_blocks_override=64, threads=1)
+
+    async def start() -> None:
+        launcher = cluster.launcher(PooledEngine("decode-0", Role.DECODE, config))
+        child = Child(launcher.launch(), hang_timeout_s=2)
+        try:
+            starting = asyncio.create_task(child.start())
+            await until(note.exists)
+            monkeypatch.setattr(on_ray, "ACTOR_START_S", 0.0)  # from here on it is late
+            await starting
+        finally:
+            await child.kill()
+            await launcher.close()
+
+    try:
+        with pytest.raises(EngineError, match="Ray actor of decode-0 has not started within"):
+            asyncio.run(start())
+        pid, end = int(note.read_text()), time.monotonic() + PATIENCE_S
+        while (stat := Path(f"/proc/{pid}/stat")).exists() and " Z " not in stat.read_text():
+            assert time.monotonic() < end, "its process was left behind"
+            time.sleep(0.05)
+    finally:
+        cluster.close()
 
 
 # What cannot be

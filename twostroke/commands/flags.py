@@ -103,7 +103,7 @@ SAMPLING_HELP = {
 # Settings without an option in `run` and `chat`, which need a tokenizer and have options of
 # sampling.
 SERVER_ONLY = {"skip_tokenizer_init", "override_generation_config"}
-# Settings of each engine that a server with several engines sets.
+# Settings of each engine that a server sets.
 ROUTER_ONLY = {
     "engines_on_host",
     "engine_index",
@@ -113,6 +113,8 @@ ROUTER_ONLY = {
     "kv_transport",
     "kv_host",
     "kv_transfer_timeout_s",
+    "hang_timeout_s",
+    "start_timeout_s",
 }
 MAX_TOKENS = 512
 TYPES = {"str": str, "int": int, "float": float}

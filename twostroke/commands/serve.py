@@ -38,6 +38,11 @@ def add_arguments(parser: Parser) -> None:
 def execute(args: argparse.Namespace) -> int:
     started_s = monotonic()
     config, settings, args = resolve_settings(args)
+    config = replace(
+        config,
+        hang_timeout_s=settings.engine_hang_timeout_s,
+        start_timeout_s=settings.engine_start_timeout_s,
+    )
     settings = replace(settings, engine=config)
     start_logging(args, settings)
     from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned, spawn

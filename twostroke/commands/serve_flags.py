@@ -70,6 +70,8 @@ LIMITS = {
     "client_priority": "use the priority that a request sets; else ignore it",
     "engine_hang_timeout_s": "seconds without a sign of life after which the server restarts the "
     "engine's process; 0: never",
+    "engine_start_timeout_s": "seconds within which the engine must be ready, with its model read, "
+    "or its process is killed; 0: no limit",
     "engine_restart_limit": "end the server after this many deaths of the engine in a row, each "
     "soon after a start",
     "open_health": "answer /health and /ping without a key",

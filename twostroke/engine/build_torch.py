@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         others = RankProcesses(replace(config, model=str(model.files.path), revision=None))
         with others.starting():
             others.wait_for_all()
-            ranks = join_ranks(config, 0, others.meeting_place)
+            ranks = join_ranks(config, 0, others.meeting_place, others.check)
             built = build_executor(config, model, rank_device(config, device, 0), ranks)
             ranks.all_gather_numbers([0])  # wait for all ranks
         executor = RanksExecutor(built.executor, others)
@@ -152,21 +152,33 @@ def check_gpus(config: EngineConfig, device: str) -> None:
         )
 
 
-def join_ranks(config: EngineConfig, rank: int, meeting_place: str) -> Ranks:
-    """Wait for the other ranks of an engine, which run in other processes."""
+def join_ranks(
+    config: EngineConfig,
+    rank: int,
+    meeting_place: str,
+    check: Callable[[], None] = lambda: None,
+) -> Ranks:
+    """Wait for the other ranks of an engine, which run in other processes. `check`: raises if one
+    of them has ended; called while the ranks meet."""
     from twostroke.exec.collectives import join_group
 
     found = find_device(config)
     device, own = torch.device(rank_device(config, found, rank)), have_own_gpus(config, found)
-    return join_group(rank, config.tensor_parallel_size, meeting_place, device, own)
+    return join_group(rank, config.tensor_parallel_size, meeting_place, device, own, check)
 
 
-def run_rank(config: EngineConfig, ranks: Ranks, plans: Iterable[bytes]) -> None:
-    """Run as a rank other than the first, until the plans end."""
+def run_rank(
+    config: EngineConfig,
+    ranks: Ranks,
+    plans: Iterable[bytes],
+    started: Callable[[], None] = lambda: None,
+) -> None:
+    """Run as a rank other than the first, until the plans end. Call `started` before the first."""
     device = rank_device(config, find_device(config), ranks.rank)
     model = open_model(config, find_model(config), device)
     executor = build_executor(config, model, device, ranks).executor
     ranks.all_gather_numbers([0])
+    started()
     follow(executor, plans)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -74,7 +75,8 @@ class Child:
         self._loop.add_reader(self._inbox.FD, self._read)
         launched.listening(self._inbox.get_string(zmq.LAST_ENDPOINT))
         threading.Thread(target=self._wait, name="twostroke-watch", daemon=True).start()
-        self._watching = self._loop.create_task(self._watch()) if hang_timeout_s else None
+        watched = hang_timeout_s or launched.start_timeout_s
+        self._watching = self._loop.create_task(self._watch()) if watched else None
 
     def _wait(self) -> None:
         self._launched.wait()
@@ -82,23 +84,39 @@ class Child:
             self._loop.call_soon_threadsafe(self._ended.set_result, None)
 
     async def _watch(self) -> None:
-        """Kill the process when it hangs."""
-        timeout_s, slept_from = self._hang_timeout_s, monotonic()
+        """Kill the process when it hangs or its start takes too long."""
+        timeout_s, slept_from = self._hang_timeout_s or math.inf, monotonic()
+        starting_s = 0.0  # how long its start has been running
         while not self._ended.done():
             await asyncio.wait((self._ended,), timeout=min(1.0, timeout_s / 4))
             now = monotonic()
-            overslept, slept_from = now - slept_from > timeout_s / 2, now
+            slept_s, slept_from = now - slept_from, now
             # This process was stopped itself, and has missed messages; or nothing runs yet.
-            if overslept or not self._launched.running:
+            if slept_s > timeout_s / 2 or not self._launched.running:
                 self.heard_s, self.step_s = now, 0.0
                 continue
+            starting_s += slept_s
+            max_start_s = self._launched.start_timeout_s or math.inf
             silent_s = now - self.heard_s
             importing = not (self._heard_any or self._launched.stopped)
             limit_s = max(timeout_s, FIRST_MESSAGE_S) if importing else timeout_s
             if silent_s > limit_s:
-                self.end(f"its process was silent for {silent_s:.0f} s and was killed")
+                self.end(
+                    f"its process was silent for {silent_s:.0f} s{self._stage()} and was killed"
+                )
+            elif starting_s > max_start_s and not self._ready.done():
+                self.end(
+                    f"its start took more than {max_start_s:g} s{self._stage()}, so its process "
+                    "was killed; raise --engine-start-timeout-s if reading the model takes longer"
+                )
             elif self.step_limit_s is not None and self.step_s > self.step_limit_s():
                 self.end(f"a step took more than {self.step_s:.0f} s, so its process was killed")
+
+    def _stage(self) -> str:
+        """Name the stage of its start, as a part of a sentence; empty once it is ready."""
+        if self._ready.done():
+            return ""
+        return " while reading the model" if self._heard_any else " while importing its modules"
 
     async def start(self) -> Ready:
         """Wait until it can run requests; raises the error that it reports if it cannot start."""

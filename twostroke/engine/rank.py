@@ -17,11 +17,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
+from time import sleep
 from typing import Any, BinaryIO
 
 from twostroke import log_lines
 from twostroke.config import EngineConfig
-from twostroke.engine.rank_processes import read_frame
+from twostroke.engine.rank_processes import BEAT_S, IMPORTING, read_frame
 from twostroke.engine.wire import pack_error
 
 
@@ -34,10 +36,15 @@ def main() -> int:
     with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # prints must not reach the first rank
 
-        def say(message: Any) -> None:
-            out.write(json.dumps(message) + "\n")
-            out.flush()
+        lock = threading.Lock()
 
+        def say(message: Any) -> None:
+            with lock:
+                out.write(json.dumps(message) + "\n")
+                out.flush()
+
+        say({"stage": IMPORTING})
+        threading.Thread(target=_beat, args=(say,), name="twostroke-heart", daemon=True).start()
         try:
             _run(sys.stdin.buffer, say)
         except Exception as error:
@@ -59,8 +66,18 @@ def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
     from twostroke.engine.build_torch import join_ranks, run_rank  # imports torch
 
     config = EngineConfig(**settings)
+    say({"stage": "meeting the other ranks"})
     say("here")
-    run_rank(config, join_ranks(config, rank, meeting_place), _taken(frames))
+    ranks = join_ranks(config, rank, meeting_place)
+    say({"stage": "loading its part of the model"})
+    run_rank(config, ranks, _taken(frames), started=partial(say, {"stage": ""}))
+
+
+def _beat(say: Callable[[Any], None]) -> None:
+    with contextlib.suppress(OSError):  # the first rank has ended
+        while True:
+            say("beat")
+            sleep(BEAT_S)
 
 
 def _read_frames(stdin: BinaryIO, frames: queue.SimpleQueue[bytes]) -> None:

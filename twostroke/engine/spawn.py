@@ -37,6 +37,10 @@ class Launched(Protocol):
         them."""
 
     @property
+    def start_timeout_s(self) -> float:
+        """The time that its process has until it is ready; 0: no limit."""
+
+    @property
     def running(self) -> bool:
         """Return whether its process has been started."""
 
@@ -75,6 +79,7 @@ class Spawned:
     process: subprocess.Popen[bytes]
     endpoint: str
     folder: OwnedFolder | None  # of the sockets, if they are files
+    start_timeout_s: float = 0.0
     secret: str | None = None
 
     @property
@@ -83,9 +88,7 @@ class Spawned:
 
     @property
     def stopped(self) -> bool:
-        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "T"
-        return False
+        return child_process.is_stopped(self.process.pid)
 
     def listening(self, endpoint: str) -> None: ...
 
@@ -146,7 +149,7 @@ def spawn(config: EngineConfig, builder: str = DEFAULT_BUILDER) -> Spawned:
     with contextlib.suppress(BrokenPipeError):  # `wait` reports that it has ended
         process.stdin.write(json.dumps(dataclasses.asdict(config)).encode() + b"\n")
         process.stdin.flush()
-    return Spawned(process, endpoint, folder)
+    return Spawned(process, endpoint, folder, config.start_timeout_s)
 
 
 def _endpoint() -> tuple[OwnedFolder | None, str]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from twostroke.errors import EngineError
 from twostroke.exec.nccl_log import logging_to, read_paths
 from twostroke.model.describe.tensor_parallel import Comm, Ranks
 
@@ -31,26 +32,60 @@ log = logging.getLogger(__name__)
 c10d: Any = torch.distributed  # the stubs lack most of the functions used here
 # Timeouts for a rank that hangs. If a rank dies, the others notice because its connection closes.
 JOIN_TIMEOUT = timedelta(minutes=2)  # to meet and connect, after all ranks have started
+MEET_CHECK = timedelta(seconds=1)  # how often a rank that waits for others checks that they run
 START_TIMEOUT = timedelta(hours=1)  # for collectives while another rank may load weights
 STEP_TIMEOUT = timedelta(minutes=10)  # for a collective of a step, which takes milliseconds
 TIMED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)  # all-reduces timed at start
 TIMED_ROUNDS = 20
 
 
-def join_group(rank: int, size: int, meeting_place: str, device: torch.device, own: bool) -> Ranks:
+def join_group(
+    rank: int,
+    size: int,
+    meeting_place: str,
+    device: torch.device,
+    own: bool,
+    check: Callable[[], None] = lambda: None,
+) -> Ranks:
     """Join the group of ranks; return when all ranks have joined. `meeting_place`: a new file for
-    the rendezvous. `own`: this rank has a GPU of its own."""
+    the rendezvous. `own`: this rank has a GPU of its own. `check`: called while this rank waits for
+    the others; raises if one of them has ended."""
     kind = NcclRanks if device.type == "cuda" and own else GlooRanks
-    return kind(rank, size, meeting_place, device)
+    return kind(rank, size, meeting_place, device, check=check)
+
+
+def _meet(store: Any, rank: int, size: int, check: Callable[[], None]) -> None:
+    """Wait until all ranks have written to the store."""
+    store.set(f"rank {rank}", "here")
+    until = monotonic() + JOIN_TIMEOUT.total_seconds()
+    for other in range(size):
+        while True:
+            check()
+            try:
+                store.wait([f"rank {other}"], MEET_CHECK)
+                break
+            except RuntimeError:  # not there yet
+                if monotonic() < until:
+                    continue
+            raise EngineError(
+                f"rank {other} has not met rank {rank} within {JOIN_TIMEOUT.total_seconds():.0f} s "
+                "of its start; start again when the machine is less busy"
+            )
 
 
 class GroupRanks(Ranks):
-    def __init__(self, rank: int, size: int, meeting_place: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        meeting_place: str,
+        device: torch.device,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(rank, size)
         self.alone = False
         self._device, self._store = device, c10d.FileStore(meeting_place, size)
-        self._store.set(f"rank {rank}", "here")
-        self._store.wait([f"rank {one}" for one in range(size)], JOIN_TIMEOUT)
+        _meet(self._store, rank, size, check)
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = JOIN_TIMEOUT
@@ -87,9 +122,10 @@ class GlooRanks(GroupRanks):
         meeting_place: str,
         device: torch.device,
         staged: bool | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`staged`: use these buffers; by default only on a GPU."""
-        super().__init__(rank, size, meeting_place, device)
+        super().__init__(rank, size, meeting_place, device, check)
         on_gpu = device.type == "cuda"
         self.ranks_per_device = size if on_gpu else 1
         self._staged = on_gpu if staged is None else staged
@@ -197,8 +233,15 @@ class NcclRanks(GroupRanks):
     """Ranks that communicate with NCCL. Collectives are launched like kernels, without waiting:
     their time is measured once at start and estimated from their size."""
 
-    def __init__(self, rank: int, size: int, meeting_place: str, device: torch.device) -> None:
-        super().__init__(rank, size, meeting_place, device)
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        meeting_place: str,
+        device: torch.device,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(rank, size, meeting_place, device, check)
         torch.cuda.set_device(device)
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = STEP_TIMEOUT

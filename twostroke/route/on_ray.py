@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ except ImportError as error:
 
 CONNECT_S = 5.0  # for the address to answer at all
 POLL_S = 0.2  # how often a thread that waits for Ray checks whether it must still wait
+ACTOR_START_S = 300.0  # for Ray to start a worker process, and for its imports
 KILLED_S = 10.0  # without news from Ray, after which a killed worker counts as ended
 
 
@@ -134,6 +136,7 @@ class RayLauncher:
     def __init__(self, cluster: RayCluster, engine: PooledEngine) -> None:
         self.cluster, self._engine = cluster, engine
         self.secret = engine.config.engine_secret
+        self.start_timeout_s = engine.config.start_timeout_s
         self._group: Any = None
         self._actor: Any = None
         self._closed, self._lock = Event(), Lock()
@@ -181,6 +184,19 @@ class RayLauncher:
                 )
             return self._actor
 
+    def did_not_start(self, actor: Any) -> EngineError:
+        """Give up an actor that does not start: the next life gets a new one. Return the error."""
+        with self._lock:
+            if self._actor is actor:
+                self._actor = None
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(actor, no_restart=True)
+        return EngineError(
+            f"the Ray actor of {self._engine.name} has not started within {ACTOR_START_S:g} s; "
+            "`ray status` shows whether its node lives, and the logs of Ray on that node "
+            "(/tmp/ray/session_latest/logs) show what its worker waits for"
+        )
+
     def _placed(self, ending: Event) -> bool:
         until = monotonic() + self.cluster.patience_s
         while monotonic() < until and not ending.is_set() and not self._closed.is_set():
@@ -196,6 +212,7 @@ class RayLaunched:
         self._launcher = launcher
         self.endpoint = f"tcp://{launcher.cluster.host}:*"
         self.secret = launcher.secret
+        self.start_timeout_s = launcher.start_timeout_s  # once Ray has started the actor
         self.stopped = False  # unknown
         self.running = False  # Ray may have to make room or start a node first
         self._send_to, self._how = "", ""
@@ -228,21 +245,29 @@ class RayLaunched:
         self._ended.set()
 
     def _wait_until_up(self) -> bool:
-        """Wait until Ray has started the actor, or started it again; False: it was killed."""
+        """Wait until Ray has started the actor, or started it again; False: it was killed. Raises
+        `EngineError` if that takes too long."""
+        begun_s = monotonic()
         while not self._ending.is_set():
             up = self._actor.__ray_ready__.remote()
-            if not self._wait_for(up):
-                return False
+            if not self._wait_for(up, begun_s):
+                if self._ending.is_set():
+                    return False
+                raise self._launcher.did_not_start(self._actor)
             try:
                 return bool(ray.get(up))
             except ActorUnavailableError:
                 self._ending.wait(POLL_S)
         return False
 
-    def _wait_for(self, ref: Any) -> bool:
-        """Wait for a result; False: the worker was killed and Ray has not reported it."""
+    def _wait_for(self, ref: Any, begun_s: float = math.inf) -> bool:
+        """Wait for a result; False: it has not come within `ACTOR_START_S` of `begun_s`, or the
+        worker was killed and Ray has not reported it."""
         while not ray.wait([ref], timeout=POLL_S)[0]:
-            if self._ending.is_set() and monotonic() - self._ending_s > KILLED_S:
+            now = monotonic()
+            if self._ending.is_set() and now - self._ending_s > KILLED_S:
+                return False
+            if now - begun_s > ACTOR_START_S:
                 return False
         return True
 

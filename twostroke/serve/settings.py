@@ -108,6 +108,7 @@ class ServeSettings(StrictSettings):
     write_timeout_s: float = 60.0  # without progress of a client that reads a response
     keep_alive_s: float = 60.0
     engine_hang_timeout_s: float = 30.0  # a silent engine is killed after it; 0: never
+    engine_start_timeout_s: float = 3600.0  # an engine that starts for longer is killed; 0: never
     engine_restart_limit: int = 6  # consecutive early deaths that end the server
     drain_s: float = 30.0  # for running requests at shutdown
 
@@ -131,6 +132,7 @@ class ServeSettings(StrictSettings):
         self._check_number("engine_hang_timeout_s", 0.0, 1e6, "a number of seconds, or 0")
         if 0 < self.engine_hang_timeout_s < 2:
             self._refuse("engine_hang_timeout_s", "at least 2 seconds, or 0 for never")
+        self._check_number("engine_start_timeout_s", 0.0, 1e6, "a number of seconds, or 0")
         times = ("head_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s", "drain_s")
         for name in times:
             self._check_number(name, 0.0, 1e6, "a number of seconds")
