@@ -107,6 +107,7 @@ def measure_page() -> float:
         records=Records(),
         healthy=True,
         num_restarts=0,
+        dropped={},
         load=lambda: EngineLoad(0, 0, kv),
     )
     metrics = ServerMetrics(cast(EngineClient, client), "model")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,11 @@ CURVE_BYTES: Final = 64  # more than encryption adds to a part of a message
 # The largest part of a message between a server and an engine on its network. The largest parts
 # have the log-probabilities of a long prompt.
 MAX_PART_BYTES: Final = 256 << 20
+# Of messages between a server and an engine that have not been read as a whole.
+MAX_UNFINISHED_BYTES: Final = 4 * MAX_PART_BYTES
+# Reasons for which messages are dropped, as in the metrics: they are not messages of ours, they
+# lack the server's key, they do not end.
+UNREADABLE_MESSAGE, WRONG_KEY, ENDLESS = REASONS = ("unreadable", "wrong_key", "endless")
 # A decoder raises one of these for bytes that are not a message of ours.
 UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
@@ -73,23 +80,29 @@ def protect_connector(socket: zmq.Socket[Any], secret: str | None) -> None:
         socket.curve_serverkey = zmq.curve_public(_listener_key(secret))
 
 
-def receive_parts(
-    socket: zmq.Socket[Any], max_parts: int, flags: int = 0
-) -> list[zmq.Frame] | None:
-    """Receive a message. Return None if it has more than `max_parts` parts."""
+def receive_parts(socket: zmq.Socket[Any], max_parts: int, flags: int = 0) -> list[zmq.Frame]:
+    """Receive a message. Of a message with more than `max_parts` parts, return one part more."""
     parts: list[zmq.Frame] = []
     count, more = 0, True
     while more:
         part = socket.recv(0 if count else flags, copy=False)
         more = bool(socket.getsockopt(zmq.RCVMORE))
         count += 1
-        if count <= max_parts:
+        if count <= max_parts + 1:
             parts.append(part)
-    return parts if count <= max_parts else None
+    return parts
 
 
 def _listener_key(secret: str) -> bytes:
     return z85.encode(hashlib.sha256(b"twostroke engines\0" + secret.encode()).digest())
+
+
+def add_counts(*counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums by reason."""
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total)
 
 
 def is_power_of_2(count: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -319,8 +321,39 @@ def test_what_is_no_request_for_blocks_is_dropped_and_counted(engines: Engines) 
     peer.send(good)
     assert peer.poll(30_000)
     assert len(peer.recv_multipart()) == 2
-    assert server.num_dropped == len(bad)
+    assert server.dropped == {"unreadable": len(bad) - 1, "wrong_key": 1, "endless": 0}
     context.destroy(linger=0)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+PART = b"\x03" + (60_000).to_bytes(8, "big") + bytes(60_000)  # another part follows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the bytes of a connection")
+def test_a_message_without_an_end_closes_its_connection_and_no_other(
+    engines: Engines,
+) -> None:
+    """ZeroMQ itself would keep all parts in memory. The peer writes to the connection itself,
+    because ZeroMQ sends no message before its end."""
+    server, offer = engines.server, engines.offer()
+    assert fetch(engines.fetching, offer, ALL) == offer.num_bytes
+    host, port = server.endpoint.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as peer:
+        peer.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+        answer = b""
+        while b"ROUTER" not in answer:
+            answer += peer.recv(1024)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 4 << 30:
+                peer.sendall(PART)
+                sent += len(PART)
+    assert sockets.MAX_UNFINISHED_BYTES < sent + len(PART) < 4 << 30
+    while not server.dropped["endless"]:
+        sleep(0.01)
+    assert fetch(engines.fetching, offer, ALL) == offer.num_bytes, "another connection"
+    assert server.dropped == {"unreadable": 0, "wrong_key": 0, "endless": 1}
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused() -> None:

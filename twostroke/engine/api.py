@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
@@ -68,6 +68,8 @@ class EngineLoad:
     waiting: int
     running: int
     kv: KVUsage
+    # Messages on the engine's sockets that were dropped, by reason.
+    dropped: dict[str, int] = field(default_factory=dict)
 
 
 class EngineStatus(Protocol):
@@ -79,6 +81,10 @@ class EngineStatus(Protocol):
     transfers: TransferTotals | None
     num_restarts: int
     asleep: bool
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """How many messages between processes were dropped, by reason."""
 
     @property
     def phase(self) -> str:
@@ -122,6 +128,11 @@ class EngineClient(ABC):
     transfers: TransferTotals | None = None
     phase: str = ""
     asleep: bool = False  # its process has been ended by `sleep`
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """How many messages between processes were dropped, by reason."""
+        return {}
 
     @property
     @abstractmethod

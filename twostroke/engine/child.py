@@ -12,6 +12,7 @@ from time import monotonic
 
 import zmq
 
+from twostroke.connection_watch import ConnectionWatch
 from twostroke.engine.clocks import RemoteClock, clock_id
 from twostroke.engine.spawn import Launched
 from twostroke.engine.wire import (
@@ -28,7 +29,10 @@ from twostroke.engine.wire import (
 )
 from twostroke.errors import EngineError
 from twostroke.network_auth import (
+    ENDLESS,
+    MAX_UNFINISHED_BYTES,
     UNREADABLE,
+    UNREADABLE_MESSAGE,
     is_power_of_2,
     protect_connector,
     protect_listener,
@@ -70,9 +74,12 @@ class Child:
             socket.linger = 0
         protect_listener(self._inbox, launched.secret)
         protect_connector(self._outbox, launched.secret)
-        self.num_dropped = 0  # messages that could not be read
+        self.dropped = dict.fromkeys((UNREADABLE_MESSAGE, ENDLESS), 0)  # messages, by reason
         self._inbox.bind(launched.endpoint)
         self._loop.add_reader(self._inbox.FD, self._read)
+        self._connections: ConnectionWatch | None = None
+        if launched.secret is not None:
+            self._connections = ConnectionWatch(self._inbox, MAX_UNFINISHED_BYTES, self._on_cut)
         launched.listening(self._inbox.get_string(zmq.LAST_ENDPOINT))
         threading.Thread(target=self._wait, name="twostroke-watch", daemon=True).start()
         watched = hang_timeout_s or launched.start_timeout_s
@@ -154,18 +161,29 @@ class Child:
         if self._inbox.closed:
             return False
         try:
-            data = self._inbox.recv(zmq.NOBLOCK)
+            data = self._receive()
         except zmq.Again:
             return False
         try:
             message = decode_from_engine(data)
         except UNREADABLE as error:
-            self.num_dropped += 1
-            if is_power_of_2(self.num_dropped):
-                log.warning("%d messages of an engine were dropped (%s)", self.num_dropped, error)
+            self.dropped[UNREADABLE_MESSAGE] += 1
+            if is_power_of_2(count := self.dropped[UNREADABLE_MESSAGE]):
+                log.warning("%d messages of an engine were dropped (%s)", count, error)
             return True
         self._take(message)
         return True
+
+    def _receive(self) -> bytes | memoryview:
+        if self._connections is None:
+            return self._inbox.recv(zmq.NOBLOCK)
+        part = self._inbox.recv(zmq.NOBLOCK, copy=False)
+        self._connections.received(part)
+        return part.buffer
+
+    def _on_cut(self) -> None:
+        self.dropped[ENDLESS] += 1
+        log.warning("a connection of an engine was closed: its message did not end")
 
     def _take(self, message: FromEngine) -> None:
         self.heard_s, self._heard_any = monotonic(), True
@@ -216,6 +234,8 @@ class Child:
             self._watching.cancel()
         if not self._inbox.closed:
             self._loop.remove_reader(self._inbox.FD)
+            if self._connections is not None:
+                self._connections.close()
             self._context.destroy()
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # else asyncio logs that the exception was never retrieved

@@ -44,6 +44,7 @@ class SyncClient:
         self.transfers: TransferTotals | None = None
         self.healthy, self.num_restarts = True, 0  # it lives as long as this process
         self.asleep, self.phase = False, ""
+        self.dropped: dict[str, int] = {}
         engine.output_processor.warm()
         self._kept: dict[str, RequestOutput] = {}  # changed while another user ran the loop
 

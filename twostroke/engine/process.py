@@ -29,6 +29,7 @@ import zmq
 
 from twostroke import log_lines
 from twostroke.config import EngineConfig
+from twostroke.connection_watch import ConnectionWatch
 from twostroke.engine.api import EngineLoad
 from twostroke.engine.clocks import clock_id
 from twostroke.engine.wire import (
@@ -58,7 +59,11 @@ from twostroke.engine.wire import (
     pack_step,
 )
 from twostroke.network_auth import (
+    ENDLESS,
+    MAX_UNFINISHED_BYTES,
     UNREADABLE,
+    UNREADABLE_MESSAGE,
+    add_counts,
     is_power_of_2,
     protect_connector,
     protect_listener,
@@ -115,7 +120,9 @@ class EngineServer:
         heart: Heart,
         inbox: zmq.Socket[bytes],
         outbox: zmq.Socket[bytes],
+        is_on_network: bool = False,
     ) -> None:
+        """`inbox`: a socket that listens. `is_on_network`: other machines can reach it."""
         self._core, self._heart = core, heart
         self._inbox, self._outbox = inbox, outbox
         self._handles: dict[str, int] = {}
@@ -125,14 +132,28 @@ class EngineServer:
         self._ended: list[Update] = []  # of aborted requests; not sent yet
         self._ahead: dict[str, int] = {}  # handles of fetches ahead, by request id
         self._parent = os.getppid()
+        self._dropped = dict.fromkeys((UNREADABLE_MESSAGE, ENDLESS), 0)  # messages, by reason
+        self._watch: ConnectionWatch | None = None
+        if is_on_network:
+            self._watch = ConnectionWatch(inbox, MAX_UNFINISHED_BYTES, self._on_cut)
         self._sent_load = self.load()
         self._sent_step = -1
         self._tidied_s = 0.0
-        self._num_dropped = 0  # messages that could not be read
+
+    def _on_cut(self) -> None:
+        self._dropped[ENDLESS] += 1
+        log.warning("a connection to the engine was closed: its message did not end")
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
-        return EngineLoad(self._core.num_waiting, scheduler.num_running, scheduler.kv.usage())
+        dropped = add_counts(scheduler.offers.dropped(), self._dropped)
+        return EngineLoad(
+            self._core.num_waiting, scheduler.num_running, scheduler.kv.usage(), dropped
+        )
 
     def run(self) -> None:
         while self._take_messages():
@@ -178,13 +199,13 @@ class EngineServer:
         for a client that has left."""
         while True:
             try:
-                message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
+                message = decode_to_engine(self._receive_one())
             except zmq.Again:
                 break
             except UNREADABLE as error:
-                self._num_dropped += 1
-                if is_power_of_2(self._num_dropped):
-                    log.warning("%d messages were dropped (%s)", self._num_dropped, error)
+                self._dropped[UNREADABLE_MESSAGE] += 1
+                if is_power_of_2(count := self._dropped[UNREADABLE_MESSAGE]):
+                    log.warning("%d messages were dropped (%s)", count, error)
                 continue
             if isinstance(message, Abort):
                 for handle in message.handles:
@@ -193,6 +214,13 @@ class EngineServer:
                 self._unhandled.append(message)
         if not self._unhandled:
             self._aborted.clear()
+
+    def _receive_one(self) -> bytes | memoryview:
+        if self._watch is None:
+            return self._inbox.recv(zmq.NOBLOCK)
+        part = self._inbox.recv(zmq.NOBLOCK, copy=False)
+        self._watch.received(part)
+        return part.buffer
 
     def _handle(self, message: ToEngine) -> bool:
         """Handle a message; return False to shut down."""
@@ -356,10 +384,11 @@ def run_engine(
     outbox.connect(send_to)
     beats.connect(send_to)
     heart = Heart(beats)
+    server: EngineServer | None = None
     try:
         engine = _build(config, builder)
         inbox.bind(listen_at)
-        server = EngineServer(engine.core, heart, inbox, outbox)
+        server = EngineServer(engine.core, heart, inbox, outbox, is_on_network=secret is not None)
         endpoint = inbox.get_string(zmq.LAST_ENDPOINT)
         ready = Ready(
             engine.info(),
@@ -382,6 +411,8 @@ def run_engine(
                 traceback.print_exc()
         outbox.send(encode(Failed(kind, f"{where}: {message}" if where else message)))
         code = 1
+    if server is not None:
+        server.close()
     heart.stop()
     context.destroy()
     return code

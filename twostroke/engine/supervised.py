@@ -47,6 +47,7 @@ from twostroke.engine.wire import (
 )
 from twostroke.errors import EngineError, RequestError
 from twostroke.kv.cache import KVUsage
+from twostroke.network_auth import add_counts
 from twostroke.observe.record import Records
 from twostroke.request import EngineRequest
 from twostroke.sched.updates import Update
@@ -83,6 +84,7 @@ class SupervisedEngine(ABC):
         self._lost: str = ""  # why no process will be started any more
         self._hang_timeout_s, self._restart_limit = hang_timeout_s, restart_limit
         self._step_s: deque[float] = deque([0.0], RECENT_STEPS)  # durations of recent steps
+        self._earlier_dropped: dict[str, int] = {}  # by processes that have ended
         self._next_handle = 0
         self._handles: dict[str, int] = {}  # by engine request, while the engine has it
         self._names: dict[int, str] = {}  # engine requests by handle
@@ -142,6 +144,11 @@ class SupervisedEngine(ABC):
 
     def load(self) -> EngineLoad:
         return self._load
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """The messages that this engine and this process dropped, by reason."""
+        return add_counts(self._earlier_dropped, self._load.dropped, self._child.dropped)
 
     def watch(self) -> None:
         self._child.on_message = self._on_message
@@ -340,10 +347,13 @@ class SupervisedEngine(ABC):
                 profile.set_exception(EngineError("the engine ended while it was profiled"))
         self._profiles.clear()
         kv = self._load.kv
-        self._load = EngineLoad(self.num_open, 0, KVUsage(kv.reserved, 0, 0, 0, kv.reserved))
+        empty = KVUsage(kv.reserved, 0, 0, 0, kv.reserved)
+        self._load = replace(self._load, waiting=self.num_open, running=0, kv=empty)
 
     async def _restart(self, deaths: int) -> None:
         await self._child.kill()
+        self._earlier_dropped = self.dropped
+        self._load = replace(self._load, dropped={})
         if deaths > 1:
             backoff_s = FIRST_BACKOFF_S * 2.0 ** (deaths - 2)
             await asyncio.sleep(min(MAX_BACKOFF_S, backoff_s))

@@ -17,12 +17,14 @@ import contextlib
 import logging
 import secrets
 import threading
+from functools import partial
 from time import monotonic
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from twostroke.connection_watch import ConnectionWatch, bytes_received
 from twostroke.kv.transfer import (
     TIMEOUT_S,
     Address,
@@ -39,7 +41,11 @@ from twostroke.kv.transfer import (
 )
 from twostroke.network_auth import (
     CURVE_BYTES,
+    ENDLESS,
+    REASONS,
     UNREADABLE,
+    UNREADABLE_MESSAGE,
+    WRONG_KEY,
     is_power_of_2,
     protect_connector,
     protect_listener,
@@ -51,6 +57,7 @@ MAX_REQUESTED = 256  # blocks in one message
 QUEUED_BYTES = 8 * WINDOW_BYTES  # for a receiver that does not read; more is dropped
 MAX_QUEUED = 4096  # messages to a sender
 MAX_MESSAGE_BYTES = 64 << 10  # of a request, and of the header of a block
+MAX_UNFINISHED_BYTES = 4 << 20  # of requests, after the last whole request of a connection
 MAX_PEERS = 64  # open connections
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 BROKEN |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -98,7 +105,7 @@ class BlockServer:
         self._socket.router_mandatory = True
         self._socket.ipv6 = ":" in host
         protect_listener(self._socket, secret)
-        self.num_dropped = 0  # rejected messages
+        self.dropped = dict.fromkeys(REASONS, 0)  # rejected messages by reason
         try:
             self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -110,8 +117,14 @@ class BlockServer:
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.endpoint = endpoint.rstrip(b"\0").decode()
+        endless = partial(self._drop, ENDLESS)
+        self._watch = ConnectionWatch(self._socket, MAX_UNFINISHED_BYTES, endless)
         self._thread = threading.Thread(target=self._run, name="twostroke-kv", daemon=True)
         self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
 
     def open_offer(self, offer: Offer) -> None:
         self._tables[offer.number] = offer.tables
@@ -130,31 +143,39 @@ class BlockServer:
             except zmq.ContextTerminated:
                 self._socket.close()
                 return
+            self._watch.received(parts[0])
             wanted = self._read(parts)
-            if parts is None or wanted is None:
-                self.num_dropped += 1
-                if is_power_of_2(self.num_dropped):
-                    log.warning(
-                        "%d messages to the server of KV blocks were dropped: they were not "
-                        "requests for blocks, or lacked the server's key",
-                        self.num_dropped,
-                    )
+            if wanted is None:
                 continue
             try:
                 self.answer(parts[0].bytes, wanted)
             except Exception:  # an unanswerable message must not stop other answers
                 log.exception("KV blocks could not be sent")
 
-    def _read(self, parts: list[zmq.Frame] | None) -> Wanted | None:
-        """Return the request of a message; None if the message is invalid."""
-        if parts is None or len(parts) != 2:
-            return None
+    def _read(self, parts: list[zmq.Frame]) -> Wanted | None:
+        """Return the request of a message; None if the message is invalid and was counted."""
         try:
+            if len(parts) != 2:
+                raise ValueError("a request has one part, after the name of its sender")
             wanted = _decode_wanted(parts[1].buffer)
+            if len(wanted.entries) > MAX_REQUESTED:
+                raise ValueError("too many blocks")
         except UNREADABLE:
+            self._drop(UNREADABLE_MESSAGE)
             return None
-        known = secrets.compare_digest(wanted.key, self.key)
-        return wanted if known and len(wanted.entries) <= MAX_REQUESTED else None
+        if not secrets.compare_digest(wanted.key, self.key):
+            self._drop(WRONG_KEY)
+            return None
+        return wanted
+
+    def _drop(self, reason: str) -> None:
+        self.dropped[reason] += 1
+        if is_power_of_2(self.num_dropped):
+            log.warning(
+                "%d messages to the server of KV blocks were dropped: they were not requests for "
+                "blocks, lacked the server's key, or did not end",
+                self.num_dropped,
+            )
 
     def answer(self, peer: bytes, wanted: Wanted) -> None:
         for group, entry in wanted.entries:
@@ -208,6 +229,13 @@ class Sockets(Transport):
     def close_offer(self, number: int) -> None:
         if self._server is not None:
             self._server.close_offer(number)
+
+    def dropped(self) -> dict[str, int]:
+        return {} if self._server is None else dict(self._server.dropped)
+
+    def tidy(self) -> None:
+        for peer in self._peers.values():
+            peer.check()
 
     def reaches(self, address: Address) -> bool:
         return True
@@ -264,7 +292,10 @@ class _Peer:
         self._socket.sndhwm = self._socket.rcvhwm = MAX_QUEUED
         self._socket.ipv6 = "[" in endpoint
         protect_connector(self._socket, secret)
-        self._monitor = self._socket.get_monitor_socket(BROKEN)
+        self._monitor = self._socket.get_monitor_socket(BROKEN | zmq.EVENT_CONNECTED)
+        self._file: int | None = None  # of the connection
+        self._whole_bytes = 0  # that it had received at the last whole message
+        self._max_bytes = 4 * QUEUED_BYTES + largest_bytes
         self._socket.connect(endpoint)
 
     def close(self) -> None:
@@ -283,17 +314,17 @@ class _Peer:
 
     def take(self, max_bytes: int | None) -> bool:
         """Receive messages for all fetches. Return whether no message is left."""
-        taken = 0
+        taken, any_whole = 0, False
         while self.problem is None and (max_bytes is None or taken < max_bytes):
             try:
                 parts = receive_parts(self._socket, 2, zmq.NOBLOCK)
             except zmq.Again:
-                if self._monitor.poll(0):
-                    recv_monitor_message(self._monitor)
-                    self.problem = SenderGoneError(f"the connection to {self.endpoint} has broken")
+                self._note_whole(any_whole)
+                self.check()
                 return True
+            any_whole = True
             try:
-                if parts is None or len(parts) != 2:
+                if len(parts) != 2:
                     raise ValueError("a block message must have two frames")
                 sent, data = _decode_sent(parts[0].buffer), parts[1].buffer
             except UNREADABLE:
@@ -302,7 +333,26 @@ class _Peer:
             taken += len(data)
             if sent.fetch in self.copies:
                 self.copies[sent.fetch].take(sent, data)
+        self._note_whole(any_whole)
         return self.problem is not None
+
+    def _note_whole(self, received: bool) -> None:
+        if received and self._file is not None:
+            self._whole_bytes = bytes_received(self._file) or 0
+
+    def check(self) -> None:
+        """Notice a connection that has broken, or that receives a message without an end."""
+        while self.problem is None and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._file = int(event["value"])
+            else:
+                self.problem = SenderGoneError(f"the connection to {self.endpoint} has broken")
+        if self.problem is not None or self._file is None:
+            return
+        if (bytes_received(self._file) or 0) - self._whole_bytes > self._max_bytes:
+            self.problem = TransferError(f"{self.endpoint} sends a message without an end")
+            self._socket.disconnect(self.endpoint)
 
 
 class _SocketCopy(Copy):

@@ -233,6 +233,10 @@ class Transport:
     def tidy(self) -> None:
         """Release resources of engines that have ended. Called periodically."""
 
+    def dropped(self) -> dict[str, int]:
+        """Return how many messages of other engines were dropped, by reason."""
+        return {}
+
     def close(self) -> None: ...
 
 
@@ -379,6 +383,13 @@ class KVTransfer:
     def tidy(self) -> None:
         for transport in self._transports:
             transport.tidy()
+
+    def dropped(self) -> dict[str, int]:
+        """Return how many messages of other engines were dropped, by reason."""
+        counts: dict[str, int] = {}
+        for transport in self._transports:
+            counts |= transport.dropped()  # one transport at most has messages
+        return counts
 
     def close(self) -> None:
         for transport in self._transports:

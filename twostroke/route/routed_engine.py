@@ -24,6 +24,7 @@ from twostroke.engine.wire import FetchedOffer
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVUsage
 from twostroke.model.text.tokenizer import Tokenizer
+from twostroke.network_auth import add_counts
 from twostroke.observe.record import ENGINE_STEPS, Records, RequestRecord, StepRecord
 from twostroke.observe.totals import TransferTotals
 from twostroke.request import EngineRequest
@@ -191,6 +192,10 @@ class RoutedEngine(ProcessClient):
     @property
     def num_restarts(self) -> int:  # type: ignore[override]
         return sum(member.num_restarts for member in self.members)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return add_counts(*(member.dropped for member in self.members))
 
     def load(self) -> EngineLoad:
         loads = [member.load() for member in self.members]

@@ -74,6 +74,10 @@ class OfferedBlocks:
         if self.transfer is not None:
             self.transfer.tidy()
 
+    def dropped(self) -> dict[str, int]:
+        """Return how many messages of other engines were dropped, by reason."""
+        return {} if self.transfer is None else self.transfer.dropped()
+
     def prepare_memory(self) -> bool:
         """Touch some of the memory that fetched blocks will be written to. True: there is more."""
         return self.transfer is not None and self.transfer.make_ready()

@@ -448,13 +448,17 @@ def test_messages_that_cannot_be_read_are_dropped(instant: Running, written: lis
             stranger.send(message)
         stranger.send_multipart(bad[:4])
         running.send_encoded(bad[4])
-        await until(lambda: running.num_dropped == 8)
+        await until(lambda: running.dropped["unreadable"] == 8)
         context.destroy(linger=0)
         output = await last(engine, written[:5])
         assert output.outputs[0].finish_reason is not None
         assert engine.pid == pid
+        assert engine.dropped == {"unreadable": 12, "endless": 0}, "8 here, 4 in the engine"
 
     instant.run(run)
+    _, _, metrics = instant.ask("GET", "/metrics")
+    assert b'twostroke:dropped_messages_total{engine="0"' in metrics
+    assert b'reason="unreadable"} 12.0' in metrics
 
 
 def test_a_killed_engine_is_replaced_and_only_begun_streams_are_lost(

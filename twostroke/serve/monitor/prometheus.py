@@ -13,6 +13,7 @@ from prometheus_client.core import (
 )
 
 from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
+from twostroke.network_auth import REASONS
 from twostroke.observe.totals import BucketCounts, Totals, TransferTotals
 
 Values = Mapping[str, float]
@@ -126,6 +127,9 @@ class Families:
         yield self._gauge("twostroke:engine_up", text, float(client.healthy))
         text = "Engines that were started because the one before had died."
         yield self._counters("twostroke:engine_restarts", text, {"": client.num_restarts})
+        text = "Messages between processes that were dropped, by reason."
+        counts = dict.fromkeys(REASONS, 0) | dict(client.dropped)
+        yield self._counters("twostroke:dropped_messages", text, counts, "reason")
         info = client.info
         if info.read_bytes_per_s:
             text = "Bytes a second that the machine reads, measured (--measure-ceilings)."

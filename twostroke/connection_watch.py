@@ -1,0 +1,90 @@
+"""`ConnectionWatch`: closes connections that send a message without an end.
+
+ZeroMQ delivers a message when its last part has arrived. It limits the bytes of a part, but not the
+number of parts, so a peer that knows the secret could fill the memory with one message. The watch
+compares the bytes that a connection has received with those at its last whole message. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+TICK_MS: Final = 25
+EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+TCP_INFO_BYTES, RECEIVED_AT = 136, 128  # of Linux's `tcp_info`, and of its `tcpi_bytes_received`
+
+
+class ConnectionWatch:
+    """A thread that watches the connections of one listening socket."""
+
+    def __init__(
+        self, listener: zmq.Socket[Any], max_bytes: int, on_cut: Callable[[], None]
+    ) -> None:
+        """Begin after `bind`. `max_bytes`: that a connection may receive after its last whole
+        message, with the messages that wait to be read. `on_cut`: called for each connection that
+        is closed, in the watch's thread."""
+        self._listener, self._max_bytes, self._on_cut = listener, max_bytes, on_cut
+        self._port = int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._monitor = listener.get_monitor_socket(EVENTS)
+        self._whole: dict[int, int] = {}  # bytes at the last whole message, by file descriptor
+        self._thread = threading.Thread(target=self._run, name="twostroke-peers", daemon=True)
+        self._thread.start()
+
+    def received(self, part: zmq.Frame) -> None:
+        """Note that a whole message has been read. `part`: any of its parts."""
+        with contextlib.suppress(zmq.ZMQError, TypeError):
+            file = part.get(zmq.SRCFD)
+            if file in self._whole:
+                self._whole[file] = bytes_received(file) or 0
+
+    def close(self) -> None:
+        """End the watch. Call it before the listener is closed, in the listener's thread."""
+        self._listener.disable_monitor()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                if self._monitor.poll(TICK_MS if self._whole else None):
+                    event = recv_monitor_message(self._monitor)
+                    if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                        break
+                    if event["event"] == zmq.EVENT_ACCEPTED:
+                        self._whole[int(event["value"])] = 0
+                    else:
+                        self._whole.pop(int(event["value"]), None)
+                for file, whole in list(self._whole.items()):
+                    if (bytes_received(file) or 0) - whole > self._max_bytes and self._cut(file):
+                        self._whole.pop(file, None)
+                        self._on_cut()
+        self._monitor.close(linger=0)
+
+    def _cut(self, file: int) -> bool:
+        """Close a connection; return whether it was one of the listener's."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+            if connection.getsockname()[1] == self._port:  # else the number was used again
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
+
+
+def bytes_received(file: int) -> int | None:
+    """Return the bytes that a TCP connection has received; None if that is unknown."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(fileno=os.dup(file)) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        return int(struct.unpack_from("Q", info, RECEIVED_AT)[0])
+    except (OSError, struct.error):  # closed meanwhile, or an old system
+        return None
