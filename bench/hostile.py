@@ -2,13 +2,14 @@
 
     python -m bench.hostile [--only NAME ...] [--skip NAME ...] [--json FILE] [--list]
 
-Each attack (`hostile_attacks.py`) meets a fresh `twostroke serve` on the default model with default
-flags, or with the flags of the attack. One victim stream decodes all the time. The gaps between its
-tokens are measured for two quiet seconds; then the attack runs in a separate process until it has
-its answers, and one second longer. A line has the increase of the victim's worst gap over the quiet
-median (bound: 100 ms), the growth of the peak memory of each process of the server (bound: 64 MiB),
-and the answers of the attacker. An attack with many requests is compared with the same number of
-plain requests. The KV cache is reserved at the start, so touched pages of it are no growth.
+Each attack (`hostile_http.py`, `hostile_engines.py`) meets a fresh `twostroke serve` on the default
+model with default flags, or with the flags of the attack. One victim stream decodes all the time.
+The gaps between its tokens are measured for two quiet seconds; then the attack runs in a separate
+process until it has its answers, and one second longer. A line has the increase of the victim's
+worst gap over the quiet median (bound: 100 ms), the growth of the peak memory of each process of
+the server (bound: 64 MiB), and the answers of the attacker. An attack with many requests is
+compared with the same number of plain requests. The KV cache is reserved at the start, so touched
+pages of it are no growth.
 
 An attack during which other programs took more than `MAX_OTHERS` of a core is run again, up to
 `TRIES` times, and the run with the smallest share counts: on a shared machine a neighbour can be
@@ -70,6 +71,7 @@ class Attack:
         [AttackTarget], Fire
     ]  # makes the bodies; the returned function sends the bodies and describes the answers
     flags: Callable[[Path], list[str]] = field(default=lambda folder: [])
+    environment: dict[str, str] = field(default_factory=dict)  # of the server, besides ours
     victim: bool = True  # False: the attack is on the engine itself, and every stream ends
     open_files: int | None = None  # the server's limit of file descriptors
     control: str = ""  # name of a harmless attack to compare the victim's gap with
@@ -226,6 +228,7 @@ class AttackedServer:
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=confine,
+                env=os.environ | attack.environment,
             )
         until = perf_counter() + START_S
         while True:
@@ -294,7 +297,7 @@ def run(attack: Attack, port: int, control_ms: float) -> dict[str, Any]:
 
 
 def _measure(attack: Attack, target: AttackTarget, control_ms: float) -> dict[str, Any]:
-    from bench.hostile_attacks import warm_up
+    from bench.hostile_http import warm_up
 
     ours, theirs = CONTEXT.Pipe()
     child = CONTEXT.Process(target=_attacker, args=(attack, target, theirs), daemon=True)
@@ -354,9 +357,14 @@ def words(row: dict[str, Any]) -> str:
     return f"{row['attack']:26} {gap:22} {sizes} MiB  {others} {verdict:6} {row['outcome'][:90]}"
 
 
-def main() -> None:
-    from bench.hostile_attacks import ATTACKS
+def all_attacks() -> list[Attack]:
+    from bench.hostile_engines import ENGINE_ATTACKS
+    from bench.hostile_http import HTTP_ATTACKS
 
+    return HTTP_ATTACKS + ENGINE_ATTACKS
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="attacks whose name has this")
     parser.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="not these")
@@ -364,7 +372,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8960)
     parser.add_argument("--list", action="store_true", help="the names, and no more")
     args = parser.parse_args()
-    chosen = [a for a in ATTACKS if not args.only or any(part in a.name for part in args.only)]
+    chosen = [
+        a for a in all_attacks() if not args.only or any(part in a.name for part in args.only)
+    ]
     chosen = [a for a in chosen if not any(part in a.name for part in args.skip)]
     if args.list:
         print("\n".join(attack.name for attack in chosen))
@@ -383,14 +393,12 @@ def main() -> None:
 
 
 def as_json(rows: dict[str, dict[str, Any]]) -> str:
-    from bench.hostile_attacks import ATTACKS
-
     result = {
         "bench": "hostile",
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "bounds": {"gap_ms": MAX_GAP_MS, "growth_mib": MAX_GROWTH_MIB},
-        "attacks": [rows[attack.name] for attack in ATTACKS if attack.name in rows],
+        "attacks": [rows[attack.name] for attack in all_attacks() if attack.name in rows],
     }
     return json.dumps(result) + "\n"
 

@@ -1,24 +1,22 @@
-"""The attacks of `hostile.py`: each attack once hurt the stream of another client."""
+"""Attacks of `hostile.py` through HTTP: bodies, connections, keys and routes. Each attack once hurt
+the stream of another client. Also the functions with which all attacks send requests."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
-import os
 import re
-import signal
 import socket
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from bench.hostile import ATTACK_S, Attack, AttackTarget, Fire, children, engine_pid
+from bench.hostile import ATTACK_S, Attack, AttackTarget, Fire
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -131,9 +129,6 @@ def long_prompt(tokens: int) -> list[int]:
     return [(n * 31) % 40_000 + 100 for n in range(tokens)]
 
 
-# ── grammars ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def schema(seed: int, patterns: int = 400) -> dict[str, Any]:
     """Return a JSON schema of some 60 KB, different for each seed, that takes long to compile."""
     properties = {}
@@ -141,62 +136,6 @@ def schema(seed: int, patterns: int = 400) -> dict[str, Any]:
         words = "|".join(f"[a-z]{{{k},{k + n % 17 + 3}}}{seed}" for k in range(1, 6))
         properties[f"field_{seed}_{n}"] = {"type": "string", "pattern": f"^({words})$"}
     return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-# Each mask takes longer than the one before, 3 to 14 ms, and all of them 0.1 s of CPU time.
-AMBIGUOUS = """root ::= e
-e ::= e e | w
-w ::= [a-z] | [a-z] [a-z] | [a-z] [a-z] [a-z] | " "
-"""
-SIXTEEN = {"prompt": "Once", "n": 16, "max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-
-
-def slow_masks(grammar: str | None) -> Callable[[AttackTarget], Fire]:
-    """Return an attack with four requests of 16 texts, whose masks are made in the same steps."""
-    asked = SIXTEEN if grammar is None else SIXTEEN | {"structured_outputs": {"grammar": grammar}}
-    body = json.dumps(asked).encode()
-    return lambda target: lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
-
-
-def plain_chats(target: AttackTarget) -> Fire:
-    return many_chats(target, [chat(seed=n) for n in range(48)])
-
-
-def many_schemas(target: AttackTarget) -> Fire:
-    forms = ({"name": "x", "schema": schema(n)} for n in range(48))
-    asked = [chat(response_format={"type": "json_schema", "json_schema": form}) for form in forms]
-    return many_chats(target, asked)
-
-
-def many_chats(target: AttackTarget, asked: list[dict[str, Any]]) -> Fire:
-    """Send all bodies at once, while other clients read /metrics and send plain requests."""
-    bodies = [json.dumps(one).encode() for one in asked]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-    def fire() -> str:
-        slowest: dict[str, float] = {}
-        with ThreadPoolExecutor(64) as pool:
-            jobs = [pool.submit(ask, target.port, "POST", CHAT, body) for body in bodies]
-            while not all(job.done() for job in jobs):
-                for name, call in (
-                    ("/metrics", partial(ask, target.port, "GET", "/metrics")),
-                    ("/health", partial(ask, target.port, "GET", "/health")),
-                    ("a tool", partial(post, target.port, CHAT, chat(tools=[tool]))),
-                    ("20 KB", partial(post, target.port, CHAT,
-                     chat(messages=[{"role": "user", "content": "understanding " * 1_400}]))),
-                ):  # fmt: skip
-                    start = perf_counter()
-                    status, _ = call()
-                    took = perf_counter() - start
-                    slowest[name] = max(took, slowest.get(name, 0.0))
-                    if name.startswith("/") and status != 200:
-                        return f"FAILED {name} answered {status}"
-            answers = [job.result() for job in jobs]
-        times = ", ".join(f"{name} {took:.2f} s" for name, took in slowest.items())
-        slow = max(slowest.get("/metrics", 0), slowest.get("/health", 0)) > 1.0
-        return f"{'FAILED ' if slow else ''}slowest {times}; {told(answers)}"
-
-    return fire
 
 
 # ── connections ───────────────────────────────────────────────────────────────────────────────────
@@ -419,48 +358,6 @@ def trickled_bodies(target: AttackTarget) -> Fire:
     return fire
 
 
-# ── templates ─────────────────────────────────────────────────────────────────────────────────────
-
-BOMBS = (
-    "{{ range(99999)|map('string')|join('x'*99999)|length }}",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{{ messages|tojson(indent=10**9) }}",
-    "{{ ('\\t'*99999).expandtabs(99999)|length }}",
-    "{{ ('x'*99999)|replace('x', 'y'*99999)|length }}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-)
-
-
-def foreign_templates(target: AttackTarget) -> Fire:
-    bodies = [json.dumps(chat(chat_template=bomb)).encode() for bomb in BOMBS]
-
-    def fire() -> str:
-        answers = at_once(target.port, CHAT, bodies)
-        usual, _ = post(target.port, CHAT, chat())
-        good = all(status == 400 for status, _ in answers) and usual == 200
-        return f"{'' if good else 'FAILED '}{told(answers)}; afterwards {usual}"
-
-    return fire
-
-
-def own_template(folder: Path) -> list[str]:
-    (folder / "bomb.jinja").write_text(BOMBS[1])
-    return ["--chat-template", str(folder / "bomb.jinja")]
-
-
-def hung_template(target: AttackTarget) -> Fire:
-    def fire() -> str:
-        with ThreadPoolExecutor(4) as pool:
-            jobs = [pool.submit(post, target.port, CHAT, chat()) for _ in range(4)]
-            sleep(0.5)
-            health, _ = ask(target.port, "GET", "/health")
-            answers = [job.result() for job in jobs]
-        good = health == 200 and all(400 <= status < 500 for status, _ in answers)
-        return f"{'' if good else 'FAILED '}/health {health}, {told(answers)}"
-
-    return fire
-
-
 # ── keys, logs, values ────────────────────────────────────────────────────────────────────────────
 
 
@@ -532,94 +429,6 @@ def odd_values(target: AttackTarget) -> Fire:
         return f"{'' if usual == 200 else 'FAILED '}{told(answers)}; afterwards {usual}"
 
     return fire
-
-
-# ── the engine ────────────────────────────────────────────────────────────────────────────────────
-
-
-def deaths(target: AttackTarget) -> Fire:
-    """Kill processes again and again. They are restarted, or the server ends with a reason."""
-
-    def fire() -> str:
-        killed = 0
-        until = perf_counter() + 150.0
-        while perf_counter() < until and killed < 10:
-            if not Path(f"/proc/{target.pid}/fd/0").exists():
-                break  # the server has ended
-            if pid := engine_pid(target.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    killed += 1
-            sleep(0.7)
-        until = perf_counter() + 60.0
-        while perf_counter() < until:
-            try:
-                status, _ = post(target.port, CHAT, chat())
-                if status == 200:
-                    return f"{killed} deaths, then it answers again"
-            except OSError:
-                lines = target.log.read_text(errors="replace").strip().splitlines()
-                return f"{killed} deaths, then it ended: {lines[-1][-200:] if lines else ''}"
-            sleep(0.5)
-        return f"FAILED {killed} deaths, then it neither answers nor ends"
-
-    return fire
-
-
-def hang(target: AttackTarget) -> Fire:
-    def fire() -> str:
-        pid = engine_pid(target.pid)
-        os.kill(pid, signal.SIGSTOP)
-        start = perf_counter()
-        noticed = 0.0
-        with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(post, target.port, CHAT, chat())
-            while perf_counter() - start < 150.0:
-                if not noticed and ask(target.port, "GET", "/health")[0] != 200:
-                    noticed = perf_counter() - start
-                if engine_pid(target.pid) != pid and ask(target.port, "GET", "/health")[0] == 200:
-                    job.result()
-                    again = perf_counter() - start
-                    good = "" if noticed else "FAILED /health stayed at 200; "
-                    return f"{good}noticed after {noticed:.0f} s, another engine after {again:.0f}"
-                sleep(0.2)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        return "FAILED an engine that stood still for 150 s was not replaced"
-
-    return fire
-
-
-HANG_TIMEOUT_S = 3
-
-
-def hang_at_start(target: AttackTarget) -> Fire:
-    """Kill the engine, and stop each new engine as soon as it starts, three times."""
-
-    def fire() -> str:
-        known: set[int] = set()
-        start, until = perf_counter(), perf_counter() + 150.0
-        while perf_counter() < until and len(known) < 4:
-            pid = engine_process(target.pid)
-            if pid and pid not in known:
-                os.kill(pid, signal.SIGSTOP if known else signal.SIGKILL)
-                known.add(pid)
-            sleep(0.05)
-        while perf_counter() < until:
-            if ask(target.port, "GET", "/health")[0] == 200:
-                return f"3 engines stopped at their start, up after {perf_counter() - start:.0f} s"
-            sleep(0.2)
-        return f"FAILED of 3 engines {len(known) - 1} were stopped, and none is up after 150 s"
-
-    return fire
-
-
-def engine_process(http_pid: int) -> int:
-    for pid in children(http_pid):
-        with contextlib.suppress(OSError):
-            if b"twostroke.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-    return 0
 
 
 # ── abandoned requests ────────────────────────────────────────────────────────────────────────────
@@ -729,13 +538,9 @@ def many_records(target: AttackTarget) -> Fire:
     return fire
 
 
-ATTACKS = [
+HTTP_ATTACKS = [
     Attack("nested metadata", sending(CHAT, nested_metadata)),
     Attack("nested metadata × 14", sending(CHAT, nested_metadata, 14)),
-    Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # effect of many users
-    Attack("48 schemas", many_schemas, control="48 plain chats"),
-    Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # effect of many texts
-    Attack("64 texts with slow masks", slow_masks(AMBIGUOUS), control="64 plain texts"),
     Attack("unknown name of 14 MB", sending(CHAT, long_name)),
     Attack("3 M ids detokenized", sending("/detokenize", lambda: {"tokens": [7] * 3_000_000})),
     Attack("200,000 content parts", sending(CHAT, many_parts)),
@@ -795,17 +600,10 @@ ATTACKS = [
     Attack("one-byte chunks × 20", connections_of(20, one_byte_chunks)),
     Attack("a body after its answer", body_after_answer),
     Attack("34 trickled bodies of a key", trickled_bodies, flags=keys, victim=False),
-    Attack("template of a request", foreign_templates,
-           flags=lambda _: ["--trust-request-chat-template"]),
-    Attack("template of a model", hung_template, flags=own_template),
     Attack("64 open files", many_connections, open_files=64, victim=False),
     Attack("prefix of another key", shared_prefix, flags=keys, victim=False),
     Attack("key in the log", logged_key, victim=False,
            flags=lambda _: ["--uvicorn-log-level", "info", "--enable-log-requests"]),
     Attack("pages of other sites", foreign_pages, victim=False),
     Attack("odd values", odd_values),
-    Attack("an engine that dies", deaths, victim=False, max_growth_mib=512),
-    Attack("an engine that hangs", hang, victim=False, max_growth_mib=512),
-    Attack("an engine that hangs at its start", hang_at_start, victim=False, max_growth_mib=512,
-           flags=lambda _: ["--engine-hang-timeout-s", str(HANG_TIMEOUT_S)]),
 ]  # fmt: skip
