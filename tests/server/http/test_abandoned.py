@@ -102,6 +102,31 @@ def test_a_request_whose_client_closed_at_once_is_not_even_parsed(
     assert answered.statuses == [200]
 
 
+def test_2000_requests_that_were_left_are_never_tokenized_and_cost_no_step(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests lie whole in the kernel's buffers, with the ends of their connections."""
+    engine = server.client.engine
+    steps, tokenizer, texts = engine.core.records.steps, engine.input_processor.tokenizer, []
+    assert tokenizer is not None
+    encode = tokenizer.encode
+
+    def counted(text: str, *rest: Any) -> list[int]:
+        texts.append(text)
+        return encode(text, *rest)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    server.post(TEXT, {"prompt": "the fox", "max_tokens": 2})
+    steps_of_one = len(steps)
+    with loop_held(server):
+        for n in range(2000):
+            send(server, f"left {n}").close()
+    server.post(TEXT, {"prompt": "the dog", "max_tokens": 2})
+    assert texts == ["the fox", "the dog"]
+    assert len(steps) == 2 * steps_of_one
+    until(lambda: server.app.service.admission.num_open == 0)
+
+
 def test_a_request_that_was_left_in_the_queue_of_prompts_is_never_prepared(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
