@@ -26,7 +26,7 @@ ORDER = [
     for line in """
     __version__, errors, strict, closed_schema, child_process, sandbox, owned_folder, log_lines
     environment
-    network_auth
+    network_auth, connection_watch
     kv
     request, structured, config, plan
     observe.startup_timer, observe.record

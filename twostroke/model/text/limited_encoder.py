@@ -12,6 +12,7 @@ from typing import Final
 import tokenizers
 
 from twostroke.errors import RequestError
+from twostroke.model.text.tokenizer_json import library_error
 from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 
 LIMITS: Final = Limits(cpu_s=10.0, wall_s=60.0, memory_bytes=1024**3)
@@ -54,8 +55,6 @@ def encoder(setup: bytes) -> Work:
         try:
             found = backend.encode(request[1:].decode(), add_special_tokens=bool(request[0]))
         except BaseException as error:
-            from twostroke.model.text.tokenizer_json import library_error
-
             problem = library_error(error)
             raise RequestError(
                 f"the model's tokenizer cannot read this text ({problem}). Give another tokenizer "
