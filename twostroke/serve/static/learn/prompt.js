@@ -5,7 +5,7 @@ import {candidatePanel} from "./candidates.js";
 import {count, picture, plural, svg, time, visible} from "./draw.js";
 import {byNumber, life} from "./records.js";
 import {getFacts, isRecorded, knownFacts, lastRun, run} from "./source.js";
-import {keep, word} from "./state.js";
+import {keep, textParam} from "./state.js";
 import {fact, legend, newId, runButton} from "./widgets.js";
 
 const TEXT = "A language model answers in two phases. First it reads the whole prompt at once, which keeps the processor busy. Then it writes one token after the other, and for each of them it reads all of its weights again. That is why";
@@ -15,7 +15,7 @@ export async function prompt() {
   await getFacts();
   const id = newId("text");
   const text = el("textarea", {id, rows: 3, maxlength: 2000, readonly: isRecorded});
-  text.value = word("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? TEXT);
+  text.value = textParam("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? TEXT);
   const stage = el("div", {class: "stack"});
   const show = () => stage.replaceChildren(player(lastRun("text")));
   const again = async () => {
