@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ Floats = npt.NDArray[np.float32]
 MAX_TOKENS = 64
 NICE = 10  # niceness of the process: decoding streams have priority
 MAX_PARAMETERS = 2e9  # a larger model takes too long without an engine's kernels
+# The fields of `AttentionSpec` that this forward computes. Models that use another one are refused.
+COMPUTED = {"num_heads", "num_kv_heads", "head_dim", "rope", "scale", "window", "softcap"}
+COMPUTED |= {"qk_norm", "qkv_bias", "output_bias", "sinks"}
 
 
 def attention_maps(spec: ModelSpec, weights: WeightSource, tokens: Sequence[int]) -> list[Floats]:
@@ -53,11 +57,23 @@ def check(spec: ModelSpec, num_tokens: int) -> None:
             "attention is shown for models with attention heads and dense MLPs; this model has "
             f"{'latents' if spec.has_latents else 'experts'}"
         )
+    unknown = {name for layer in spec.layers for name in _not_computed(layer.attention)}
+    if unknown:
+        raise RequestError(
+            f"attention is not shown for models with {' and '.join(sorted(unknown))} (a field of "
+            "the model's specification)"
+        )
     if spec.num_parameters() > MAX_PARAMETERS:
         raise RequestError(
             f"attention is shown for models of up to {MAX_PARAMETERS / 1e9:g}e9 parameters, and "
             f"this one has {spec.num_parameters() / 1e9:.1f}e9"
         )
+
+
+def _not_computed(spec: AttentionSpec) -> list[str]:
+    """Return the fields that have another value than their default and are not computed here."""
+    others = [field for field in fields(spec) if field.name not in COMPUTED]
+    return [field.name for field in others if getattr(spec, field.name) != field.default]
 
 
 class _Forward:

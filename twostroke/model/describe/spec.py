@@ -129,6 +129,10 @@ class AttentionSpec:
         # No kernel of latent attention multiplies queries.
         assert self.latent is None or not self.rope.query_beta
 
+    def rule(self) -> dict[str, Any]:
+        """Return the fields of `kernels.records.AttentionRule` that are not weights."""
+        return {name: getattr(self, name) for name in ("scale", "window", "softcap")}
+
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim

@@ -249,7 +249,7 @@ class LayerLoader:
         )
         weight = partial(self._if_any, self._norm_weight, at, names)
         sinks = self._if_any(self._fp32, at, names, "sinks")
-        rule = AttentionRule(spec.scale, spec.window, spec.softcap, sinks=sinks)
+        rule = AttentionRule(**spec.rule(), sinks=sinks)
         if latent is not None:
             norm = self._norm_weight(at + "kv_a_norm")
             return LatentAttention(
