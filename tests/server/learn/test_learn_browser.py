@@ -1,12 +1,10 @@
 """/learn in a real browser: lessons walked to their answers, and pictures compared with the records
-they came from, and the exported page without a server."""
+they came from."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,6 +14,7 @@ import pytest
 
 from tests.server.browser import CONTROL, KEY_EVENT, SHIFT, Browser, Page
 from tests.server.learn.learn_page import IDLE, READY, LearnPage, learn_page
+from tests.server.legible import each_look, spilt_text
 from tests.server.running import Running, running
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
@@ -25,11 +24,10 @@ from twostroke.measure.roofline.hardware import Hardware
 from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.observe.ceilings import Ceilings
 from twostroke.observe.record import ENGINE_STEPS, RequestRecord, StepRecord
-from twostroke.serve.learn.learn_export import exported, recorded
-from twostroke.serve.learn.learn_routes import LearnData
 from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
 
 GEMMA2: dict[str, Any] = {"head_dim": 24, "sliding_window": 40, "query_pre_attn_scalar": 20}
+SPILT = "h2,h3,p,dt,dd,th,td,label,output,summary,button,.button,.legend li"
 
 
 @pytest.fixture
@@ -461,38 +459,6 @@ def test_every_view_fits_every_width_in_light_and_dark(chrome: Browser, server: 
     with learn_page(chrome, f"{server.url}/learn") as learn:
         for view in views:
             learn.go(view)
-            for scheme in ("light", "dark"):
-                for width in (320, 768, 1280):
-                    learn.page.look(width, 900, scheme)
-                    time.sleep(0.1)
-                    wide = learn.page.value("document.documentElement.scrollWidth")
-                    assert wide <= width, (view, width)
+            for width, scheme in each_look(learn.page, (320, 768, 1280)):
+                assert spilt_text(learn.page, SPILT) == [], (view, width, scheme)
         assert learn.page.errors == []
-
-
-@pytest.mark.full
-def test_the_exported_page_needs_no_server(
-    chrome: Browser, tmp_path: Path, server: Running
-) -> None:
-    loop = server.server._loop
-    assert loop is not None
-    recording = asyncio.run_coroutine_threadsafe(
-        recorded(LearnData(server.app.service)), loop
-    ).result(120)
-    path = tmp_path / "learn.html"
-    path.write_bytes(exported(recording))
-    assert path.stat().st_size < 2_000_000
-    with learn_page(chrome, path.as_uri()) as learn:
-        learn.go("lesson/4/1")
-        assert learn.answered(1) == "right"
-        learn.go("prompt")
-        learn.run("run")
-        learn.page.value("document.querySelectorAll('details').forEach(one => { one.open = true })")
-        learn.run("attention")
-        assert len(learn.shown("rect[data-query]")) > 10
-        learn.go("predict")
-        learn.run("predict")
-        assert len(learn.shown("tr[data-row]")) == 3
-        assert learn.page.errors == []
-        asked = {url for url in learn.page.asked if not url.startswith("data:")}
-        assert asked == {path.as_uri()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cli.test_serve import started
 from tests.server.browser import Browser
 from tests.server.dashboard.dash_page import dash_page
 from tests.server.learn.learn_page import learn_page
@@ -17,6 +19,7 @@ from tests.server.running import Running, running
 from tests.server.scripted import scripted_llm
 from tests.tiny import CHAT_TEMPLATE, tiny_folder, tiny_llm
 from twostroke.config import EngineConfig
+from twostroke.kernels import cpu
 from twostroke.observe.ceilings import Ceilings
 from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
 
@@ -156,6 +159,14 @@ def test_every_screen_of_a_lesson(chrome: Browser, server: Running, axe: str, nu
             check(f"screen {screen}")
 
 
+def test_an_experiment_that_is_refused(chrome: Browser, server: Running, axe: str) -> None:
+    with learn_page(chrome, f"{server.url}/learn", "prompt") as learn:
+        learn.page.value("document.querySelector('textarea').value = 'fox '.repeat(600)")
+        learn.page.value("document.querySelector('[data-run=run]').click()")
+        learn.page.wait_for("document.querySelector('#view .error:not([hidden])') !== null")
+        AxeCheck(learn.page, axe, 1200)("refused")
+
+
 # ── the others ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -181,11 +192,25 @@ def test_the_dashboard_in_each_of_its_states(
         check("paused")
 
 
+@pytest.mark.skipif(
+    not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
+)
+def test_the_dashboard_with_pools(chrome: Browser, folder: Path, axe: str) -> None:
+    pools = ["--prefill-engines", "1", "--decode-engines", "1", "--num-gpu-blocks-override", "64"]
+    with started("twostroke", "serve", str(folder), *pools) as server:
+        body = {"prompt": [5, 6, 7] * 20, "max_tokens": 8, "ignore_eos": True}
+        assert server.ask("/v1/completions", body)[0] == 200
+        with dash_page(chrome, f"http://127.0.0.1:{server.port}") as page:
+            page.wait_for("!document.getElementById('transfers-box').hidden")
+            AxeCheck(page, axe, 1200)("pools")
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
         ("/", "document.activeElement?.id === 'api-key'"),
         ("/learn", "document.activeElement?.id === 'api-key'"),
+        ("/dash", "document.activeElement?.id === 'key-text'"),
     ],
 )
 def test_each_page_that_asks_for_a_key(

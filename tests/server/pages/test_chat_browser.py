@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.browser import ALT, CONTROL, KEY_EVENT, SHIFT, Browser, Page
+from tests.server.legible import each_look
 from tests.server.pages.chat_page import ANSWERS, WRITTEN, ChatPage, chat_page
 from tests.server.running import Running, running
 from tests.server.scripted import scripted_llm
@@ -303,7 +304,7 @@ def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
     _set_other_fields(page, '{"ignore_eos": true, "max_tokens": 1500}')
     page.tab_to("Skip to the message field", SHIFT)
     page.press("Enter")
-    page.type("a chat to delete")
+    page.type("a long one")
     page.press("Enter")
     page.wait_for("document.querySelector('.assistant .content')?.innerText.length > 20")
     page.press("Escape")
@@ -361,18 +362,16 @@ def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
     page.press("Escape")
     page.wait_for("document.querySelector('dialog') === null")
     assert page.focused() == "Shortcuts"
-    page.tab_to("a chat to delete", SHIFT)
+    page.tab_to("a long one", SHIFT)
     page.press("Enter")
-    page.wait_for("document.getElementById('title').textContent === 'a chat to delete'")
+    page.wait_for("document.getElementById('title').textContent === 'a long one'")
     page.tab_to("Delete", SHIFT)
     page.press("Enter")
     page.wait_for("document.querySelector('dialog[open]') !== null")
     page.tab_to("Delete")
     page.press("Enter")
     page.wait_for(f"{ANSWERS}.length === 0 && document.activeElement.id === 'text'")
-    assert "a chat to delete" not in page.value(
-        "document.getElementById('conversations').innerText"
-    )
+    assert "a long one" not in page.value("document.getElementById('conversations').innerText")
     assert page.inputs == {KEY_EVENT}
 
 
@@ -427,9 +426,7 @@ def test_an_image_is_offered_where_the_model_takes_some_and_sent_with_the_messag
 def test_a_phone_has_the_whole_page_and_a_drawer_of_chats(chat: ChatPage) -> None:
     chat.always_answer("a" * 300)
     chat.ask("wide")
-    for width in (320, 390, 768, 1200):
-        chat.page.look(width, 700, "dark")
-        assert chat.page.value("document.documentElement.scrollWidth") <= width
+    for width, _ in each_look(chat.page, (320, 390, 768, 1200), 700):
         outside = (
             "[...document.querySelectorAll('button,textarea,.content')]"
             ".filter(one => one.offsetParent"
