@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
 from tests.kernels import definitions
+from tests.specs import make_spec
 from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork
 from twostroke.kernels.reference import Kernels
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 6, 2, 8, 4, 0.4
 SINKS = torch.tensor([-30.0, -1.0, 0.0, 1.0, 3.0, 30.0])
+
+
+def test_a_specification_gives_every_field_of_the_rule_but_the_weights() -> None:
+    rule = make_spec(softcap=30.0, windows=(7,)).layers[0].attention.rule()
+    assert rule == {"scale": 0.25, "window": 7, "softcap": 30.0}
+    assert rule.keys() == {field.name for field in fields(AttentionRule)} - {"sinks"}
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

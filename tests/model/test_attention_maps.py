@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from tests.equivalence.rows import random_model, random_prompts
+from tests.specs import make_spec
 from twostroke.config import EngineConfig
 from twostroke.errors import RequestError
-from twostroke.model.attention_maps import MAX_TOKENS, attention_maps
+from twostroke.model.attention_maps import COMPUTED, MAX_TOKENS, attention_maps, check
 from twostroke.model.find.hub import find_model
 from twostroke.model.load import open_model
 
@@ -90,6 +91,18 @@ def test_a_model_with_experts_is_refused(tmp_path: Path) -> None:
     random_model(MixtralConfig(**SIZES, num_local_experts=3)).save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="dense MLPs; this model has experts"):
         attention_maps(*_opened(tmp_path), [1, 2, 3])
+
+
+def test_a_field_that_is_not_computed_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new field of `AttentionSpec` is not in `COMPUTED`."""
+    capped = make_spec(softcap=30.0)
+    check(capped, 3)
+    monkeypatch.setattr("twostroke.model.attention_maps.COMPUTED", COMPUTED - {"softcap"})
+    check(make_spec(), 3)
+    with pytest.raises(RequestError, match="models with softcap"):
+        check(capped, 3)
 
 
 def _opened(folder: Path) -> Any:

@@ -304,7 +304,7 @@ def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
     _set_other_fields(page, '{"ignore_eos": true, "max_tokens": 1500}')
     page.tab_to("Skip to the message field", SHIFT)
     page.press("Enter")
-    page.type("a long one")
+    page.type("a chat to delete")
     page.press("Enter")
     page.wait_for("document.querySelector('.assistant .content')?.innerText.length > 20")
     page.press("Escape")
@@ -362,16 +362,18 @@ def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
     page.press("Escape")
     page.wait_for("document.querySelector('dialog') === null")
     assert page.focused() == "Shortcuts"
-    page.tab_to("a long one", SHIFT)
+    page.tab_to("a chat to delete", SHIFT)
     page.press("Enter")
-    page.wait_for("document.getElementById('title').textContent === 'a long one'")
+    page.wait_for("document.getElementById('title').textContent === 'a chat to delete'")
     page.tab_to("Delete", SHIFT)
     page.press("Enter")
     page.wait_for("document.querySelector('dialog[open]') !== null")
     page.tab_to("Delete")
     page.press("Enter")
     page.wait_for(f"{ANSWERS}.length === 0 && document.activeElement.id === 'text'")
-    assert "a long one" not in page.value("document.getElementById('conversations').innerText")
+    assert "a chat to delete" not in page.value(
+        "document.getElementById('conversations').innerText"
+    )
     assert page.inputs == {KEY_EVENT}
 
 
