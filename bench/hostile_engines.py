@@ -150,6 +150,7 @@ def endless_tokenizer(folder: Path) -> list[str]:
     grown = {"type": "Replace", "pattern": {"Regex": "[q-q]"}, "content": "r" * 60}
     content["normalizer"] = grown
     (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text("{}")  # makes it a folder that --tokenizer takes
     return ["--tokenizer", str(folder)]
 
 

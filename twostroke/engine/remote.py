@@ -32,6 +32,7 @@ from twostroke.engine.supervised import (
 from twostroke.engine.wire import Ready
 from twostroke.errors import EngineError
 from twostroke.model.find.hub import find_model
+from twostroke.model.text.limited_encoder import SERVER
 from twostroke.model.text.model_text import chat_template_source, open_tokenizer
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.observe.record import RequestRecord
@@ -209,5 +210,6 @@ def open_tokenizer_and_template(config: EngineConfig) -> tuple[Tokenizer | None,
     tokenizer = open_tokenizer(config, find_model(config))
     if tokenizer is None:
         return None, None
+    tokenizer.encoder_limits = SERVER
     tokenizer.detokenizer()  # builds the table, which the tokenizer keeps
     return tokenizer, chat_template_source(config, tokenizer)

@@ -15,13 +15,13 @@ import tokenizers
 
 from tests.model.text.cuts import GPT4O_CUT, LLAMA3_CUT, QWEN2_CUT, TEKKEN_CUT
 from twostroke.errors import ModelError, RequestError
-from twostroke.model.text import limited_encoder
 from twostroke.model.text.grammar_tokenizer import GrammarTokenizer
+from twostroke.model.text.limited_encoder import OWN_USER
 from twostroke.model.text.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.model.text.tokenizer_work import SQUARE_CHARS, degree, unlimited_chars
 
-SMALL = replace(limited_encoder.LIMITS, cpu_s=0.5, memory_bytes=256 * 1024**2)
+SMALL = replace(OWN_USER, cpu_s=0.5, memory_bytes=256 * 1024**2)
 LETTERS = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz▁Ġ �é<>")}
 UNKNOWN = len(LETTERS)
 BPE = {"type": "BPE", "vocab": LETTERS | {"?": UNKNOWN}, "merges": [], "unk_token": "?"}
@@ -59,7 +59,9 @@ BYTE_LEVEL = {
 def opened(tmp_path: Path, **sections: Any) -> Tokenizer:
     content = {"version": "1.0", "model": BPE, "added_tokens": []} | sections
     (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    return Tokenizer.from_folder(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    tokenizer.encoder_limits = SMALL
+    return tokenizer
 
 
 # ── what is ordinary ────────────────────────────────────────────────────────────────────────
@@ -189,9 +191,8 @@ ATTACKS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("number", range(len(ATTACKS)))
 def test_a_tokenizer_that_works_without_a_bound_is_stopped_while_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, number: int
 ) -> None:
-    monkeypatch.setattr(limited_encoder, "LIMITS", SMALL)
     sections, text = ATTACKS[number]
     try:
         tokenizer = opened(tmp_path, **sections)
@@ -207,16 +208,23 @@ def test_a_tokenizer_that_works_without_a_bound_is_stopped_while_it_runs(
 
 
 def test_a_text_beyond_the_limits_is_refused_with_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(limited_encoder, "LIMITS", SMALL)
     tokenizer = opened(tmp_path, pre_tokenizer=split("a*b"))
     assert tokenizer.encode("a" * SQUARE_CHARS) == [0] * SQUARE_CHARS
     assert "_limited_encoder" not in tokenizer.__dict__
     with pytest.raises(RequestError, match=r"takes longer than 0\.5 s of CPU time"):
-        tokenizer.encode("a" * 2_000_000)
+        tokenizer.encode("a" * 200_000)
     with pytest.raises(RequestError, match="half of a surrogate pair"):
         tokenizer.encode("\ud800" * 2 * SQUARE_CHARS)
+    tokenizer.close()
+
+
+def test_tokens_without_number_are_refused(tmp_path: Path) -> None:
+    tokenizer = opened(tmp_path, normalizer=replacing("[q-q]", "r" * 60))
+    tokenizer.encoder_limits = OWN_USER
+    with pytest.raises(RequestError, match="makes 1200000 tokens of 20000 characters"):
+        tokenizer.encode("q" * 20_000)
     tokenizer.close()
 
 

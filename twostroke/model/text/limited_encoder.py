@@ -15,18 +15,21 @@ from twostroke.errors import RequestError
 from twostroke.model.text.tokenizer_json import library_error
 from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 
-LIMITS: Final = Limits(cpu_s=10.0, wall_s=60.0, memory_bytes=1024**3)
+# For a program that encodes for its own user.
+OWN_USER: Final = Limits(cpu_s=10.0, wall_s=60.0, memory_bytes=1024**3)
+# For a server: the steps of other clients come first, and the memory is a part of theirs.
+SERVER: Final = Limits(cpu_s=2.0, wall_s=60.0, memory_bytes=48 * 1024**2, idle=True)
+# More ids are refused: they would take memory of the program.
+IDS_PER_CHAR, MIN_IDS_LIMIT = 4, 1 << 16
 IDS: Final = "I"  # the type of the array of ids in an answer
 
 
 class LimitedEncoder:
     """Thread-safe; one text is encoded at a time."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, limits: Limits | None = None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, limits: Limits) -> None:
         setup = backend.to_str().encode()
-        self._pool = SandboxPool(
-            "twostroke.model.text.limited_encoder:encoder", setup, 1, limits or LIMITS
-        )
+        self._pool = SandboxPool("twostroke.model.text.limited_encoder:encoder", setup, 1, limits)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text. Raises `RequestError` if the work exceeds the limits."""
@@ -53,13 +56,19 @@ def encoder(setup: bytes) -> Work:
         if not request:
             return b""
         try:
-            found = backend.encode(request[1:].decode(), add_special_tokens=bool(request[0]))
+            text = request[1:].decode()
+            ids = backend.encode(text, add_special_tokens=bool(request[0])).ids
         except BaseException as error:
             problem = library_error(error)
             raise RequestError(
                 f"the model's tokenizer cannot read this text ({problem}). Give another tokenizer "
                 "with --tokenizer FOLDER."
             ) from None
-        return array(IDS, found.ids).tobytes()
+        if len(ids) > max(MIN_IDS_LIMIT, IDS_PER_CHAR * len(text)):
+            raise RequestError(
+                f"the model's tokenizer makes {len(ids)} tokens of {len(text)} characters, which "
+                "is refused. Give another tokenizer with --tokenizer FOLDER."
+            )
+        return array(IDS, ids).tobytes()
 
     return encode

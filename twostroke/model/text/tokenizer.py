@@ -18,7 +18,7 @@ from twostroke.model.describe.spec import VOCABULARY
 from twostroke.model.fields import Fields, read_json, shown
 from twostroke.model.text.detokenizer import Detokenizer, TokenTable
 from twostroke.model.text.gguf_vocab import MAX_TEMPLATE_CHARS, vocab_from_gguf
-from twostroke.model.text.limited_encoder import LimitedEncoder
+from twostroke.model.text.limited_encoder import OWN_USER, LimitedEncoder
 from twostroke.model.text.template_source import choose_template
 from twostroke.model.text.tokenizer_json import library_error, read_backend
 from twostroke.model.text.tokenizer_work import unlimited_chars
@@ -60,6 +60,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.chat_template = chat_template
+        self.encoder_limits = OWN_USER  # of texts that this process does not encode
         self._unlimited_chars = unlimited_chars(backend)  # that this process encodes; None: any
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.stop_ids = frozenset(end_ids) | self._well_known_end_ids()
@@ -174,7 +175,7 @@ class Tokenizer:
 
     @cached_property
     def _limited_encoder(self) -> LimitedEncoder:
-        return LimitedEncoder(self._backend)
+        return LimitedEncoder(self._backend, self.encoder_limits)
 
     @cached_property
     def _token_chars(self) -> list[int]:
