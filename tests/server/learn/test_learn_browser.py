@@ -129,7 +129,7 @@ def test_a_whole_lesson_by_keyboard_alone(chrome: Browser, server: Running, numb
                 page.tab_to(page.value("document.querySelector('[data-option] label').textContent"))
                 page.press(" ")
                 page.press("ArrowDown")
-                page.tab_to("Ask the engine")
+                page.tab_to("Check with the engine")
                 page.press("Enter")
                 page.wait_for(f"{IDLE} && document.querySelector('.verdict') !== null")
                 assert page.value("document.activeElement.dataset.run"), "the focus stays"

@@ -27,9 +27,9 @@ ASKED = (
 )
 ROUNDS = 3  # runs for each prediction, as on the page
 TEXT = (
-    "A language model answers in two phases. First it reads the whole prompt at once, which keeps "
-    "the processor busy. Then it writes one token after the other, and for each of them it reads "
-    "all of its weights again. That is why"
+    "Once upon a time there was a small robot that read whole books in a moment. When it had to "
+    "tell what it had read, it spoke slowly, one word after the other, and before each word it "
+    "went through everything that it knew. One day a child asked the robot to"
 )
 ATTENDED = 64  # tokens whose attention the page shows
 STEP_FIELDS = ("step", "committed_s", "device_s", "prefill", "decode", "kv")

@@ -15,13 +15,13 @@ export const EXPERIMENTS = {
     draw: stall,
   },
   batch: {
-    title: "Decode in company",
+    title: "Many streams in one step",
     intro: "1, 2, 4, 8 and 16 streams decode together. One step writes a token for each of them.",
     draw: batch,
   },
   context: {
     title: "The cache is read at every step",
-    intro: "One stream writes behind prompts that get longer. Each step reads all keys and values before it.",
+    intro: "One stream writes after prompts that get longer. Each step reads the keys and values of all tokens before it.",
     draw: context,
   },
   prefix: {
@@ -31,7 +31,7 @@ export const EXPERIMENTS = {
   },
   full_cache: {
     title: "More tokens than the cache holds",
-    intro: "Four streams write until the cache has no free block. The engine preempts one: it gives its blocks back and is computed again later.",
+    intro: "Four streams write until the cache has no free block. The engine preempts one: it gives its blocks back, and its keys and values are computed again later.",
     draw: fullCache,
   },
 };
@@ -161,11 +161,13 @@ function context(found) {
   const rows = byContext(found.arms[0]), {figures} = knownFacts();
   const weights = figures.layer_weight_bytes + figures.head_weight_bytes;
   const [least, most] = [rows[0], rows.at(-1)], longest = Math.max(...rows.map((row) => row.seconds));
+  const disturbed = rows.some((row, n) => n > 0 && row.seconds < 0.8 * rows[n - 1].seconds);
   return [
     table(`A decode step reads ${bytes(weights)} of weights, and the cache`, ["tokens before it", "cache that it reads", "a step takes", ""],
       rows.map((row) => el("tr", {"data-context": row.context, "data-seconds": row.seconds},
         el("th", {scope: "row"}, count(row.context)), el("td", {}, bytes(row.cache)), el("td", {}, time(row.seconds)), el("td", {}, bar(row.seconds / longest, "decode")))), BARS),
     sentence(`Behind ${plural(most.context, "token")} a step took ${time(most.seconds)}, behind ${plural(least.context, "token")} ${time(least.seconds)}: the cache of the long prompt alone is ${bytes(most.cache)}, ${percent(most.cache / weights)} of the weights.`),
+    ...disturbed ? [sentence("The machine had other work meanwhile: some steps took longer than steps that read more. Run it again.")] : [],
   ];
 }
 
@@ -177,7 +179,7 @@ function prefix(found) {
     table("Prompt tokens of both requests", ["request", "prompt", "from the cache", "computed", "TTFT", ""],
       [first, second].map((one) => el("tr", {"data-cached": one.num_cached, "data-ttft": ttft(one)},
         el("th", {scope: "row"}, one.name), el("td", {}, count(one.num_prompt)), el("td", {}, count(one.num_cached)), el("td", {}, count(one.num_prompt - one.num_cached)), el("td", {}, time(ttft(one))), el("td", {}, bar(ttft(one) / longest, "prefill")))), BARS),
-    sentence(`The second request took ${count(second.num_cached)} of its ${count(second.num_prompt)} prompt tokens from the cache and had its first token after ${time(ttft(second))} instead of ${time(ttft(first))}. At least one token is always computed: somebody has to predict the next one.`),
+    sentence(`The second request took ${count(second.num_cached)} of its ${count(second.num_prompt)} prompt tokens from the cache and had its first token after ${time(ttft(second))} instead of ${time(ttft(first))}. The cache is reused by whole blocks, and the last token of a prompt is always computed: it predicts the next one.`),
   ];
 }
 

@@ -48,8 +48,8 @@ export const LESSONS = [
         },
       })),
       idea("One request, two workloads", "sliders",
-        "First the engine reads your whole prompt: prefill. You wait for the first token (time to first token, TTFT). All tokens of the prompt share that work, so each of them is cheap.",
-        "Then it writes one token a step: decode. You see the text grow, one token each TPOT (time per output token). Each of these tokens has a step of its own, and each step reads all weights of the model again.",
+        "A model reads and writes tokens, pieces of words. It is made of weights: millions or billions of fixed numbers in memory, through which every token passes. First the engine reads your whole prompt: prefill. You wait for the first token (time to first token, TTFT). All tokens of the prompt share one reading of the weights, so each of them is cheap.",
+        "Then it writes: decode. You see the text grow by a token every TPOT (time per output token). Each of these tokens has a step of its own, one pass through the model, and each step reads all weights again.",
         "Move the sliders. The prompt changes the first number, the answer how often you pay the second."),
       ask("After: check yourself", () => ({
         name: "token-after", text: "The answer gets twice as long, the prompt stays. What changes?",
@@ -73,9 +73,9 @@ export const LESSONS = [
     screens: [
       ask("Before: a guess", prefillBefore),
       idea("Step through your own prompt", "prompt",
-        "Each orange box is a step of prefill: many tokens at once. Together they keep the processor busy, so twice as many take about twice as long. A step has room for a limited number of tokens; a longer prompt is cut into chunks, a step for each.",
-        "Each blue box is a step of decode: it writes one token.",
-        "The boxes are as wide as the steps took. Play it, step through it, or open the panels below it."),
+        "In the bar of steps, each orange box is a step of prefill: many tokens at once. From some dozens of tokens on they keep the processor busy, so twice as many take about twice as long. A step has room for a limited number of tokens; a longer prompt is cut into chunks, a step for each.",
+        "The last step of prefill writes the first token. Each blue box is a step of decode: it writes one more.",
+        "The boxes are as wide as the steps took. Play it, or step through it. The panels below it are for later lessons: the cache, the choice of a token, attention (what a token takes from earlier ones)."),
       ask("After: check yourself", () => {
         const {max_num_batched_tokens: budget, limits} = knownFacts();
         const tokens = Math.min(limits.prompt_tokens, Math.round(2.5 * budget)), steps = Math.ceil(tokens / budget);
@@ -105,7 +105,7 @@ export const LESSONS = [
         options: [
           {text: "The weights of the words in question", why: "Words are not kept apart in the weights. Every token passes through every layer."},
           {text: "All weights once, and the cache", why: "Each layer multiplies the token's vector with its whole matrices."},
-          {text: "All weights once for every token so far", why: "The earlier tokens are not computed again: their keys and values are in the cache."},
+          {text: "All weights again for each token so far", why: "The earlier tokens are not computed again: their keys and values are in the cache."},
         ],
         settle: async () => {
           const arm = await measured(64, 16), step = onlyDecodes(arm)[0], {figures} = knownFacts();
@@ -114,9 +114,9 @@ export const LESSONS = [
         },
       })),
       idea("Two limits, one picture", "roofline",
-        "A step multiplies (FLOPs) and reads from memory (bytes): all weights once, and the cache of every stream in it. The longer of the two decides how long the step takes.",
-        "Left of the ridge memory decides, right of it compute. Decode stands on the left: it does little with each byte. Prefill stands on the right.",
-        "Run some streams: each dot is a step of this engine."),
+        "A step multiplies and adds (FLOPs) and reads from memory (bytes): all weights once, and what it keeps of the earlier tokens of every stream, the answers that are being written. The longer of the two times decides how long the step takes.",
+        "The picture shows FLOPs for each byte. At the ridge, the bend of the line, both times are equal: left of it memory decides, right of it compute. Decode of few streams stands on the left: it does little with each byte. Prefill stands on the right, and many streams together can get there.",
+        "Run some streams: each dot is a step of this engine. The line is what this machine's cores reach in a test of products or of memory alone. A step is below it: it also has small parts that keep neither busy."),
       ask("After: check yourself", () => ({
         name: "decode-after", text: "A new processor multiplies twice as fast, with the same memory. For one stream, the time per token …",
         right: 1,
@@ -141,7 +141,7 @@ export const LESSONS = [
     links: [code("Blocks and owners", "twostroke/kv/cache.py"), code("Prefixes", "twostroke/kv/prefix.py")],
     screens: [
       ask("Before: a guess", () => ({
-        name: "cache-before", text: "The same long prompt is sent a second time. What does the engine compute for its first token?",
+        name: "cache-before", text: "The same long prompt is sent a second time. What does the engine compute for the answer's first token?",
         right: 1,
         options: [
           {text: "All of the prompt again", why: "It did, without a prefix cache. Here full blocks stay and are found by what they hold."},
@@ -154,11 +154,11 @@ export const LESSONS = [
         },
       })),
       idea("The same beginning twice", "prefix",
-        "Every token leaves its keys and values, so that later tokens need not compute it again.",
-        "They lie in blocks. A prompt that begins like an earlier one takes its blocks and skips their prefill."),
+        "Each token leaves some numbers in the cache, its keys and values, which later tokens read. So no token is computed twice.",
+        "They lie in blocks of several tokens. A prompt that begins like an earlier prompt takes over that prompt's full blocks and skips their prefill."),
       idea("What reading the cache costs", "context",
         "Nothing is free: each decode step reads the keys and values of all tokens before it.",
-        "Weights are read once for all streams. The cache is read by each stream for itself."),
+        "Weights are read once for all streams. The cache is read for each stream, even where streams share blocks."),
       ask("After: check yourself", () => ({
         name: "cache-after", text: "A conversation grows from a few to many hundred tokens. What grows with it in every decode step?",
         right: 0,
@@ -192,11 +192,11 @@ export const LESSONS = [
           return {agrees: ratio > 1 && ratio < 0.8 * eight.streams, said: `A step of ${eight.streams} streams took ${figure(ratio)} times as long as one of a single stream.`};
         },
       })),
-      idea("Decode in company", "batch",
+      idea("Many streams in one step", "batch",
         "A step writes a token for each stream. All of them share one reading of the weights.",
-        "So the tokens a second of all streams together grow, and each single stream gets a little slower."),
+        "So the tokens a second of all streams together grow. Each single stream gets slower, but far less than their number says: products and caches add up, the weights do not."),
       idea("Predict, then run", "predict",
-        "The engine learns from each step what rows, tokens and cache cost on this machine.",
+        "The engine learns from each step what streams, tokens and cache cost on this machine.",
         "Set the sliders, look at the prediction, then let the engine run it."),
       ask("After: check yourself", () => ({
         name: "batching-after", text: "What do sixteen decoding streams share in a step?",
@@ -219,7 +219,7 @@ export const LESSONS = [
     links: [code("Chunks by the clock", "twostroke/sched/slo.py"), code("Docs: scheduling", "docs/SCHEDULING.md")],
     screens: [
       ask("Before: a guess", () => ({
-        name: "company-before", text: "You read an answer as it is written. Another user sends a long prompt, and the engine reads it in one piece. Your next token …",
+        name: "company-before", text: "You read an answer as it is written. Another user sends a long prompt. Suppose the engine reads it in one piece, without chunks. Your next token …",
         right: 1,
         options: [
           {text: "… comes as usual: you were first", why: "A step is not interrupted. While it reads the prompt it writes nothing for you beyond one token."},
@@ -234,10 +234,10 @@ export const LESSONS = [
       })),
       idea("A visitor with a long prompt", "stall",
         "Prefill and decode share the machine. A long prompt in one step holds up every stream.",
-        "Chunks cut the prompt, so that a token of yours comes between two of them. A goal sizes the chunks by the clock."),
+        "In chunks, a token of yours comes between two of them. With a goal you set the longest wait between tokens, and the engine makes the chunks small enough. The visitor's first token comes a little later."),
       idea("A full cache", "full_cache",
-        "Every stream grows. When no block is free, one stream must give way: preemption.",
-        "It gives its blocks back and is computed again later. Nothing is lost but time."),
+        "Every stream's cache grows. When no block is free, the stream that came last gives way: preemption.",
+        "It gives its blocks back. Later its keys and values are computed again, and it writes on: the text that was sent stays. Nothing is lost but time."),
       ask("After: check yourself", () => ({
         name: "company-after", text: "A long prompt is read in chunks. Who gains?",
         right: 1,

@@ -84,6 +84,6 @@ function errors(found, arm, settings, facts) {
         el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–")))),
     el("p", {class: "sentence"}, median(worst) <= 0.1
       ? "The prediction holds. The model knows two kinds of steps, with prefill and without, and what a token of each costs here."
-      : "The prediction is off: the machine had other work, or steps of this size are new to the model. Measure the engine again, then run it again."),
+      : "The prediction is off: the machine had other work, or the engine has seen few steps of this size. Measure the engine again, then run it again."),
   ];
 }

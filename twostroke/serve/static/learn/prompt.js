@@ -8,7 +8,7 @@ import {getFacts, isRecorded, knownFacts, lastRun, run} from "./source.js";
 import {keep, textParam} from "./state.js";
 import {fact, legend, newId, runButton} from "./widgets.js";
 
-const TEXT = "A language model answers in two phases. First it reads the whole prompt at once, which keeps the processor busy. Then it writes one token after the other, and for each of them it reads all of its weights again. That is why";
+const TEXT = "Once upon a time there was a small robot that read whole books in a moment. When it had to tell what it had read, it spoke slowly, one word after the other, and before each word it went through everything that it knew. One day a child asked the robot to";
 const SPEEDS = [["slow motion × 0.1", 0.1], ["× 0.5", 0.5], ["real time", 1], ["× 4", 4]];
 
 export async function prompt() {

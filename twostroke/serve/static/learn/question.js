@@ -4,7 +4,7 @@ import {newId, runButton} from "./widgets.js";
 
 // {name, text, options: [{text, why}], right, settle: async () => ({agrees, said})}
 // `why`: where the reasoning of this option goes wrong; of the right one, why it is right.
-export function question({name, text, options, right, settle, ask = "Ask the engine"}) {
+export function question({name, text, options, right, settle, ask = "Check with the engine"}) {
   const group = newId(name);
   const answer = el("div", {class: "stack", "data-part": "answer"});
   let chosen = null;

@@ -86,7 +86,7 @@ function results(prompt, answer) {
         formula("Whole answer", `TTFT ${time(found.ttft)} + ${count(answer - 1)} × TPOT ${time(found.tpot)}`, time(found.total), "sum"))),
     el("p", {class: "note"}, "The longer of the two times decides a phase. ",
       tooLarge ? `These weights do not fit into ${bytes(machine.memory_bytes)}: several such devices would have to share them.`
-        : "A real engine takes longer than the least time; the lessons measure by how much."),
+        : "A real engine takes longer than the least time. “Predict, then run” in lesson 5 measures this one."),
   ];
 }
 
