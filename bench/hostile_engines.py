@@ -125,8 +125,8 @@ def hung_template(target: AttackTarget) -> Fire:
 SPLITS = (
     ("(a+)+$", "a" * 60 + "b"),
     ("(?=(a|aa)+$)x", "a" * 60 + "b"),
-    ("a+a+b", "a" * 20_000),
-    ("a*b", "a" * 200_000),
+    ("a+a+b", "a" * 3_000 + "cb"),
+    ("a*b", "a" * 60_000 + "cb"),
 )
 
 
