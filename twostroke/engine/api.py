@@ -84,7 +84,7 @@ class EngineStatus(Protocol):
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """How many messages between processes were dropped, by reason."""
+        """The number of messages between processes that were dropped, by reason."""
 
     @property
     def phase(self) -> str:
@@ -131,7 +131,7 @@ class EngineClient(ABC):
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """How many messages between processes were dropped, by reason."""
+        """The number of messages between processes that were dropped, by reason."""
         return {}
 
     @property

@@ -23,7 +23,17 @@ from twostroke.model.torch.attention import Workspace
 from twostroke.plan import PhaseWork, StepPlan
 
 PIECE_BUFFER_BYTES = 1 << 20  # a step buffer of some 2,000 tokens and their writes to rows
-EMPTY_PLAN = StepPlan(0, (), (), (), (), (), (), PhaseWork(), PhaseWork())
+EMPTY_PLAN = StepPlan(
+    step=0,
+    new=(),
+    retired=(),
+    appended=(),
+    dropped=(),
+    prefill=(),
+    decode=(),
+    prefill_work=PhaseWork(),
+    decode_work=PhaseWork(),
+)
 
 Run = Callable[[], object]
 # Captures work that is split into segments. Returns a function that replays each segment.
