@@ -239,6 +239,7 @@ class AttackedServer:
                     break
             except OSError:
                 if self.process.poll() is not None or perf_counter() > until:
+                    self.close()
                     raise SystemExit(self.log.read_text(errors="replace")[-2000:]) from None
                 sleep(0.05)
             finally:
