@@ -18,7 +18,7 @@ export async function predict() {
   };
   const out = el("div", {class: "stack", "data-view": "predict"});
   const expected = el("div", {class: "stack"}), outcome = el("div", {class: "stack", "data-part": "outcome"});
-  const running = el("div", {});
+  const running = el("div", {class: "running"});
   let newest = 0;
   const foresee = async () => {
     const mine = ++newest;
