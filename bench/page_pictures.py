@@ -2,9 +2,10 @@
 
     python -m bench.page_pictures chat FOLDER
     python -m bench.page_pictures learn FOLDER
+    python -m bench.page_pictures dash FOLDER
     python -m bench.page_pictures lessons FOLDER
 
-chat, learn: a PNG of every view of the page, in light, dark and narrow.
+chat, learn, dash: a PNG of every view of the page, in light, dark and narrow.
 lessons: the six lessons as a reader meets them, each a text file and a PNG for every screen. Ideas
 have been run, and questions are not answered; the engine's answers are in FOLDER/answers.
 
@@ -18,10 +19,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 
-from bench.witness import get_json
+from bench.witness import get_json, post_json
 from tests.server.browser import Page, browser
+from tests.server.dashboard.dash_page import dash_page
 from tests.server.learn.learn_page import LearnPage, learn_page
 from tests.server.pages.chat_page import ANSWERS, ChatPage, chat_page
 from twostroke.measure.compare.arms import serving
@@ -30,6 +34,9 @@ LESSONS = 6
 MEASURED_S = 120.0  # until the server has measured its machine
 LEARN = f"{sys.executable} -m twostroke learn --no-browser --port {{port}}"
 KEY = "a-key"
+POOLS = "--prefill-engines 1 --decode-engines 1"
+CLIENTS = 5
+BUSY = "Number(document.getElementById('total-requests').dataset.value) >= 12"
 LOOKS = {"light": (1200, 800, "light"), "dark": (1200, 800, "dark"), "phone": (390, 844, "dark")}
 QUESTION = "Explain in two short sentences why a long prompt is slow to start."
 CODE = "Write a Python function that adds two numbers, as a code block, and say what it does."
@@ -172,7 +179,53 @@ def learn_views(folder: Path) -> None:
             take(page, folder, f"learn-{view}", whole=True)
 
 
-COMMANDS = {"chat": chat_views, "learn": learn_views, "lessons": lessons}
+# ── dashboard ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def dash_views(folder: Path) -> None:
+    with browser() as chrome:
+        with serving([""]) as (url,), dash_page(chrome, url) as page:
+            take(page, folder, "dash-idle", whole=True)
+            with load(url):
+                page.wait_for(BUSY)
+                take(page, folder, "dash", whole=True)
+            page.value("document.querySelectorAll('details').forEach(one => { one.open = true })")
+            page.value("document.getElementById('steps').focus()")
+            page.press("ArrowLeft")
+            take(page, folder, "dash-step", whole=True)
+        with serving([POOLS]) as (url,), dash_page(chrome, url) as page, load(url):
+            page.wait_for(BUSY)
+            take(page, folder, "dash-pools", whole=True)
+
+
+@contextmanager
+def load(url: str) -> Iterator[None]:
+    """Clients that talk with the server: long and short prompts, some of them known."""
+    ended = Event()
+
+    def client(number: int) -> None:
+        talk: list[dict[str, str]] = []
+        for turn in count():
+            if ended.is_set():
+                return
+            words = "the sea, the wind and the ships " * (2 + 10 * ((number + turn) % 4))
+            talk = [*talk[-4:], {"role": "user", "content": f"{number}: tell me about {words}"}]
+            body = {"messages": talk, "max_tokens": 24 + 12 * number, "stream": False}
+            text = post_json(f"{url}/v1/chat/completions", body)["choices"][0]["message"]["content"]
+            talk.append({"role": "assistant", "content": text})
+
+    threads = [Thread(target=client, args=(number,), daemon=True) for number in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+COMMANDS = {"chat": chat_views, "learn": learn_views, "dash": dash_views, "lessons": lessons}
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from twostroke.measure.load.stats import percentile, spread
 
@@ -17,6 +17,12 @@ PERCENTILES = (45.0, 55.0, 90.0, 99.0)
 
 def get_json(url: str) -> Any:
     with urlopen(url, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def post_json(url: str, body: Any) -> Any:
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=600) as answer:
         return json.loads(answer.read())
 
 
