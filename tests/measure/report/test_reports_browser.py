@@ -94,7 +94,7 @@ def outcome(url: str) -> Any:
         random_input_len=60,
         random_range_ratio=0.8,
         random_output_len=20,
-        request_rate=30.0,
+        request_rate=1000.0,  # so that prompts share steps with the first streams
         metric_percentiles=(90.0, 99.0),
         goals=Goals(ttft_s=0.2, tpot_s=0.05),
     )
