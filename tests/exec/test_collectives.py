@@ -1,4 +1,4 @@
-"""What is counted of collectives, how graphs are cut at them, and how ranks share a GPU."""
+"""Counts of collectives, graphs that are cut at collectives, and ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_each_rank_has_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 class Sharing(Ranks):
-    """Of four ranks on one GPU; another of them saw less."""
+    """The first of four ranks on one GPU. Another rank has seen less free memory."""
 
     ranks_per_device = 4
 

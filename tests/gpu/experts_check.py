@@ -66,7 +66,7 @@ def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
 
 
 def graph_us(run: Callable[[], object], rounds: int = 20) -> float:
-    """Of one replay, the median."""
+    """The median time of one replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

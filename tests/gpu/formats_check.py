@@ -223,7 +223,7 @@ def variants(
 
 
 def time_all(type: torch.dtype) -> dict[str, dict[str, list[float]]]:
-    """Of each matrix, rows and variant: µs, and the share of it that the floor is."""
+    """Times in µs of each matrix, number of rows and variant, and the floor's share of them."""
     found: dict[str, dict[str, list[float]]] = {}
 
     def launch_without_memory() -> None:
@@ -333,7 +333,7 @@ def tunings(name: str, rows: int, quantised_x: bool) -> Iterator[Tiling]:
 
 
 def int8_tunings(name: str, rows: int) -> Iterator[Tiling]:
-    """What is used, and others: of many rows larger tiles, of few rows other splits of K."""
+    """The tilings to time: the one in use, larger tiles for many rows, splits of K for few."""
     columns, inner, gated = MATRICES[name]
     weight = w8_weight(torch.empty(columns, inner, dtype=INT8, device="meta"), torch.empty(1, 1))
     usual = w8a8.int8_tiling(rows, weight, gated)

@@ -1,4 +1,4 @@
-"""How fast the CUDA kernels are, against what the card can do; and the choices between them.
+"""Times of the CUDA kernels against the limits of the card, and the choices between kernels.
 
 Calls are timed as replays of a CUDA graph that walks over more memory than the L2 holds, as the
 layers of a model do.
@@ -222,7 +222,7 @@ def time_sample(report: Report, batch: int, vocab: int) -> None:
 
 
 def time_adjusted(report: Report, batch: int, vocab: int) -> None:
-    """What a step launches after its graph for rows with penalties, biases and bans."""
+    """Times of the launches after a graph for rows with penalties, biases and banned tokens."""
     logits = torch.randn(batch, vocab, device=CUDA, dtype=torch.bfloat16)
     tokens = torch.zeros(batch, 64, dtype=torch.int32, device=CUDA)
     sampler = DeviceSampler(batch, vocab, tokens, cuda, CUDA)
@@ -407,7 +407,7 @@ def time_library_prefill(report: Report, shape: Shape, size: int) -> None:
 
 
 def sweep(report: Report) -> None:
-    """What the tunings and the choice of a library should be."""
+    """Times that the tunings and the choice of a library follow from."""
     report.item("pdl", lambda: time_pdl(report))
     large = SHAPES[0]
     for shape in SHAPES:

@@ -173,7 +173,7 @@ def splits_of(sizes: Sizes, batch: int, context: int, tuned: LatentDecodeTuning 
 
 
 def floors_us(sizes: Sizes, batch: int, context: int) -> tuple[float, float]:
-    """Of the cache's bytes, and of the operations."""
+    """Shares of the card's limits: of the cache's bytes and of the operations."""
     entries = batch * context
     flops = 2 * entries * sizes.num_heads * (2 * sizes.rank + sizes.rope)
     return 1e6 * entries * sizes.width * 2 / READ, 1e6 * flops / FLOPS

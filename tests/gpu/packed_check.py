@@ -169,7 +169,7 @@ def check_whole(columns: int, inner: int, format: str) -> float:
 
 
 def check_rounding() -> float:
-    """What 4 bits cost a normal matrix, against rounding without a search for the scale."""
+    """The error of 4 bits for a normal matrix, against rounding without a search for the scale."""
     weight = torch.randn(512, 4096, device=DEVICE)
     found = pack(quantised(weight, 128))
     error = float((dequantised(found, torch.float32) - weight).norm() / weight.norm())
@@ -301,7 +301,7 @@ def check_phases() -> float:
 
 
 def check_importance() -> float:
-    """What a calibration text shows, in bf16 on the card, against fp32 on the CPU."""
+    """The importance of columns by a calibration text: bf16 on the card against fp32 on the CPU."""
     spec = small_spec(**SPECS["qwen3"])
     source, windows = Rounded(Loud(spec), spec), [[*range(n, n + 64)] for n in (5, 100, 300)]
     ours, exact = (
@@ -357,7 +357,7 @@ def call(name: str, x: torch.Tensor, weight: PackedWeight) -> Call:
 
 
 def time_all(end: float, formats: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Of each format, matrix and rows: µs, the share of it that the floor is, bf16's µs."""
+    """Times in µs of each format, matrix and number of rows, the floor's share, bf16's times."""
     found: dict[str, dict[str, float]] = {}
 
     def launch_without_memory() -> None:

@@ -166,12 +166,11 @@ class EngineServer:
     def _take_messages(self) -> bool:
         """Handle messages, and wait for one if there is no work; return False to shut down."""
         self._tidy()
-        if self._unhandled:
-            pass  # of the last call
-        elif self._core.awaits_fetch:
-            self._inbox.poll(FETCHING_MS)
-        elif self._core.is_stalled:
-            self._inbox.poll(STALLED_MS)
+        if not self._unhandled:  # the last call has left no message
+            if self._core.awaits_fetch:
+                self._inbox.poll(FETCHING_MS)
+            elif self._core.is_stalled:
+                self._inbox.poll(STALLED_MS)
         until = monotonic() + RECEIVE_S
         while True:
             self._receive()
