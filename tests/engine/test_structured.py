@@ -237,9 +237,10 @@ def test_masks_of_a_grammar_without_a_timed_mask_share_the_budget_too(
 ) -> None:
     """The second tokens of all rows are due in one step. Four of them have their masks there, and
     from then on the time of a mask is known."""
+    write(llm, {"max_tokens": 1}, regex="[b-y]{12}")  # compiles it; a first mask is not timed
     MaskClock(0.004, monkeypatch)
     steps = llm.engine.core.records.steps
-    before = steps[-1].step if steps else 0
+    before = steps[-1].step
     new = structured({"temperature": 1, "seed": 5, "n": 8}, regex="[b-y]{12}")
     free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     llm.generate([PROMPT, "a small model"], [new, free], use_tqdm=False)
