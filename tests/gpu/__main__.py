@@ -135,7 +135,7 @@ def group_members(group: int) -> list[int]:
 
 
 def waits_of(process: int) -> Iterator[str]:
-    """What each thread waits for in the kernel, where that is told."""
+    """Yield what each thread waits for in the kernel, if the kernel shows it."""
     for task in sorted(Path(f"/proc/{process}/task").glob("*")):
         with suppress(OSError):
             name = (task / "comm").read_text().strip()

@@ -43,7 +43,7 @@ IS_OLDER = tuple(int(part) for part in transformers.__version__.split(".")[:2]) 
 
 
 def differences(variant: families.Variant, device: str) -> dict[str, float]:
-    """Of every way to schedule, the largest difference of a log-probability."""
+    """Return the largest difference of a log-probability for every way to schedule."""
     changed = PUBLISHED_GPT_OSS if IS_OLDER and variant.name.startswith("gpt_oss") else {}
     theirs = random_model(variant.described(**changed))
     prompts = random_prompts(families.PROMPT_LENGTHS, families.VOCAB)

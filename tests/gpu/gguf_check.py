@@ -67,7 +67,7 @@ def compare(name: str, exact: Any, found: Any) -> bool:
 
 
 def difference(exact: Any, found: Any, count: int) -> float:
-    """Of the log-probabilities that both told of the first tokens, the root of the mean square."""
+    """Return the root mean square difference of logprobs that both have for the first tokens."""
     pairs = zip(exact.logprobs[:count], found.logprobs[:count], strict=True)
     of_both = [
         (one[token].logprob - other[token].logprob) ** 2

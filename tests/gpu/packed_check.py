@@ -447,7 +447,7 @@ def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
 
 
 def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
-    """What is used, and what differs from it in one thing or two."""
+    """Yield the tiling that is used, and tilings that differ from it in one or two fields."""
     if weight.bits == 4:
         usual = packed.tiling_4(rows, weight, gated)
     else:

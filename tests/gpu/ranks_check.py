@@ -157,8 +157,8 @@ def say(rank: int, what: str) -> None:
 
 
 def dump_stacks() -> None:
-    """Of this process, by Python; of all, by the kernel; of the others, by a debugger. What their
-    Python does, `end_others` has them write."""
+    """Write the stacks of this process (Python), of all processes (the kernel's view) and of the
+    others (a debugger). `end_others` has the others write their Python stacks."""
     faulthandler.dump_traceback(sys.stderr)
     others = [process.pid for process in OTHERS if process.poll() is None]
     for pid in (os.getpid(), *others):
@@ -168,8 +168,8 @@ def dump_stacks() -> None:
 
 
 def debug(pid: int) -> None:
-    """Where there is a debugger. Only of processes that are ended next: who knows how they are
-    after it."""
+    """Attach a debugger, if there is one. Only for processes that are ended next: a debugger may
+    leave them in any state."""
     debugger, timeout = shutil.which("cuda-gdb"), shutil.which("timeout")
     if debugger is None or timeout is None:
         return
@@ -210,7 +210,7 @@ class OtherRank:
         self._process.stdin.flush()
 
     def failure(self, wait_s: float = 0.0) -> str:
-        """How it ended, "" if it has not within so many seconds."""
+        """Return how it ended, or "" if it has not ended within so many seconds."""
         with suppress(subprocess.TimeoutExpired):
             return f"rank 1 ended with exit code {self._process.wait(wait_s)}"
         return ""
@@ -294,7 +294,7 @@ def core_of(executor: TorchExecutor, spec: ModelSpec, other: OtherRank | None) -
 
 
 class Replays:
-    """How often graphs were used."""
+    """Counts the uses of graphs."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self.decode = self.pieces = 0

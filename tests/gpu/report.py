@@ -1,4 +1,4 @@
-"""What is right and what is fast on a GPU, item by item."""
+"""A report of the correctness and speed of products on a GPU, item by item."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def replay_s(graph: torch.cuda.CUDAGraph, budget_s: float, times: int) -> float:
 
 
 def is_right(way: object, found: torch.Tensor, product: torch.Tensor, gated: bool) -> bool:
-    """Whether what a way of computing a product gave in bf16 is that product; if not, says so."""
+    """Return whether a way of computing a product gave the product in bf16; print it if not."""
     if gated:
         gate, up = product.chunk(2, dim=1)
         product = F.silu(gate) * up

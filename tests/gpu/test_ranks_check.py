@@ -1,4 +1,4 @@
-"""What `ranks_check` does on a GPU, done on the CPU: the script stays right."""
+"""Runs `ranks_check`, a script for GPUs, on the CPU, so that the script stays right."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Heads:
         return AttentionRule(self.scale, self.window, self.softcap, sinks=self.sinks_on(device))
 
     def scales_on(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Of queries; NaN at all other positions."""
+        """Return the scales of queries; NaN at all other positions."""
         if not self.scaled:
             return None
         scales = torch.full((ANGLES,), NAN, device=positions.device)
@@ -82,7 +82,7 @@ class Heads:
         return scales
 
     def bound(self, dtype: torch.dtype) -> float:
-        """What is stored may round the other way."""
+        """Return the bound of the error. Stored values may round the other way."""
         return max(BOUNDS[dtype], (BOUNDS | STORED)[self.kv_dtype or dtype])
 
 
@@ -149,7 +149,7 @@ def poison(cache: torch.Tensor, at: Any = slice(None)) -> None:
 
 
 def seen(cache: torch.Tensor) -> torch.Tensor:
-    """What it stands for, all of it."""
+    """Return the values that the whole cache represents."""
     if cache.dtype.itemsize > 1:
         return cache.clone()
     return kv_types.load(cache, torch.arange(len(cache), device=cache.device), torch.float32)
@@ -164,7 +164,7 @@ def poisoned(*shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def worst(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the rows, which are the last dimension; NaN if anything is."""
+    """Return the largest relative error of the rows (last dimension); NaN if any value is NaN."""
     wide, right = out.double(), expected.double()
     error = (wide - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-30)
     error = torch.where(right.norm(dim=-1) == 0, wide.norm(dim=-1), error)
@@ -447,7 +447,7 @@ def random_angles(
 def random_norms(
     dim: int, norm: torch.dtype | None, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of queries and keys."""
+    """Return norm weights of queries and of keys."""
     if norm is None:
         return None, None
     return torch.randn(dim).to(device, norm), torch.randn(dim).to(device, norm)
@@ -554,8 +554,8 @@ def varied_rows(count: int, vocab: int) -> list[NewRow]:
 def check_adjust(
     count: int, vocab: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[bool, bool, bool]:
-    """Whether adjusted logits, tokens and what is kept of them are those of the definition, for
-    several steps of rows that each ask for something else."""
+    """Return whether adjusted logits, tokens and stored counts equal the definition's, in several
+    steps of rows with different sampling parameters."""
     requests, same = varied_rows(count, vocab), [True] * 3
     sides = []
     for kernels, place in ((cuda, device), (reference_sampling, torch.device("cpu"))):
@@ -596,7 +596,7 @@ def check_adjust(
 def check_logprobs(
     vocab: int, count: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[bool, float]:
-    """Whether ids and ranks are the definition's, and the largest error of a log-probability."""
+    """Return whether ids and ranks equal the definition's, and the largest error of a logprob."""
     logits = torch.randn(6, vocab, dtype=torch.float64)
     logits = (logits.argsort(1).argsort(1) / vocab * 9 - 4).to(dtype)  # no two alike, in fp32
     logits[2, 5 : vocab // 2] = float("-inf")

@@ -1,4 +1,4 @@
-"""What the kernels compute, one line at a time in plain torch: what the Triton ones must equal."""
+"""The definitions of the kernels in plain torch. Triton kernels must equal them."""
 
 from __future__ import annotations
 

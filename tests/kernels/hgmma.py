@@ -1,4 +1,4 @@
-"""What the assembler made of a loop with Hopper's matrix instructions, which run while others do.
+"""The machine code of a loop with Hopper's matrix instructions, which run while others do.
 
 An instruction that has its left operand in registers reads these until a wait says that it is done.
 Before CUDA 13.3 the assembler may write others there meanwhile, where Triton before 3.7 lets it.
@@ -37,7 +37,7 @@ def loop(kernel: Any, folder: Path) -> list[str]:
 
 
 def waits(lines: list[str]) -> list[int]:
-    """How many may still run after each wait."""
+    """Return the number of instructions that may still run after each wait."""
     return [int(found[1], 16) for found in map(WAIT.match, lines) if found is not None]
 
 

@@ -31,7 +31,7 @@ from twostroke.kernels.records import DEFAULT_CONTEXT, AttentionRule, Rope, Step
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer with latents."""
+    """The sizes of a layer with latents."""
 
     num_heads: int
     rank: int

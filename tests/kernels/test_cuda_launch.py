@@ -34,7 +34,7 @@ HOOKS = slice(10, 13)  # and what they are given
 
 
 class Seen:
-    """What reached the driver, and how often Triton dispatched."""
+    """The launches that reached the driver, and the number of Triton's dispatches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -367,8 +367,8 @@ def test_what_was_compiled_ahead_once_is_not_looked_at_again(
 def test_no_collection_interrupts_a_parser_while_threads_compile(
     seen: Seen, empty_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where something in Python follows the garbage collector (Hypothesis does), a parser of Python
-    3.11 can be interrupted by another thread's, and fails: one of 15 did."""
+    """If a callback of the garbage collector runs Python code (Hypothesis has one), a parser of
+    Python 3.11 can be interrupted by another thread's parser, and fails: one of 15 did."""
     from twostroke.kernels import cuda
 
     collecting, parse = [], JITFunction.parse
@@ -415,7 +415,7 @@ def _norm(width: int) -> Callable[[], torch.Tensor]:
 
 
 def _compile_norms(name: str, *widths: int) -> int:
-    """How many kernels were asked for. None may be one that this process has compiled before."""
+    """Return the number of kernels asked for. The process must not have compiled any of them."""
     from twostroke.kernels import cuda
 
     asked: list[int] = []

@@ -50,7 +50,7 @@ of_tested = pytest.mark.skipif(not stream_k.IS_KNOWN, reason="another Gluon")
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
-    """Of what a test pretends."""
+    """Clear the caches of values that a test replaces."""
     cached = (stream_k.is_hopper, stream_k.num_multiprocessors, stream_k._variant)
     for function in cached:
         function.cache_clear()
@@ -77,7 +77,7 @@ def num_units(work: StreamKPlan, blocks: int, program: int) -> int:
 
 
 def parts(work: StreamKPlan, blocks: int, program: int) -> Iterator[tuple[int, int, int]]:
-    """Of each tile of a program, one after another: its first block there, and how many."""
+    """Yield each tile of a program with its first block there and its number of blocks."""
     unit, end = 0, num_units(work, blocks, program)
     while unit < end:
         tile, start = place(work, blocks, program, unit)
@@ -171,7 +171,7 @@ Turns = Callable[[list[int]], list[int]]  # programs, in the order in which they
 
 
 def random_weight(columns: int, inner: int) -> PackedWeight:
-    """Of whole numbers, so that sums are exact."""
+    """Return a weight of whole numbers, so that sums are exact."""
     codes = torch.randint(0, 16, (columns, inner), dtype=torch.uint8)
     return pack(Codes(4, codes, torch.ones(columns, inner // 128)))
 
@@ -265,7 +265,7 @@ def simulate(
     turns: Turns,
     **how: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Simulated]:
-    """What comes out, and what should."""
+    """Return the product, the expected one and the simulated launch."""
     stream_k._variant.cache_clear()
     weight = random_weight(columns, blocks * BLOCK)
     simulated = Simulated(weight, turns, **how)

@@ -37,7 +37,7 @@ of_tested = pytest.mark.skipif(not stream_k.IS_KNOWN, reason="another Gluon")
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
-    """Of what a test pretends."""
+    """Clear the caches of values that a test replaces."""
     cached = (stream_k.is_hopper, stream_k.num_multiprocessors, w8a8_hopper._variant)
     for function in cached:
         function.cache_clear()
@@ -83,7 +83,7 @@ def test_every_block_of_every_tile_is_some_programs_once() -> None:
 
 
 def test_parts_are_even() -> None:
-    """Where programs have a piece of two tiles each, products take longer, though all are busy."""
+    """Products take longer if programs have parts of two tiles each, though all are busy."""
     assert plan(128, 4096, 112, 132) == w8a8_hopper.SplitKPlan(64, 2, 64, 2, 56)
     assert plan(128, 6144, 32, 132) == w8a8_hopper.SplitKPlan(64, 2, 96, 1, 32)
     assert plan(256, 4096, 112, 132) == w8a8_hopper.SplitKPlan(128, 2, 64, 2, 56)
@@ -155,7 +155,7 @@ def simulate(
     simulated: Simulated,
     room: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What comes out, and what should; of whole numbers, so that sums are exact."""
+    """Return the product and the expected one. Values are whole numbers, so that sums are exact."""
     rows, columns, blocks, programs = sizes
     w8a8_hopper._variant.cache_clear()
     monkeypatch.setattr(w8a8_hopper, "Variant", simulated.of)

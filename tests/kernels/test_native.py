@@ -152,7 +152,7 @@ def blocks(
 
 
 def packed_values(format: str, dense: Floats) -> Floats:
-    """What is left of floats in a format: the definition of `native/src/pack.cpp`."""
+    """Round floats to a format: the definition of `native/src/pack.cpp`."""
     if format == "f32":
         return dense
     if format == "bf16":
@@ -221,12 +221,12 @@ def is_near_the_middle(parts: Floats, scale: Floats) -> npt.NDArray[np.bool_]:
 
 
 def coarsest(scale: Floats) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Of each token the block of the largest scale."""
+    """Return the indices of each token's block with the largest scale."""
     return np.arange(len(scale)), scale[..., 0].argmax(1)
 
 
 def rest_of(parts: Floats, scale: Floats, code: Floats) -> Floats:
-    """What the codes of the coarsest block leave over."""
+    """Return the parts of the coarsest block that its codes do not represent."""
     seen = scale.astype(np.float64) * np.rint(code)
     return (parts - seen)[coarsest(scale)].astype(np.float32)
 

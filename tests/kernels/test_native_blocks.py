@@ -200,7 +200,7 @@ def test_floats_are_rounded_only_to_the_formats_that_are_asked_for() -> None:
 
 
 def test_a_matrix_has_one_table_and_a_type_its_own_grid() -> None:
-    """What does not fit is refused: a code would be another number, or lie outside the grid."""
+    """Tables and grids that do not fit are refused: codes would be other numbers."""
     native, random, place = cpu.module(), np.random.default_rng(5), np.zeros(1, np.int32)
     matrix = native.Matrix("q4ts", 1, 256)
     out = np.full((1, 256), np.nan, np.float32)

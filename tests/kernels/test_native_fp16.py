@@ -100,7 +100,7 @@ def test_other_instruction_sets_say_that_they_have_no_such_products(isa: str) ->
 
 
 class Rounded(Loud):
-    """What a file of bfloat16 has."""
+    """Weights rounded to bfloat16, as in a file."""
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         weight = super().floats(name, rows)

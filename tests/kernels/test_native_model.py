@@ -324,7 +324,7 @@ def test_a_prompt_has_the_same_logits_to_the_bit_whoever_is_with_it(name: str, e
 
 
 class LargeSinks(Scaled):
-    """Of each head another, from far below the scores to far above."""
+    """A different sink for each head, from far below the scores to far above."""
 
     factors: ClassVar = {"sinks": 200.0}
 

@@ -35,7 +35,7 @@ HUGE = 2**31 - 1
 
 
 def wrong_steps(pair: Pair, random: np.random.Generator) -> list[tuple[str, dict[str, Any]]]:
-    """What forward is given, and how its refusal should read."""
+    """Return wrong arguments of forward, each with the expected refusal."""
     spec, tokens, (first, second) = pair.spec, pair.tokens, pair.tables
     blocks, layers, _, kv, size, dim = pair.caches[1].shape
     row, at = int(random.integers(NUM_ROWS)), int(random.integers(1, 200))

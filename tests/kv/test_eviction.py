@@ -1,4 +1,4 @@
-"""What each policy gives up, by the numbers."""
+"""The blocks that each eviction policy gives up."""
 
 from __future__ import annotations
 

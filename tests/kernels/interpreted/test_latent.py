@@ -77,7 +77,7 @@ def test_prefill_with_a_window_and_a_softcap(window: int | None, softcap: float)
 
 
 def test_keys_and_values_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five heads four and one, and each alone."""
+    """Five heads are computed as four and one, and each alone."""
     sizes, chunks = replace(SMALL, num_heads=5), [(0, 30), (40, 24)]
     for room in (64 * 4 * 22 * 2, 1):
         monkeypatch.setattr(latent_prefill, "EXPANDED_BYTES", room)

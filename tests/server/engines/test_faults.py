@@ -45,7 +45,9 @@ from tests.server.test_load import (
 from tests.tiny import same_rounding, tiny_folder, tiny_llm
 from twostroke import SamplingParams
 from twostroke.config import EngineConfig
+from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.spawn import DEFAULT_BUILDER
+from twostroke.errors import EngineError
 from twostroke.plan import StepPlan
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.generation.service import UnreadBytes
@@ -233,6 +235,17 @@ def test_an_engine_that_is_stopped_turns_health_and_is_replaced(
 
         run(stop_it())
         server.assert_nothing_left()
+
+
+def test_an_engine_whose_start_takes_too_long_is_killed_and_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GATE, str(tmp_path))
+    (tmp_path / "first").touch()  # and the gate is never opened
+    config = EngineConfig(model=str(folder), start_timeout_s=2, **LIMITS)
+    builder = "tests.server.engines.test_faults:build_behind_a_gate"
+    with pytest.raises(EngineError, match=r"start took more than 2 s .*--engine-start-timeout-s"):
+        asyncio.run(RemoteEngine.start(config, builder))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -21,7 +21,7 @@ from twostroke.engine.api import EngineClient
 from twostroke.errors import EngineError, RequestError
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.outputs import RequestOutput
-from twostroke.request import SamplingParams
+from twostroke.request import EngineRequest, SamplingParams
 from twostroke.serve.error_responses import ApiError, retry_after
 from twostroke.serve.fields.response_json import Json
 from twostroke.serve.generation.service import Service
@@ -320,21 +320,26 @@ class _RunningScript:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        for run in self._runs:
-            if run.request.after is None:
-                self._send(run)
+        self._send([run for run in self._runs if run.request.after is None])
 
-    def _send(self, run: _RunningRequest) -> None:
+    def _send(self, due: Sequence[_RunningRequest]) -> None:
+        """Send requests in quick succession, so that an idle engine takes all of them into its next
+        step."""
+        for run, request in [(run, self._request(run)) for run in due]:
+            run.state = self._client.submit(
+                request, self._listener(run), self._fail, run.request_id
+            )
+
+    def _request(self, run: _RunningRequest) -> EngineRequest:
         scripted = run.request
         params = {"temperature": 0.0, "ignore_eos": True, **self._params}
-        request = self._client.input_processor.process(
+        return self._client.input_processor.process(
             {
                 "prompt_token_ids": list(scripted.tokens),
                 "cache_salt": scripted.prefix_scope or run.request_id,
             },
             SamplingParams(max_tokens=scripted.max_tokens, **params),
         )
-        run.state = self._client.submit(request, self._listener(run), self._fail, run.request_id)
 
     def _listener(self, run: _RunningRequest) -> Callable[[RequestOutput], None]:
         def on_output(output: RequestOutput) -> None:
@@ -347,14 +352,15 @@ class _RunningScript:
         return on_output
 
     def _send_due(self) -> None:
-        for run in self._runs:
-            after = run.request.after
-            if run.state is None and after is not None:
-                other = self._runs[after[0]]
-                if len(other.written) >= after[1] or other.finished:
-                    self._send(run)
+        self._send([run for run in self._runs if run.state is None and self._is_due(run)])
         if all(run.finished for run in self._runs) and not self.done.done():
             self.done.set_result(None)
+
+    def _is_due(self, run: _RunningRequest) -> bool:
+        assert run.request.after is not None
+        index, num_tokens = run.request.after
+        other = self._runs[index]
+        return len(other.written) >= num_tokens or other.finished
 
     def _fail(self, error: Exception) -> None:
         if not self.done.done():
