@@ -114,6 +114,15 @@ def test_a_stall_of_the_machine_does_not_count() -> None:
     assert expected.tpot_s == pytest.approx(tpot_s, rel=0.1)
 
 
+def test_the_first_step_of_an_engine_does_not_count() -> None:
+    machine = Machine()
+    machine.stall_in(0)
+    expected = calibrated(machine).predict(Workload(32, 32))
+    assert expected is not None
+    ttft_s, _ = machine.run(Workload(32, 32))
+    assert expected.ttft_s == pytest.approx(ttft_s, rel=0.05)
+
+
 def test_steps_of_other_requests_do_not_count_as_the_start_of_a_request() -> None:
     machine = Machine()
     forecast = calibrated(machine)

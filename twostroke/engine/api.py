@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -173,6 +174,11 @@ class EngineClient(ABC):
 
         The error is a `RequestError` if the engine refuses the request, and an `EngineError` if the
         engine is lost."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Requests that are submitted in this context arrive together: an idle engine takes all of
+        them into its next step. The context must not await. Pools of engines do not do this."""
+        return nullcontext()
 
     @abstractmethod
     def leave(self, state: RequestState) -> None:

@@ -37,6 +37,7 @@ from twostroke.engine.wire import (
     STEPS_AHEAD,
     Abort,
     Add,
+    AddAll,
     Audit,
     Audited,
     Failed,
@@ -223,11 +224,14 @@ class EngineServer:
 
     def _handle(self, message: ToEngine) -> bool:
         """Handle a message; return False to shut down."""
-        if not isinstance(message, Add):
+        if not isinstance(message, Add | AddAll):
             self._send_ended()
         match message:
             case Add():
                 self._add(message)
+            case AddAll():
+                for add in message.adds:
+                    self._add(add)
             case FetchAhead():
                 self._ahead[message.request.request_id] = message.handle
                 self._core.fetch_ahead(message.request)

@@ -14,6 +14,7 @@ After several deaths in a row the engine has stopped for good: `lost` has the re
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager
 from time import monotonic
 
 from twostroke.config import EngineConfig
@@ -138,6 +139,9 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
     def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
         if self.add(requests):  # otherwise the request is sent to the next process
             state.attempts += 1
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.adding_together()
 
     # ── events of the engine ────────────────────────────────────────────────────────────────
 

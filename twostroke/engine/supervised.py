@@ -16,7 +16,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import monotonic
 
@@ -28,6 +28,7 @@ from twostroke.engine.spawn import Launcher
 from twostroke.engine.wire import (
     Abort,
     Add,
+    AddAll,
     Audit,
     Audited,
     FetchAhead,
@@ -86,6 +87,7 @@ class SupervisedEngine(ABC):
         self._step_s: deque[float] = deque([0.0], RECENT_STEPS)  # durations of recent steps
         self._earlier_dropped: dict[str, int] = {}  # by processes that have ended
         self._next_handle = 0
+        self._together: list[Add] | None = None  # requests that are sent in one message
         self._handles: dict[str, int] = {}  # by engine request, while the engine has it
         self._names: dict[int, str] = {}  # engine requests by handle
         self._ahead: set[int] = set()  # handles of fetches ahead
@@ -171,8 +173,9 @@ class SupervisedEngine(ABC):
         first = self._next_handle
         dated = [self._child.clock.to_theirs(request) for request in requests]
         others = [replace(request, prompt_token_ids=()) for request in dated[1:]]
+        add = Add(first, [dated[0], *others])
         try:
-            message = encode(Add(first, [dated[0], *others]))
+            message = encode(add)
         except (ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from None
         if not self._up:
@@ -181,8 +184,22 @@ class SupervisedEngine(ABC):
         for handle, request in enumerate(requests, first):
             self._handles[request.request_id] = handle
             self._names[handle] = request.request_id
-        self._child.send_encoded(message)
+        if self._together is not None:
+            self._together.append(add)
+        else:
+            self._child.send_encoded(message)
         return True
+
+    @contextlib.contextmanager
+    def adding_together(self) -> Iterator[None]:
+        """Send the requests that are added in this context in one message."""
+        self._together = adds = list[Add]()
+        try:
+            yield
+        finally:
+            self._together = None
+            if adds and self._up:
+                self._child.send(AddAll(adds))
 
     def abort_all(self, names: Sequence[str]) -> None:
         """Abort the requests that the engine has; their ends come as updates."""

@@ -39,6 +39,12 @@ class Add(msgspec.Struct, tag=1, array_like=True, frozen=True):
     requests: list[EngineRequest]
 
 
+class AddAll(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """Add requests that arrived together, so that they can run in one step."""
+
+    adds: list[Add]
+
+
 class Abort(msgspec.Struct, tag=2, array_like=True, frozen=True):
     handles: list[int]
 
@@ -78,6 +84,7 @@ class FetchAhead(msgspec.Struct, tag=9, array_like=True, frozen=True):
 
 ToEngine = (
     Add
+    | AddAll
     | Abort
     | Shutdown
     | Audit

@@ -76,7 +76,8 @@ class Forecast:
 
     def _learn(self, steps: Sequence[StepRecord]) -> None:
         for step in steps:
-            if step.committed_s > self._seen_s and step.device_s > 0.0:
+            is_cold = step.step == 0  # an engine's first step takes several times as long
+            if step.committed_s > self._seen_s and step.device_s > 0.0 and not is_cold:
                 self._times.add(_work(step.prefill), _work(step.decode), step.device_s)
         if steps:
             self._seen_s = max(self._seen_s, steps[-1].committed_s)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -560,6 +561,29 @@ def test_an_engine_that_hangs_is_killed_and_replaced(
             await assert_nothing_left(engine)
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_requests_that_arrive_together_are_in_one_step(instant: Running) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        outputs: list[list[RequestOutput]] = [[] for _ in range(16)]
+        loop, failed = asyncio.get_running_loop(), list[Exception]()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def on_output(index: int, output: RequestOutput) -> None:
+            outputs[index].append(output)
+            if all(one and one[-1].finished for one in outputs) and not ended.done():
+                ended.set_result(None)
+
+        with engine.together():
+            for index in range(len(outputs)):
+                request = engine.input_processor.process([60 + index], LONG)
+                engine.submit(request, partial(on_output, index), failed.append, f"{index}")
+        await ended
+        first_steps = {one.token_step[0] for one in list(engine.records.requests)[-len(outputs) :]}
+        assert not failed
+        assert len(first_steps) == 1
+
+    instant.run(test)
 
 
 @pytest.mark.full

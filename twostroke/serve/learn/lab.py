@@ -31,10 +31,10 @@ MAX_RUN_S = 180.0
 MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
 PER_REQUEST_FIELDS = ("chunks", "first", "late")
 CANDIDATES = 20  # tokens with a log-probability, at each position
-# Prompt length and streams, one group after the other. The last groups have one stream each: part
-# of the step-time model follows the newest steps.
+# Prompt length and streams, one group after the other. A forecast ignores the first step of an
+# engine. The last groups have one stream each: the step-time model follows the newest steps.
 CALIBRATION = (
-    *((16, 1), (512, 1), (64, 4), (1024, 1), (192, 2), (384, 1)),
+    *((16, 1), (16, 1), (512, 1), (64, 4), (1024, 1), (192, 2), (384, 1)),
     *((96, 1), (1536, 1), (32, 8), (256, 1), (768, 1), (48, 1)),
 )
 WARM_UP = ((64, 1), (384, 1), (128, 1), (256, 1))
@@ -323,12 +323,11 @@ class _RunningScript:
         self._send([run for run in self._runs if run.request.after is None])
 
     def _send(self, due: Sequence[_RunningRequest]) -> None:
-        """Send requests in quick succession, so that an idle engine takes all of them into its next
-        step."""
-        for run, request in [(run, self._request(run)) for run in due]:
-            run.state = self._client.submit(
-                request, self._listener(run), self._fail, run.request_id
-            )
+        with self._client.together():
+            for run in due:
+                run.state = self._client.submit(
+                    self._request(run), self._listener(run), self._fail, run.request_id
+                )
 
     def _request(self, run: _RunningRequest) -> EngineRequest:
         scripted = run.request
