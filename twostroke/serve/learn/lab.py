@@ -32,10 +32,11 @@ MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
 PER_REQUEST_FIELDS = ("chunks", "first", "late")
 CANDIDATES = 20  # tokens with a log-probability, at each position
 # Prompt length and streams, one group after the other. A forecast ignores the first step of an
-# engine. The last groups have one stream each: the step-time model follows the newest steps.
+# engine. The next steps are long, so that other work of a fresh engine has little weight. The last
+# groups have one stream each: the step-time model follows the newest steps.
 CALIBRATION = (
-    *((16, 1), (16, 1), (512, 1), (64, 4), (1024, 1), (192, 2), (384, 1)),
-    *((96, 1), (1536, 1), (32, 8), (256, 1), (768, 1), (48, 1)),
+    *((512, 1), (1024, 1), (64, 4), (16, 1), (192, 2), (384, 1), (96, 1)),
+    *((1536, 1), (32, 8), (256, 1), (24, 1), (768, 1), (48, 1)),
 )
 WARM_UP = ((64, 1), (384, 1), (128, 1), (256, 1))
 
