@@ -30,7 +30,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -57,6 +57,7 @@ class ObserverArm(NamedTuple):
     name: str
     url: str
     look: Callable[[str, float], Coroutine[Any, Any, None]]  # the observation in one window
+    beside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # around the window
 
 
 async def nothing(url: str, window_s: float) -> None: ...
@@ -127,6 +128,13 @@ async def window(
     arm: ObserverArm, window_s: float, salt: str, num_users: int = USERS
 ) -> tuple[float, float]:
     """Return tokens a second of one window, and tokens a second of CPU time."""
+    async with arm.beside():
+        return await _window(arm, window_s, salt, num_users)
+
+
+async def _window(
+    arm: ObserverArm, window_s: float, salt: str, num_users: int
+) -> tuple[float, float]:
     connections = Connections(Endpoint(arm.url))
     client, prompts = CountingClient(connections), PromptGenerator(0, salt, as_text=False)
 

@@ -9,7 +9,8 @@ The load and the order of the windows are those of `bench.observer_cost`.
 server: a light client sends the requests of the page at the same rate: the cost of a browser on
 another machine. In the chat a user types all the time, `/learn` runs on an uncalibrated machine,
 and the last arm computes attention in each window.
-browser: Chromium has the page open on the same cores as the engine.
+browser: Chromium shows the page on the same cores as the engine. The page is loaded before the
+window.
 weight: requests, bytes and the time to interactive of each page, in Chromium without a cache.
 Ends with one JSON line. Exit status 1 if an arm of `server` (without attention) cost 2% or more.
 """
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -32,13 +34,14 @@ from twostroke.measure.load.http_client import Connections, Endpoint
 
 # A page's path, and a script that is true when the page is interactive.
 PAGES = {
-    "chat": ("/", "document.documentElement.dataset.ready === 'true'"),
+    "chat": ("/", "document.documentElement?.dataset.ready === 'true'"),
     "learn": ("/learn", "document.getElementById('view')?.dataset.ready === 'start'"),
     "dash": ("/dash", "document.getElementById('state')?.dataset.state === 'live'"),
 }
 TYPED = {"messages": [{"role": "user", "content": "a draft of about this many words " * 4}]}
 TYPED_S, FACTS_S, FEED_S = 0.4, 2.5, 0.5  # how often the chat, /learn and /dash ask
 ATTENDED = list(range(100, 164))
+DRAWN_S = 1.0  # from a page that is ready to one that is drawn
 LOADS = 5
 
 
@@ -92,17 +95,16 @@ SERVER_ARMS = {"chat": chat, "learn": learn, "dash": dash, "attention asked once
 # ── browser ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class Shown:
-    """A page that a browser has open only during the windows of its arm."""
-
-    def __init__(self, page: Page, path: str) -> None:
-        self._page, self._path = page, path
-
-    async def look(self, url: str, window_s: float) -> None:
-        until = perf_counter() + window_s
-        await asyncio.to_thread(self._page.call, "Page.navigate", url=url + self._path)
-        await asyncio.sleep(until - perf_counter() - 0.1)
-        await asyncio.to_thread(self._page.call, "Page.navigate", url="about:blank")
+@asynccontextmanager
+async def shown(page: Page, url: str, ready: str) -> AsyncIterator[None]:
+    """Load a page before the window, and leave it afterwards."""
+    await asyncio.to_thread(page.call, "Page.navigate", url=url)
+    await asyncio.to_thread(page.wait_for, ready)
+    await asyncio.sleep(DRAWN_S)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(page.call, "Page.navigate", url="about:blank")
 
 
 @contextmanager
@@ -161,13 +163,15 @@ def main() -> None:
         if args.what == "weight":
             save(result | {"pages": weights(url)}, args.json)
             return
+        arms = [ObserverArm("no page", url, nothing)]
         if args.what == "server":
-            looks = SERVER_ARMS
+            arms += [ObserverArm(name, url, look) for name, look in SERVER_ARMS.items()]
         else:
             page = stack.enter_context(blank_page())
-            looks = {name: Shown(page, path).look for name, (path, _) in PAGES.items()}
-        arms = [ObserverArm("no page", url, nothing)]
-        arms += [ObserverArm(name, url, look) for name, look in looks.items()]
+            for name, (path, ready) in PAGES.items():
+                arms.append(
+                    ObserverArm(name, url, nothing, partial(shown, page, url + path, ready))
+                )
         rows = asyncio.run(measure(arms, args.cycles, args.window, args.limit))
     found = judged(rows, [arm.name for arm in arms])
     for one in found:
