@@ -108,20 +108,27 @@ class CountingClient(OpenAIClient):
 
 def cpu_s() -> float:
     """Return the CPU time of all processes that this process started, including ended commands."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    of_others = tree_cpu_s(os.getpid()) - own.ru_utime - own.ru_stime
+    return of_others + ended.ru_utime + ended.ru_stime
+
+
+def tree_cpu_s(root: int) -> float:
+    """Return the CPU time of a process and its running descendants."""
     ticks, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             words = path.read_text().rpartition(")")[2].split()
             pid = int(path.parent.name)
             parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
-    own, found = os.getpid(), 0
+    found = 0
     for pid, spent in ticks.items():
         above = parents[pid]
-        while above not in (0, own):
+        while above not in (0, root):
             above = parents.get(above, 0)
-        found += spent if above == own else 0
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return found / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime
+        found += spent if above == root else 0
+    return found / os.sysconf("SC_CLK_TCK")
 
 
 async def window(

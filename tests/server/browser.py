@@ -186,8 +186,8 @@ class Page:
 
 
 class Browser:
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, pid: int) -> None:
+        self._port, self.pid = port, pid
 
     @contextmanager
     def page(self, url: str) -> Iterator[Page]:
@@ -212,7 +212,7 @@ def browser() -> Iterator[Browser]:
             while not listens_at.exists() or not listens_at.read_text():
                 assert time.monotonic() < until, "the browser did not start"
                 time.sleep(0.05)
-            yield Browser(int(listens_at.read_text().split()[0]))
+            yield Browser(int(listens_at.read_text().split()[0]), child.pid)
         finally:
             child.terminate()
             child.wait(PATIENCE_S)
