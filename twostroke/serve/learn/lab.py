@@ -38,6 +38,11 @@ CALIBRATION = (
     *((512, 1), (1024, 1), (64, 4), (16, 1), (192, 2), (384, 1), (96, 1)),
     *((1536, 1), (32, 8), (256, 1), (24, 1), (768, 1), (48, 1)),
 )
+EXAMPLE_TEXT = (  # the prompt that the page proposes
+    "Once upon a time there was a small robot that read whole books in a moment. When it had to "
+    "tell what it had read, it spoke slowly, one word after the other, and before each word it "
+    "went through everything that it knew. One day a child asked the robot to"
+)
 WARM_UP = ((64, 1), (384, 1), (128, 1), (256, 1))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from twostroke.observe.forecast import Workload
 from twostroke.serve.fields.protocol import LearnRunRequest
 from twostroke.serve.fields.response_json import Json
+from twostroke.serve.learn.lab import EXAMPLE_TEXT
 from twostroke.serve.learn.learn_routes import LearnData
 
 # The settings of "predict, then run" that a recording has.
@@ -26,11 +27,6 @@ ASKED = (
     *((64, 24, 1), (1024, 16, 1), (32, 96, 1), (512, 24, 1), (64, 48, 1)),
 )
 ROUNDS = 3  # runs for each prediction, as on the page
-TEXT = (
-    "Once upon a time there was a small robot that read whole books in a moment. When it had to "
-    "tell what it had read, it spoke slowly, one word after the other, and before each word it "
-    "went through everything that it knew. One day a child asked the robot to"
-)
 ATTENDED = 64  # tokens whose attention the page shows
 STEP_FIELDS = ("step", "committed_s", "device_s", "prefill", "decode", "kv")
 NO_SERVER = (
@@ -49,7 +45,7 @@ async def recorded(data: LearnData) -> Json:
     await data.run(LearnRunRequest(experiment="calibration"))
     for name in ("batch", "context", "prefix", "stall", "full_cache"):
         runs[name] = [_slim(await data.run(LearnRunRequest(experiment=name)))]
-    text = LearnRunRequest(experiment="text", text=TEXT)
+    text = LearnRunRequest(experiment="text", text=EXAMPLE_TEXT)
     runs["text"] = [_slim(await data.run(text)), _slim(await data.run(text))]
     runs["predict"] = [await _predicted(data, one) for one in _settings(data)]
     ids = [one["id"] for one in runs["text"][0]["tokens"]][:ATTENDED]

@@ -22,7 +22,14 @@ from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
 from twostroke.serve.learn.attention_source import AttentionSource
-from twostroke.serve.learn.lab import MAX_OUTPUT, MAX_PROMPT, MAX_STREAMS, Lab, LabExperiment
+from twostroke.serve.learn.lab import (
+    EXAMPLE_TEXT,
+    MAX_OUTPUT,
+    MAX_PROMPT,
+    MAX_STREAMS,
+    Lab,
+    LabExperiment,
+)
 
 MAX_TEXT_TOKENS = 512
 IDLE_BEFORE_FIRST_STEP_S = 60.0  # the idle time of an engine that has run no step yet
@@ -102,6 +109,7 @@ class LearnData:
             "ops_per_s": ceilings.ops_per_s or None,
             "engines": [one.phase for one in client.each_engine().values()],
             "own_engines": self._lab.has_engines,
+            "example_text": EXAMPLE_TEXT,
             "limits": {
                 "prompt_tokens": max(1, min(MAX_PROMPT, info.max_model_len - MAX_OUTPUT)),
                 "output_tokens": MAX_OUTPUT,

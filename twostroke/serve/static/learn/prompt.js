@@ -8,14 +8,13 @@ import {getFacts, isRecorded, knownFacts, lastRun, run} from "./source.js";
 import {keep, textParam} from "./state.js";
 import {fact, legend, newId, runButton} from "./widgets.js";
 
-const TEXT = "Once upon a time there was a small robot that read whole books in a moment. When it had to tell what it had read, it spoke slowly, one word after the other, and before each word it went through everything that it knew. One day a child asked the robot to";
 const SPEEDS = [["slow motion × 0.1", 0.1], ["× 0.5", 0.5], ["real time", 1], ["× 4", 4]];
 
 export async function prompt() {
   await getFacts();
   const id = newId("text");
   const text = el("textarea", {id, rows: 3, maxlength: 2000, readonly: isRecorded});
-  text.value = textParam("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? TEXT);
+  text.value = textParam("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? knownFacts().example_text);
   const stage = el("div", {class: "stack"});
   const show = () => stage.replaceChildren(player(lastRun("text")));
   const again = async () => {
