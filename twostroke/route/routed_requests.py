@@ -120,18 +120,22 @@ class RoutedRequests:
             return  # they are placed when an engine is up
         member = self._member(placement.engine)
         requests = [replace(one.request, hand_over=placement.hand_over) for one in routed]
+        began_s = monotonic()
         if member.add(requests):
             member.state.note_prompt(prompt)
             for n, one in enumerate(routed):
                 one.route.append(placement.reason)
                 # The siblings find the prompt in the cache, but for its last token.
-                self._put_in(one, member, Queued(1) if n else placement.queued)
+                self._put_in(one, member, Queued(1) if n else placement.queued, began_s)
 
-    def _put_in(self, routed: RoutedRequest, member: Member, queued: Queued) -> None:
-        """Note that a request has been sent to a member."""
+    def _put_in(
+        self, routed: RoutedRequest, member: Member, queued: Queued, began_s: float
+    ) -> None:
+        """Note that a request has been sent to a member. `began_s`: the time before it was sent;
+        the member may know of it before `add` returns."""
         routed.member, routed.queued = member, queued
         num_written = len(self._outputs.written(routed.request.request_id))
-        routed.spans.append(EngineSpan(member.name, monotonic(), num_written))
+        routed.spans.append(EngineSpan(member.name, began_s, num_written))
         if queued.tokens:
             member.state.add_queued(queued)
         else:
@@ -174,10 +178,11 @@ class RoutedRequests:
             resumed=Resumed(written, routed.last_s, offer),
         )
         member = self._member(target.engine)
+        began_s = monotonic()
         if member.add([resumed]):
             member.state.note_prompt(prompt)
             routed.route.append(reason)
-            self._put_in(routed, member, target.queued)
+            self._put_in(routed, member, target.queued, began_s)
 
     def _member(self, state: EngineState) -> Member:
         return next(member for member in self.members if member.state is state)

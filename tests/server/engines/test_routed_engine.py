@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,27 @@ def test_what_one_engine_prefilled_another_decodes(pools: Running, alone: LLM) -
         assert any("handed over to decode-0" in route for route in routes)
         assert any("handed over to decode-1" in route for route in routes)
         assert all("MB fetched in" in route for route in routes if "handed over" in route)
+
+    pools.run(test)
+
+
+def test_the_time_in_an_engine_begins_before_the_engine_knows_of_it(
+    pools: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Member.add
+
+    def interrupted(self: Member, requests: Any) -> bool:
+        added = add(self, requests)
+        time.sleep(0.05)  # long enough for the engine to run steps with the request
+        return added
+
+    monkeypatch.setattr(Member, "add", interrupted)
+
+    async def test(engine: RoutedEngine) -> None:
+        (record,) = (await last(engine, prompts(4)[3])).records
+        first, second = record.stays
+        assert record.received_s <= first.began_s <= record.scheduled_s
+        assert record.token_s[0] <= second.began_s <= record.token_s[1]
 
     pools.run(test)
 

@@ -190,7 +190,8 @@ def _stays(
             if stay.fetched_s:
                 more: dict[str, Any] = {"twostroke.fetch.bytes": stay.fetched_bytes, **engine}
                 more["twostroke.fetch.seconds"] = stay.fetch_s
-                yield "kv_fetch", stay.began_s, stay.fetched_s, more
+                # The message about a fetch may come after the record of the request's end.
+                yield "kv_fetch", stay.began_s, min(stay.fetched_s, ended_s), more
 
 
 # ── the SDK, which may not be installed ─────────────────────────────────────────────────────────
