@@ -447,7 +447,18 @@ NAMED_CHAT: Final = [
 LLAMA2 = "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A</s>"
 COMMAND_R = "<|START_OF_TURN_TOKEN|>"
 COMMAND_R_END = "<|END_OF_TURN_TOKEN|>"
+BAILING = (
+    "<role>SYSTEM</role>S<role>HUMAN</role>U<role>ASSISTANT</role> A<role>HUMAN</role>V"
+    "<role>ASSISTANT</role>"
+)
+EXAONE = (
+    "[|system|]S[|endofturn|]\n[|user|]U\n[|assistant|]A[|endofturn|]\n[|user|]V\n[|assistant|]"
+)
+NO_FUNCTIONS = "available functions<|role_sep|>[]<|message_sep|>"
 NAMED_PROMPTS: Final = {
+    "bailing": BAILING,
+    "bailing-think": f"{BAILING}<think>",
+    "chatglm3": "[gMASK]sop<|system|>\n S<|user|>\n U<|assistant|>\n  A<|user|>\n V<|assistant|>",
     "chatglm4": "[gMASK]<sop><|system|>\nS<|user|>\nU<|assistant|>\n A<|user|>\nV<|assistant|>\n",
     "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
     "<|im_start|>assistant\n A<|im_end|>\n<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
@@ -458,17 +469,30 @@ NAMED_PROMPTS: Final = {
     "### Response:\n",
     "deepseek2": "<s>S\n\nUser: U\n\nAssistant:  A</s>User: V\n\nAssistant:",
     "deepseek3": "<s>S\n\n<｜User｜>U<｜Assistant｜> A</s><｜User｜>V<｜Assistant｜>",
-    "exaone3": "[|system|]S[|endofturn|]\n[|user|]U\n[|assistant|]A[|endofturn|]\n[|user|]V\n"
-    "[|assistant|]",
+    "exaone3": EXAONE,
+    "exaone4": EXAONE,
     "falcon3": "<|system|>\nS\n<|user|>\nU\n<|assistant|>\n A\n<|user|>\nV\n<|assistant|>\n",
     "gemma": "<s><start_of_turn>user\nS<end_of_turn>\n<start_of_turn>user\nU<end_of_turn>\n"
     "<start_of_turn>model\n A<end_of_turn>\n<start_of_turn>user\nV<end_of_turn>\n"
     "<start_of_turn>model\n",
+    "gigachat": f"<s>S<|message_sep|>user<|role_sep|>U<|message_sep|>{NO_FUNCTIONS}"
+    f"assistant<|role_sep|> A<|message_sep|>user<|role_sep|>V<|message_sep|>{NO_FUNCTIONS}"
+    "assistant<|role_sep|>",
+    "glmedge": "<|system|>\nS<|user|>\nU<|assistant|>\n A<|user|>\nV<|assistant|>",
     "granite": "<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n"
     "<|start_of_role|>user<|end_of_role|>U<|end_of_text|>\n"
     "<|start_of_role|>assistant<|end_of_role|> A<|end_of_text|>\n"
     "<|start_of_role|>user<|end_of_role|>V<|end_of_text|>\n"
     "<|start_of_role|>assistant<|end_of_role|>",
+    "grok-2": "System: S<|separator|>\n\nHuman: U<|separator|>\n\nAssistant:  A<|separator|>\n\n"
+    "Human: V<|separator|>\n\nAssistant:",
+    "hunyuan-dense": "<s>S<｜hy_place▁holder▁no▁3｜><｜hy_User｜>U<｜hy_Assistant｜> A"
+    "<｜hy_place▁holder▁no▁2｜><｜hy_User｜>V<｜hy_Assistant｜>",
+    "hunyuan-moe": "<|startoftext|>S<|extra_4|><|startoftext|>U<|extra_0|> A<|eos|>"
+    "<|startoftext|>V<|extra_0|>",
+    "kimi-k2": "<|im_system|>system<|im_middle|>S<|im_end|><|im_user|>user<|im_middle|>U<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|> A<|im_end|><|im_user|>user<|im_middle|>V<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>",
     "llama2": "<s>[INST] S\nU [/INST] A</s>[INST] V [/INST]",
     "llama2-sys": LLAMA2 + "[INST] V [/INST]",
     "llama2-sys-bos": LLAMA2 + "<s>[INST] V [/INST]",
@@ -483,6 +507,11 @@ NAMED_PROMPTS: Final = {
     "<|header_start|>assistant<|header_end|>\n\nA<|eot|>"
     "<|header_start|>user<|header_end|>\n\nV<|eot|>"
     "<|header_start|>assistant<|header_end|>\n\n",
+    "megrez": "<|role_start|>system<|role_end|>S<|turn_end|>"
+    "<|role_start|>user<|role_end|>U<|turn_end|>"
+    "<|role_start|>assistant<|role_end|> A<|turn_end|><|role_start|>user<|role_end|>V<|turn_end|>"
+    "<|role_start|>assistant<|role_end|>",
+    "minicpm": "<s>S<用户>U<AI>A<用户>V<AI>",
     "mistral-v1": "<s> [INST] S\n\nU [/INST]  A</s> [INST] V [/INST]",
     "mistral-v3": "<s>[INST] S\n\nU[/INST] A</s>[INST] V[/INST]",
     "mistral-v3-tekken": "<s>[INST]S\n\nU[/INST] A</s>[INST]V[/INST]",
@@ -493,13 +522,20 @@ NAMED_PROMPTS: Final = {
     "openchat": "<s>S<|end_of_turn|>GPT4 Correct User: U<|end_of_turn|>"
     "GPT4 Correct Assistant:  A<|end_of_turn|>GPT4 Correct User: V<|end_of_turn|>"
     "GPT4 Correct Assistant:",
+    "orion": "<s>Human: S\n\nU\n\nAssistant: </s> A</s>Human: V\n\nAssistant: </s>",
     "phi3": "<s><|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\n A<|end|>\n"
     "<|user|>\nV<|end|>\n<|assistant|>\n",
     "phi4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|>"
     "<|im_start|>assistant<|im_sep|> A<|im_end|><|im_start|>user<|im_sep|>V<|im_end|>"
     "<|im_start|>assistant<|im_sep|>",
+    "rwkv-world": "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:",
+    "seed_oss": "<seed:bos>system\nS<seed:eos><seed:bos>user\nU<seed:eos>"
+    "<seed:bos>assistant\n A<seed:eos><seed:bos>user\nV<seed:eos><seed:bos>assistant\n",
+    "smolvlm": "<|im_start|>S\n\nUser: U<end_of_utterance>\nAssistant:  A<end_of_utterance>\n"
+    "User: V<end_of_utterance>\nAssistant:",
     "vicuna": "<s>S\n\nUSER: U\nASSISTANT:  A</s>\nUSER: V\nASSISTANT:",
     "vicuna-orca": "<s>SYSTEM: S\nUSER: U\nASSISTANT:  A</s>\nUSER: V\nASSISTANT:",
+    "yandex": "<s>S\n\n Пользователь: U\n\n Ассистент:  A\n\n Пользователь: V\n\n Ассистент:[SEP]",
     "zephyr": "<s><|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\n A</s>\n<|user|>\nV</s>\n"
     "<|assistant|>\n",
 }
@@ -509,3 +545,12 @@ NAMED_PROMPTS: Final = {
 def test_a_template_is_known_by_its_name(name: str) -> None:
     template = ChatTemplate(NAMED_TEMPLATES[name], "<s>", "</s>")
     assert template.render(NAMED_CHAT) == NAMED_PROMPTS[name]
+
+
+def test_the_result_of_a_tool_has_a_turn_of_its_own() -> None:
+    chat = [*NAMED_CHAT, {"role": "tool", "content": "T"}]
+    for name, turn in (
+        ("exaone4", "[|tool|]T[|endofturn|]"),
+        ("kimi-k2", "<|im_system|>tool<|im_middle|>T<|im_end|>"),
+    ):
+        assert turn in ChatTemplate(NAMED_TEMPLATES[name], "<s>", "</s>").render(chat)
