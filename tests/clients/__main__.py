@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from twostroke import child_process
+
 HERE = Path(__file__).parent
 # The packages of each client, which pip installs; npm for AI SDK.
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -52,7 +54,7 @@ def main() -> int:
         )
     names = args.names or [name for name in PACKAGES if _script(name).exists()]
     failed = []
-    with _server(args.url) as url:
+    with server(args.url) as url:
         for name in names:
             print(f"── {name}", flush=True)
             if not _run(name, url, args.model):
@@ -62,13 +64,13 @@ def main() -> int:
 
 
 @contextmanager
-def _server(url: str | None) -> Iterator[str]:
+def server(url: str | None = None) -> Iterator[str]:
+    """Start a server unless `url` is one. It ends with this process, even if that is killed."""
     if url is not None:
         yield url
         return
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "twostroke", "serve", "--port", "0"]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = child_process.start("twostroke", "serve", "--port", "0", stdout=log, stderr=log)
         try:
             yield _address(process, log.fileno()) + "/v1"
         finally:

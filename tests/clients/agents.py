@@ -15,11 +15,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from tests.clients.scripted_server import LAST_TEXT
+from twostroke import child_process
 
 START_S, AGENT_S = 120, 300
 ASK: Final = "Write one.txt, and copy it to two.txt."
@@ -30,11 +32,7 @@ Environment = dict[str, str]
 def main() -> int:
     names = sys.argv[1:] or list(AGENTS)
     failed = []
-    command = [sys.executable, "-m", "tests.clients.scripted_server"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
+    with server() as url:
         for name in names:
             with tempfile.TemporaryDirectory() as folder:
                 work = Path(folder) / "work"
@@ -47,10 +45,19 @@ def main() -> int:
                 except Exception as error:
                     failed.append(name)
                     print(f"{name}: {error}", flush=True)
-    finally:
-        server.terminate()
-        server.wait()
     return bool(failed)
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """Start the scripted server. It ends with this process, even if that is killed."""
+    process = child_process.start("tests.clients.scripted_server", stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().decode().strip()
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def claude(url: str, work: Path, env: Environment) -> None:
