@@ -50,7 +50,7 @@ PAGES = {
     "dash": ("/dash", "document.getElementById('state')?.dataset.state === 'live'"),
 }
 TYPED = {"messages": [{"role": "user", "content": "a draft of about this many words " * 4}]}
-TYPED_S, FACTS_S, FEED_S = 0.4, 2.5, 0.5  # how often the chat, /learn and /dash ask
+TYPED_S, FACTS_S, FEED_S = 0.4, 2.5, 1.0  # how often the chat, /learn and /dash ask
 ATTENDED = list(range(100, 164))
 DRAWN_S = 1.0  # from a page that is ready to one that is drawn
 LOADS = 5

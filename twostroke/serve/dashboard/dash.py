@@ -1,7 +1,7 @@
 """`/dash`: one page that needs nothing but this server, and the data it reads (`/dash/feed`).
 
 The page holds no data and needs no key; the feed needs a key, as `/metrics` does. A visible page
-asks twice a second, a hidden page never. Above `MAX_ANSWERS_PER_S` the feed answers 429.
+asks once a second, a hidden page never. Above `MAX_ANSWERS_PER_S` the feed answers 429.
 """
 
 from __future__ import annotations

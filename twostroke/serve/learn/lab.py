@@ -33,10 +33,12 @@ PER_REQUEST_FIELDS = ("chunks", "first", "late")
 CANDIDATES = 20  # tokens with a log-probability, at each position
 # Prompt length and streams, one group after the other. A forecast ignores the first step of an
 # engine. The next steps are long, so that other work of a fresh engine has little weight. The last
-# groups have one stream each: the step-time model follows the newest steps.
+# groups have one stream each: the step-time model follows the newest steps. Short prompts come
+# several times, since a stall of the machine is long compared with their steps.
 CALIBRATION = (
     *((512, 1), (1024, 1), (64, 4), (16, 1), (192, 2), (384, 1), (96, 1)),
-    *((1536, 1), (32, 8), (256, 1), (24, 1), (768, 1), (48, 1)),
+    *((1536, 1), (32, 8), (256, 1), (24, 1), (768, 1), (48, 1), (128, 1), (32, 1), (64, 1)),
+    *((20, 1), (96, 1), (40, 1)),
 )
 EXAMPLE_TEXT = (  # the prompt that the page proposes
     "Once upon a time there was a small robot that read whole books in a moment. When it had to "

@@ -76,7 +76,7 @@ function stall(found) {
   const label = 104, scale = (at) => label + (WIDTH - label - 24) * at / until;
   const worst = found.arms.map((arm) => longestGap(arm.requests[0]).seconds);
   const first = found.arms.map((arm) => ttft(arm.requests[1]));
-  const usual = median(found.arms.flatMap((arm) => gaps(arm.requests[0]).map((one) => one.seconds)));
+  const usual = found.arms.map((arm) => median(gaps(arm.requests[0]).map((one) => one.seconds)));
   return [
     wide("Tokens of your stream over time", picture(`Your longest wait: ${found.arms.map((arm, n) => `${arm.name} ${time(worst[n])}`).join(", ")}`, WIDTH, 78 * found.arms.length + 24,
       ...axis(78 * found.arms.length + 4, until, scale),
@@ -84,10 +84,10 @@ function stall(found) {
     legend(["decode", "a gap between two of your tokens"], ["prefill", "a chunk of the visitor's prompt"]),
     table("Gaps of your stream", ["the prompt runs", "your longest gap", "your usual gap", "the visitor's TTFT"],
       found.arms.map((arm, n) => el("tr", {"data-arm": arm.name, "data-gap": worst[n], "data-ttft": first[n]},
-        el("th", {scope: "row"}, arm.name), el("td", {}, time(worst[n])), el("td", {}, time(median(gaps(arm.requests[0]).map((one) => one.seconds)))), el("td", {}, time(first[n]))))),
+        el("th", {scope: "row"}, arm.name), el("td", {}, time(worst[n])), el("td", {}, time(usual[n])), el("td", {}, time(first[n]))))),
     sentence(found.arms.length > 1
-      ? `In one piece the prompt stopped your stream for ${time(worst[0])}, ${figure(worst[0] / usual)} usual gaps. In chunks your longest gap was ${time(worst[1])}: a token of yours comes between two chunks. With a goal the engine chooses each chunk's size so that you wait about that long (${time(worst[2])}). The visitor waited ${time(first[0])}, ${time(first[1])} and ${time(first[2])} for the first token: chunks help those who already decode, not the prompt itself.${pooled(found, worst, first)}`
-      : `Your longest gap was ${time(worst[0])}, ${figure(worst[0] / usual)} usual gaps. To compare chunk sizes, start the server with “twostroke learn”: it may start engines with other settings.`),
+      ? `In one piece the prompt stopped your stream for ${time(worst[0])}, ${figure(worst[0] / usual[0])} usual gaps. In chunks your longest gap was ${time(worst[1])}: a token of yours comes between two chunks. With a goal the engine chooses each chunk's size so that you wait about that long (${time(worst[2])}). The visitor waited ${time(first[0])}, ${time(first[1])} and ${time(first[2])} for the first token: chunks help those who already decode, not the prompt itself.${pooled(found, worst, first)}`
+      : `Your longest gap was ${time(worst[0])}, ${figure(worst[0] / usual[0])} usual gaps. To compare chunk sizes, start the server with “twostroke learn”: it may start engines with other settings.`),
   ];
 }
 

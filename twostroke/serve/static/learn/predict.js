@@ -28,7 +28,7 @@ export async function predict() {
     expected.replaceChildren(...(found ? told(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
     running.replaceChildren(
       found ? runButton("Run it three times and compare", async () => compare(found), {name: "predict"}) : "",
-      isRecorded ? "" : runButton("Measure the engine: some twenty requests", async () => { await run("calibration"); await foresee(); }, {primary: !found, name: "calibration"}));
+      isRecorded ? "" : runButton("Measure the engine: some thirty requests", async () => { await run("calibration"); await foresee(); }, {primary: !found, name: "calibration"}));
     return found;
   };
   const compare = async (found) => {
