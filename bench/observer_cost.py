@@ -124,7 +124,7 @@ def tree_cpu_s(root: int) -> float:
             parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
     found = 0
     for pid, spent in ticks.items():
-        above = parents[pid]
+        above = pid
         while above not in (0, root):
             above = parents.get(above, 0)
         found += spent if above == root else 0

@@ -47,6 +47,7 @@ def test_the_facts_are_the_engines(server: Running) -> None:
     assert found["kv"]["reserved"] == found["kv_tokens"]
     assert not found["own_engines"]
     assert found["limits"]["prompt_tokens"] == MAX_LEN - 128
+    assert found["limits"]["text_tokens"] == min(1536, MAX_LEN - 32)
 
 
 def test_a_run_tells_what_the_records_say(server: Running) -> None:

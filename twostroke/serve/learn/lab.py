@@ -64,7 +64,7 @@ class Arm:
     name: str
     overrides: dict[str, Any] = field(default_factory=dict)  # of `EngineConfig`
     pools: bool = False  # an engine for each phase, with half of the cores each
-    warm: bool = False  # run a few requests first, so that the pacer knows this engine's steps
+    warm: bool = False  # run a few requests first: a fresh engine's first steps are slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +158,20 @@ class Lab:
     def full_cache(self) -> LabExperiment:
         """Four streams that need more tokens in the end than the cache holds, and grow by more than
         the scheduler keeps free (`SchedulerConfig.lookahead`)."""
-        output = max(1, min(200, self._service.client.info.max_model_len - 40))
+        most = self._service.client.info.max_model_len
+        output = max(1, min(200, most - 40))
         script = [ScriptedRequest(f"stream {n + 1}", self.prompt(32), output) for n in range(4)]
-        small = {"num_gpu_blocks_override": 44, "max_model_len": 256, "max_num_seqs": 8}
+        small = {
+            "num_gpu_blocks_override": 44,
+            "max_model_len": min(448, most),
+            "max_num_seqs": 8,
+        }
         large = {**small, "num_gpu_blocks_override": 256}
         return LabExperiment(
-            self._allowed_arms((Arm("44 blocks", small), Arm("256 blocks", large))), script
+            self._allowed_arms(
+                (Arm("44 blocks", small, warm=True), Arm("256 blocks", large, warm=True))
+            ),
+            script,
         )
 
     def batch(self) -> LabExperiment:

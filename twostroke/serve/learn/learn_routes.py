@@ -31,7 +31,8 @@ from twostroke.serve.learn.lab import (
     LabExperiment,
 )
 
-MAX_TEXT_TOKENS = 512
+MAX_TEXT_TOKENS = 1536
+ANSWER_TOKENS = 32  # of the context, to answer a text
 IDLE_BEFORE_FIRST_STEP_S = 60.0  # the idle time of an engine that has run no step yet
 
 
@@ -112,6 +113,7 @@ class LearnData:
             "example_text": EXAMPLE_TEXT,
             "limits": {
                 "prompt_tokens": max(1, min(MAX_PROMPT, info.max_model_len - MAX_OUTPUT)),
+                "text_tokens": self._text_tokens,
                 "output_tokens": MAX_OUTPUT,
                 "streams": min(MAX_STREAMS, info.max_num_seqs),
             },
@@ -150,13 +152,17 @@ class LearnData:
             found["vocabulary"] = self._words(found["arms"][0]["requests"][0])
         return {"experiment": request.experiment, **found}
 
+    @property
+    def _text_tokens(self) -> int:
+        return max(1, min(MAX_TEXT_TOKENS, self._service.client.info.max_model_len - ANSWER_TOKENS))
+
     async def _tokens(self, request: LearnRunRequest) -> list[int]:
         prompts, text = self._service.prompts, request.text or ""
         tokens = await prompts.off_loop(request, len(text), lambda: prompts.encode(text, True))
-        if not 1 <= len(tokens) <= MAX_TEXT_TOKENS:
+        if not 1 <= len(tokens) <= self._text_tokens:
             raise ApiError(
                 400,
-                f"text: give 1 to {MAX_TEXT_TOKENS} tokens of text; this has {len(tokens)}",
+                f"text: give 1 to {self._text_tokens} tokens of text; this has {len(tokens)}",
                 param="text",
             )
         return tokens

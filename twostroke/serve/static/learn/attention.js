@@ -20,7 +20,7 @@ export function attentionPanel(tokens) {
   const quietly = () => { if (shown) draw().catch((error) => out.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); };
   const upTo = (n) => Array.from({length: n}, (_, one) => one);
   return el("details", {class: "panel", "data-panel": "attention"}, el("summary", {}, "What each token looks at: attention"),
-    el("p", {class: "note"}, "Each row is a token, each column a token before it. The stronger a cell, the more the row's token takes from the column's. These are the model's real numbers for your prompt",
+    el("p", {class: "note"}, "Each row is a token, each column the token itself or one before it. The stronger a cell, the more the row's token takes from the column's. These are the model's real numbers for your prompt",
       tokens.length > MOST ? ` (its first ${MOST} tokens)` : "", isRecorded ? "." : ", computed beside the engine."),
     el("div", {class: "controls"},
       slider({name: "layer", label: "Layer", stops: upTo(layers), value: layer, onchange: (value) => { layer = value; quietly(); }}),
@@ -29,7 +29,7 @@ export function attentionPanel(tokens) {
 }
 
 function map(tokens, found) {
-  const cell = 12, side = cell * tokens.length, said = el("p", {class: "note", "aria-live": "polite"}, "Point at a cell, or read the strongest links below.");
+  const cell = 12, side = cell * tokens.length, said = el("p", {class: "note", "aria-live": "polite"}, "Point at a cell, or read the strongest links to other tokens below (without the first token, which takes what is left over).");
   const cells = found.rows.flatMap((row, query) => row.map((share, key) => svg("rect", {
     x: key * cell, y: query * cell, width: cell - 1, height: cell - 1, class: "attended", "fill-opacity": Math.sqrt(share),
     "data-query": query, "data-key": key, "data-share": share,
@@ -45,4 +45,4 @@ function map(tokens, found) {
 }
 
 const link = (tokens, query, key, share) =>
-  `“${visible(tokens[query].text)}” takes ${percent(share)} from “${visible(tokens[key].text)}”`;
+  `“${visible(tokens[query].text)}” (${query + 1}) takes ${percent(share)} from “${visible(tokens[key].text)}” (${key + 1})`;

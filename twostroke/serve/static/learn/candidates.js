@@ -43,7 +43,7 @@ export function candidatePanel(found) {
   draw();
   return {
     element: el("details", {class: "panel", "data-panel": "candidates"}, el("summary", {}, "Candidates for the newest token"),
-      el("p", {class: "note"}, "The model gives every token a probability. Temperature sharpens or flattens them; top-p cuts the tail. Shown are shares among the 20 likeliest."),
+      el("p", {class: "note"}, "The model gives every token a probability. Temperature sharpens or flattens them; top-p cuts the tail. Shown are the first eight of the 20 likeliest, with their shares among those."),
       el("div", {class: "controls"},
         slider({name: "temperature", label: "Temperature", stops: tenths(0, 2, 0.1), value: temperature, show: figure, onchange: (value) => { temperature = value; draw(); }}),
         slider({name: "top_p", label: "Top-p", stops: tenths(0.05, 1, 0.05), value: topP, show: figure, onchange: (value) => { topP = value; draw(); }})),

@@ -81,12 +81,12 @@ function stall(found) {
     wide("Tokens of your stream over time", picture(`Your longest wait: ${found.arms.map((arm, n) => `${arm.name} ${time(worst[n])}`).join(", ")}`, WIDTH, 78 * found.arms.length + 24,
       ...axis(78 * found.arms.length + 4, until, scale),
       ...found.arms.flatMap((arm, n) => stallArm(arm, 78 * n, scale)))),
-    legend(["decode", "a gap between two of your tokens"], ["prefill", "a chunk of the visitor's prompt"]),
-    table("Gaps of your stream", ["the prompt runs", "your longest gap", "your usual gap", "the visitor's TTFT"],
+    legend(["decode", "a gap between two of your tokens"], ["prefill", "a chunk of the visitor's prompt"], ["worst", "outlined: your longest gap"]),
+    table(`Gaps of your stream, and a prompt of ${plural(found.arms[0].requests[1].num_prompt, "token")}`, ["the prompt runs", "your longest gap", "your usual gap", "the visitor's TTFT"],
       found.arms.map((arm, n) => el("tr", {"data-arm": arm.name, "data-gap": worst[n], "data-ttft": first[n]},
         el("th", {scope: "row"}, arm.name), el("td", {}, time(worst[n])), el("td", {}, time(usual[n])), el("td", {}, time(first[n]))))),
     sentence(found.arms.length > 1
-      ? `In one piece the prompt stopped your stream for ${time(worst[0])}, ${figure(worst[0] / usual[0])} usual gaps. In chunks your longest gap was ${time(worst[1])}: a token of yours comes between two chunks. With a goal the engine chooses each chunk's size so that you wait about that long (${time(worst[2])}). The visitor waited ${time(first[0])}, ${time(first[1])} and ${time(first[2])} for the first token: chunks help those who already decode, not the prompt itself.${pooled(found, worst, first)}`
+      ? `In one piece the prompt stopped your stream for ${time(worst[0])}, ${figure(worst[0] / usual[0])} usual gaps. In chunks your longest gap was ${time(worst[1])}: a token of yours comes between two chunks. With a goal it was ${time(worst[2])}, and your usual gap ${time(usual[2])}: the engine fills the time that you allow. The visitor waited ${time(first[0])}, ${time(first[1])} and ${time(first[2])} for the first token: chunks help those who already decode, not the prompt itself.${pooled(found, worst, first)}`
       : `Your longest gap was ${time(worst[0])}, ${figure(worst[0] / usual[0])} usual gaps. To compare chunk sizes, start the server with “twostroke learn”: it may start engines with other settings.`),
   ];
 }
@@ -140,8 +140,15 @@ function batch(found) {
       rows.map((row) => el("tr", {"data-streams": row.streams, "data-seconds": row.seconds},
         el("th", {scope: "row"}, String(row.streams)), el("td", {}, time(row.seconds)), el("td", {}, bar(row.seconds / longest, "decode")),
         el("td", {}, `${figure(row.rate)} tokens/s`), el("td", {}, bar(row.rate / best, "cached")))), BARS),
-    sentence(`A step for ${most.streams} streams took ${figure(most.seconds / one.seconds)} times as long as one for a single stream and wrote ${most.streams} times as many tokens: ${figure(most.rate / one.rate)} times the tokens a second. The weights are read once for all of them.`),
+    sentence(`A step for ${most.streams} streams took ${figure(most.seconds / one.seconds)} times as long as one for a single stream and wrote ${most.streams} times as many tokens: ${figure(most.rate / one.rate)} times the tokens a second. The weights are read once for all of them.${flattened(rows)}`),
   ];
+}
+
+// From some number of streams on compute decides, and more of them bring little.
+function flattened(rows) {
+  const before = rows.at(-2), most = rows.at(-1);
+  if (!before || most.rate > 1.25 * before.rate) return "";
+  return ` From ${before.streams} to ${most.streams} streams the tokens a second hardly grew: here the arithmetic decides, as on the right of the ridge in lesson 3.`;
 }
 
 const bar = (share, kind) => svg("svg", {viewBox: "0 0 100 10", class: "bar", "aria-hidden": "true", preserveAspectRatio: "none"}, svg("rect", {x: 0, y: 0, width: 100 * share, height: 10, class: `fill ${kind}`}));
@@ -166,7 +173,7 @@ function context(found) {
     table(`A decode step reads ${bytes(weights)} of weights, and the cache`, ["tokens before it", "cache that it reads", "a step takes", ""],
       rows.map((row) => el("tr", {"data-context": row.context, "data-seconds": row.seconds},
         el("th", {scope: "row"}, count(row.context)), el("td", {}, bytes(row.cache)), el("td", {}, time(row.seconds)), el("td", {}, bar(row.seconds / longest, "decode")))), BARS),
-    sentence(`Behind ${plural(most.context, "token")} a step took ${time(most.seconds)}, behind ${plural(least.context, "token")} ${time(least.seconds)}: the cache of the long prompt alone is ${bytes(most.cache)}, ${percent(most.cache / weights)} of the weights.`),
+    sentence(`Behind ${plural(most.context, "token")} a step took ${time(most.seconds)}, behind ${plural(least.context, "token")} ${time(least.seconds)}. The long prompt's cache is ${bytes(most.cache)}, ${percent(most.cache / weights)} of the bytes of the weights, and the step not only reads it but also computes with it.`),
     ...disturbed ? [sentence("The machine had other work meanwhile: some steps took longer than steps that read more. Run it again.")] : [],
   ];
 }
@@ -179,7 +186,7 @@ function prefix(found) {
     table("Prompt tokens of both requests", ["request", "prompt", "from the cache", "computed", "TTFT", ""],
       [first, second].map((one) => el("tr", {"data-cached": one.num_cached, "data-ttft": ttft(one)},
         el("th", {scope: "row"}, one.name), el("td", {}, count(one.num_prompt)), el("td", {}, count(one.num_cached)), el("td", {}, count(one.num_prompt - one.num_cached)), el("td", {}, time(ttft(one))), el("td", {}, bar(ttft(one) / longest, "prefill")))), BARS),
-    sentence(`The second request took ${count(second.num_cached)} of its ${count(second.num_prompt)} prompt tokens from the cache and had its first token after ${time(ttft(second))} instead of ${time(ttft(first))}. The cache is reused by whole blocks, and the last token of a prompt is always computed: it predicts the next one.`),
+    sentence(`The second request took ${count(second.num_cached)} of its ${count(second.num_prompt)} prompt tokens from the cache and had its first token after ${time(ttft(second))} instead of ${time(ttft(first))}. The cache is reused by whole blocks, here of ${found.arms[0].block_size} tokens. The last token of a prompt is always computed, as it predicts the next one, so its block was computed again.`),
   ];
 }
 
@@ -200,7 +207,7 @@ function fullCache(found) {
     sentence(found.arms.length === 1 && !hit.length
       ? `This server's cache has room for ${count(arm.kv_tokens)} tokens, so four streams do not fill it. Start the server with “twostroke learn” to see a small one.`
       : hit.length
-        ? `With ${arm.name} there was room for ${count(arm.kv_tokens)} tokens: ${plural(hit.length, "stream")} of 4 had to give back blocks and compute ${count(again)} tokens again.${found.arms.length > 1 ? ` With ${found.arms[1].name} nothing was preempted.` : ""} The reserved memory was full from the start: what counts is how many blocks are in use.`
+        ? `With ${arm.name} there was room for ${count(arm.kv_tokens)} tokens: ${plural(hit.length, "stream")} of 4 had to give back blocks and compute ${count(again)} tokens again.${found.arms.length > 1 ? ` With ${found.arms[1].name} nothing was preempted.` : ""}`
         : "Nothing was preempted this time: the streams took turns before the cache was full."),
   ];
 }

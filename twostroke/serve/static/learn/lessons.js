@@ -48,9 +48,9 @@ export const LESSONS = [
         },
       })),
       idea("One request, two workloads", "sliders",
-        "A model reads and writes tokens, pieces of words. It is made of weights: millions or billions of fixed numbers in memory, through which every token passes. First the engine reads your whole prompt: prefill. You wait for the first token (time to first token, TTFT). All tokens of the prompt share one reading of the weights, so each of them is cheap.",
+        "A model reads and writes tokens, pieces of words. It is made of weights: millions or billions of fixed numbers in memory. Every token is computed with all of them. First the engine reads your whole prompt: prefill. You wait for the first token (time to first token, TTFT). All tokens of the prompt share one reading of the weights, so each of them is cheap.",
         "Then it writes: decode. You see the text grow by a token every TPOT (time per output token). Each of these tokens has a step of its own, one pass through the model, and each step reads all weights again.",
-        "Move the sliders. The prompt changes the first number, the answer how often you pay the second."),
+        "Move the sliders. The prompt changes the first number, the answer how often you pay the second. In the formulas a FLOP is one multiplication or addition of numbers. Attention is the part of the work in which a token looks at the tokens before it; keys and values are what the engine keeps of each token for that."),
       ask("After: check yourself", () => ({
         name: "token-after", text: "The answer gets twice as long, the prompt stays. What changes?",
         right: 2,
@@ -73,9 +73,9 @@ export const LESSONS = [
     screens: [
       ask("Before: a guess", prefillBefore),
       idea("Step through your own prompt", "prompt",
-        "In the bar of steps, each orange box is a step of prefill: many tokens at once. From some dozens of tokens on they keep the processor busy, so twice as many take about twice as long. A step has room for a limited number of tokens; a longer prompt is cut into chunks, a step for each.",
+        "In the bar below the tokens, each orange box is a step of prefill: many tokens at once. From some dozens of tokens on they keep the processor busy, so twice as many take about twice as long. A step has room for a limited number of tokens; a longer prompt is cut into chunks, a step for each. If you run a prompt twice, its beginning comes from a cache (green, lesson 4), and prefill is short.",
         "The last step of prefill writes the first token. Each blue box is a step of decode: it writes one more.",
-        "The boxes are as wide as the steps took. Play it, or step through it. The panels below it are for later lessons: the cache, the choice of a token, attention (what a token takes from earlier ones)."),
+        "The boxes are as wide as the steps took. Play it, or step through it. The panels below the bar show more than this lesson needs: the cache (lesson 4), how a token is chosen, and attention."),
       ask("After: check yourself", () => {
         const {max_num_batched_tokens: budget, limits} = knownFacts();
         const tokens = Math.min(limits.prompt_tokens, Math.round(2.5 * budget)), steps = Math.ceil(tokens / budget);
@@ -114,9 +114,9 @@ export const LESSONS = [
         },
       })),
       idea("Two limits, one picture", "roofline",
-        "A step multiplies and adds (FLOPs) and reads from memory (bytes): all weights once, and what it keeps of the earlier tokens of every stream, the answers that are being written. The longer of the two times decides how long the step takes.",
-        "The picture shows FLOPs for each byte. At the ridge, the bend of the line, both times are equal: left of it memory decides, right of it compute. Decode of few streams stands on the left: it does little with each byte. Prefill stands on the right, and many streams together can get there.",
-        "Run some streams: each dot is a step of this engine. The line is what this machine's cores reach in a test of products or of memory alone. A step is below it: it also has small parts that keep neither busy."),
+        "A step multiplies and adds (FLOPs) and reads from memory (bytes): all weights once, and the cache, which holds keys and values of the earlier tokens. A stream is an answer that is being written; a batch is the number of streams in a step, and the context the number of tokens before the new one. The longer of the two times decides how long the step takes.",
+        "The picture shows FLOPs for each byte, with both axes in powers of ten. At the ridge, the bend of the line, both times are equal: left of it memory decides, right of it compute. Decode of few streams stands on the left: it does little with each byte. Prefill stands on the right, and many streams with short contexts can get there.",
+        "Run some streams, of short prompts whatever the sliders say: each dot is a step of this engine. The line is what this machine reaches in two tests, one that only multiplies and one that only reads memory. Steps stay below it, those of a small model far below: its matrices are small, and much of a step is neither multiplying nor reading weights."),
       ask("After: check yourself", () => ({
         name: "decode-after", text: "A new processor multiplies twice as fast, with the same memory. For one stream, the time per token …",
         right: 1,
@@ -154,11 +154,11 @@ export const LESSONS = [
         },
       })),
       idea("The same beginning twice", "prefix",
-        "Each token leaves some numbers in the cache, its keys and values, which later tokens read. So no token is computed twice.",
-        "They lie in blocks of several tokens. A prompt that begins like an earlier prompt takes over that prompt's full blocks and skips their prefill."),
+        "Each token leaves some numbers in the cache, its keys and values, which later tokens read. So a step computes the new tokens only.",
+        "They lie in blocks, of 16 tokens unless the server sets another size. A prompt that begins like an earlier prompt takes over that prompt's full blocks and skips their prefill."),
       idea("What reading the cache costs", "context",
         "Nothing is free: each decode step reads the keys and values of all tokens before it.",
-        "Weights are read once for all streams. The cache is read for each stream, even where streams share blocks."),
+        "Weights are read once for all streams. The cache is read for each stream, even where two streams share blocks in memory."),
       ask("After: check yourself", () => ({
         name: "cache-after", text: "A conversation grows from a few to many hundred tokens. What grows with it in every decode step?",
         right: 0,
@@ -194,9 +194,9 @@ export const LESSONS = [
       })),
       idea("Many streams in one step", "batch",
         "A step writes a token for each stream. All of them share one reading of the weights.",
-        "So the tokens a second of all streams together grow. Each single stream gets slower, but far less than their number says: products and caches add up, the weights do not."),
+        "So the tokens a second of all streams together grow. Each single stream gets slower, but far less than their number says: the arithmetic and the caches add up, the reading of the weights does not. It ends where the arithmetic takes longer than the reading: from the ridge of lesson 3 on, twice the streams take about twice as long."),
       idea("Predict, then run", "predict",
-        "The engine learns from each step what streams, tokens and cache cost on this machine.",
+        "How long will a request take, alone or with others? The engine learns from each step what streams, tokens and cache cost on this machine.",
         "Set the sliders, look at the prediction, then let the engine run it."),
       ask("After: check yourself", () => ({
         name: "batching-after", text: "What do sixteen decoding streams share in a step?",
@@ -234,10 +234,11 @@ export const LESSONS = [
       })),
       idea("A visitor with a long prompt", "stall",
         "Prefill and decode share the machine. A long prompt in one step holds up every stream.",
-        "In chunks, a token of yours comes between two of them. With a goal you set the longest wait between tokens, and the engine makes the chunks small enough. The visitor's first token comes a little later."),
+        "If the prompt is cut into chunks, a token of yours comes between two of its chunks. With a goal you say how long your gaps may be, and the engine sizes each chunk to take about that long: your usual gaps get longer than without a prompt, and the visitor's first token comes later.",
+        "With two pools, one engine reads prompts and another one writes: the prompt hardly touches your stream, but each engine has half of the cores."),
       idea("A full cache", "full_cache",
-        "Every stream's cache grows. When no block is free, the stream that came last gives way: preemption.",
-        "It gives its blocks back. Later its keys and values are computed again, and it writes on: the text that was sent stays. Nothing is lost but time."),
+        "Every stream's cache grows. When no block is free, the stream that came last, if only by a moment, gives way: preemption.",
+        "It gives all its blocks back to the others. Later its keys and values are computed again, and it writes on: the text that you have seen stays. Nothing is lost but time."),
       ask("After: check yourself", () => ({
         name: "company-after", text: "A long prompt is read in chunks. Who gains?",
         right: 1,

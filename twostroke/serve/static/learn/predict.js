@@ -28,7 +28,7 @@ export async function predict() {
     expected.replaceChildren(...(found ? told(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
     running.replaceChildren(
       found ? runButton("Run it three times and compare", async () => compare(found), {name: "predict"}) : "",
-      isRecorded ? "" : runButton("Measure the engine: some thirty requests", async () => { await run("calibration"); await foresee(); }, {primary: !found, name: "calibration"}));
+      isRecorded ? "" : runButton("Let the engine learn: some thirty requests of many sizes", async () => { await run("calibration"); await foresee(); }, {primary: !found, name: "calibration"}));
     return found;
   };
   const compare = async (found) => {
@@ -59,7 +59,7 @@ function told(found, settings) {
     el("dl", {class: "facts", "data-part": "prediction"},
       fact("TTFT", time(found.ttft_s), "predicted", "prefill"),
       fact("TPOT", time(found.tpot_s), "predicted", "decode"),
-      fact("KV cache", bytes(found.kv_bytes), `${count(found.kv_tokens)} tokens, predicted`)),
+      fact("KV cache", bytes(found.kv_bytes), `${count(found.kv_tokens)} tokens, predicted; an answer's last token is not kept`)),
     el("table", {class: "formulas"}, el("tbody", {},
       formula("TTFT", `start ${time(found.start_s)} + ${prefill.map((step) => `${count(step.prefill_tokens)} tokens ${time(step.seconds)}`).slice(0, 4).join(" + ")}${prefill.length > 4 ? " + …" : ""}`, time(found.ttft_s)),
       formula("TPOT", `decode step ${time(mean)} + host ${time(found.host_s)}${settings.streams > 1 ? "; other prompts come between" : ""}`, time(found.tpot_s)))),
@@ -78,12 +78,13 @@ function errors(found, arm, settings, facts) {
     ["KV cache", found.kv_bytes, most * facts.figures.kv_bytes_per_token, bytes],
   ];
   const worst = rows.slice(0, 2).map(([, expected, measured]) => Math.abs(expected / measured - 1));
+  const off = sum(worst) / worst.length;
   return [
     table(`Predicted, and the median of ${plural(rounds.length, "run")}`, ["", "predicted", "measured", "error"],
       rows.map(([name, expected, measured, write]) => el("tr", {"data-row": name, "data-expected": expected, "data-measured": measured},
         el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–")))),
-    el("p", {class: "sentence"}, median(worst) <= 0.1
-      ? "The prediction holds. The model knows two kinds of steps, with prefill and without, and what a token of each costs here."
+    el("p", {class: "sentence"}, off <= 0.1
+      ? "The prediction holds: TTFT and TPOT are at most 10 % off on average. It knows two kinds of steps, with prefill and without, and what a token of each costs here. Start is the time before the first step, host the time between two steps."
       : "The prediction is off: the machine had other work, or the engine has seen few steps of this size. Measure the engine again, then run it again."),
   ];
 }

@@ -8,13 +8,15 @@ import {getFacts, isRecorded, knownFacts, lastRun, run} from "./source.js";
 import {keep, textParam} from "./state.js";
 import {fact, legend, newId, runButton} from "./widgets.js";
 
+const LONG = 20;  // times the example
 const SPEEDS = [["slow motion × 0.1", 0.1], ["× 0.5", 0.5], ["real time", 1], ["× 4", 4]];
 
 export async function prompt() {
   await getFacts();
   const id = newId("text");
-  const text = el("textarea", {id, rows: 3, maxlength: 2000, readonly: isRecorded});
-  text.value = textParam("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? knownFacts().example_text);
+  const {limits, example_text: example} = knownFacts();
+  const text = el("textarea", {id, rows: 3, maxlength: 12000, readonly: isRecorded});
+  text.value = textParam("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? example);
   const stage = el("div", {class: "stack"});
   const show = () => stage.replaceChildren(player(lastRun("text")));
   const again = async () => {
@@ -22,9 +24,11 @@ export async function prompt() {
     await run("text", {text: text.value, max_tokens: 24});
     show();
   };
+  const lengthen = () => { text.value = Array(LONG).fill(example).join(" "); };
   if (lastRun("text")) show();
   return el("div", {class: "stack", "data-view": "prompt"},
-    el("label", {for: id}, isRecorded ? "The recorded prompt" : "Your prompt (up to 512 tokens; the model goes on with your text)"), text,
+    el("label", {for: id}, isRecorded ? "The recorded prompt" : `Your prompt (up to ${count(limits.text_tokens)} tokens; the model goes on with your text)`), text,
+    isRecorded ? "" : el("p", {class: "note"}, el("button", {type: "button", onclick: lengthen}, "Take a long prompt"), " It needs several chunks."),
     runButton("Run it on the engine", again),
     stage);
 }
@@ -129,7 +133,7 @@ function blocks(request, size, filled) {
   const hasWindow = kinds.some((window) => window !== null);
   return el("div", {class: "stack"},
     el("h3", {}, "The KV cache of this request"),
-    el("p", {class: "note"}, `A block holds the keys and values of ${size} tokens. Full blocks stay after the request: the next prompt that begins the same takes them.`,
+    el("p", {class: "note"}, `A block holds the keys and values of ${size} tokens. Full blocks stay after the request: the next prompt that begins the same takes them. The newest token has no keys and values yet: the next step computes them.`,
       hasWindow ? " Layers with a window look back a limited number of tokens. A block that has left the window is given back." : "",
       request.kv_evicted_tokens ? ` ${count(request.kv_evicted_tokens)} tokens were evicted while it wrote.` : ""),
     kinds.map((window) => blocksOf(request, size, filled, window, hasWindow)));

@@ -73,20 +73,20 @@ function results(prompt, answer) {
     el("dl", {class: "facts"},
       fact("Time to first token (TTFT)", time(found.ttft), `bound by ${first.bound}`, "prefill"),
       fact("Time per output token (TPOT)", time(found.tpot), `bound by ${step.bound}`, "decode"),
-      fact("Whole answer", time(found.total), `${figure(answer / found.total)} tokens a second`)),
+      fact("Whole answer", time(found.total), `${figure(answer / found.total)} tokens a second, prefill included`)),
     bar(found),
     legend(["prefill", "prefill: reads the prompt"], ["decode", "decode: writes the answer"]),
     el("table", {class: "formulas"},
       el("caption", {}, `The least time that ${model} needs on ${machine.name}`),
       el("tbody", {},
-        formula("Prefill, compute", `(${count(prompt)} tokens × ${short(figures.flops_per_token, "FLOP")} + attention ${short(pre.attention, "FLOP")}) ÷ ${short(machine.flops_per_s, "FLOP/s")}`, time(first.compute), first.bound === "compute" ? "decides" : ""),
+        formula("Prefill, compute", `(${count(prompt)} tokens × ${short(figures.flops_per_token, "FLOP")} + last token's scores ${short(figures.flops_per_sample, "FLOP")} + attention ${short(pre.attention, "FLOP")}) ÷ ${short(machine.flops_per_s, "FLOP/s")}`, time(first.compute), first.bound === "compute" ? "decides" : ""),
         formula("Prefill, memory", `(weights ${bytes(pre.weights)} + keys and values ${bytes(pre.kv)}) ÷ ${short(machine.bytes_per_s, "B/s")}`, time(first.memory), first.bound === "memory" ? "decides" : ""),
-        formula("Decode, compute", `(${short(figures.flops_per_token + figures.flops_per_sample, "FLOP")} + attention ${short(dec.attention, "FLOP")}) ÷ ${short(machine.flops_per_s, "FLOP/s")}`, time(step.compute), step.bound === "compute" ? "decides" : ""),
-        formula("Decode, memory", `(weights ${bytes(dec.weights)} + cache ${bytes(dec.kv)}) ÷ ${short(machine.bytes_per_s, "B/s")}`, time(step.memory), step.bound === "memory" ? "decides" : ""),
+        formula("Decode, compute", `(${short(figures.flops_per_token, "FLOP")} + scores ${short(figures.flops_per_sample, "FLOP")} + attention ${short(dec.attention, "FLOP")}) ÷ ${short(machine.flops_per_s, "FLOP/s")}`, time(step.compute), step.bound === "compute" ? "decides" : ""),
+        formula("Decode, memory", `(weights ${bytes(dec.weights)} + keys and values ${bytes(dec.kv)}) ÷ ${short(machine.bytes_per_s, "B/s")}`, time(step.memory), step.bound === "memory" ? "decides" : ""),
         formula("Whole answer", `TTFT ${time(found.ttft)} + ${count(answer - 1)} × TPOT ${time(found.tpot)}`, time(found.total), "sum"))),
-    el("p", {class: "note"}, "The longer of the two times decides a phase. ",
+    el("p", {class: "note"}, "The longer of the two times decides a phase. Scores: one for each token that could come next. Prefill writes the first token, so decode writes one fewer. Decode is shown in the middle of the answer. ",
       tooLarge ? `These weights do not fit into ${bytes(machine.memory_bytes)}: several such devices would have to share them.`
-        : "A real engine takes longer than the least time. “Predict, then run” in lesson 5 measures this one."),
+        : "A real engine takes longer than the least time; prefill of a small model takes two to three times as long. “Predict, then run” in lesson 5 measures this engine."),
   ];
 }
 
