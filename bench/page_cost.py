@@ -54,7 +54,7 @@ TYPED = {"messages": [{"role": "user", "content": "a draft of about this many wo
 TYPED_S, FACTS_S, FEED_S = 0.4, 2.5, 1.0  # how often the chat, /learn and /dash ask
 ATTENDED = list(range(100, 164))
 DRAWN_S = 1.0  # from a page that is ready to one that is drawn
-IDLE_WINDOW_S = 20.0
+START_S, IDLE_WINDOW_S = 8.0, 20.0
 LOADS = 5
 
 
@@ -107,6 +107,7 @@ SERVER_ARMS = {"chat": chat, "learn": learn, "dash": dash, "attention asked once
 
 async def idle_shares(url: str, window_s: float) -> dict[str, float]:
     """Return the server's share of this machine's processor time for each page, without load."""
+    await asyncio.sleep(START_S)
     shares = {}
     for name, look in {"no page": nothing, **SERVER_ARMS}.items():
         if look is attention:

@@ -399,6 +399,23 @@ def test_the_second_run_of_a_prompt_is_drawn_with_its_blocks_and_candidates(
         assert learn.page.errors == []
 
 
+def test_a_prompt_is_made_longer_until_it_is_too_long(learn: LearnPage, server: Running) -> None:
+    learn.go("prompt")
+    text = "document.querySelector('#view textarea').value"
+    learn.page.value(f"{text} = 'a small model'")
+    for times in (2, 4):
+        learn.page.value("document.querySelector('[data-part=lengthen]').click()")
+        assert learn.page.value(text) == " ".join(["a small model"] * times)
+    learn.run("run")
+    (request,) = Recorded(learn, server, "text").requests
+    assert sum(size for *_, size in request.chunks) == request.num_prompt
+    for _ in range(7):
+        learn.page.value("document.querySelector('[data-part=lengthen]').click()")
+    with pytest.raises(AssertionError, match=r"(at most|give 1 to) \d+ tokens"):
+        learn.run("run")
+    learn.page.errors.clear()  # the browser notes the answer 400
+
+
 def test_blocks_that_have_left_a_window_are_drawn_so(
     chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,7 +278,7 @@ class LearnRunRequest(Body, kw_only=True):
     experiment: Literal[
         "text", "predict", "calibration", "stall", "prefix", "full_cache", "batch", "context"
     ]
-    text: Annotated[str, Meta(max_length=4096)] | None = None
+    text: Annotated[str, Meta(max_length=16384)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=64)] = 24
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0

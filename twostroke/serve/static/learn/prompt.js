@@ -8,13 +8,12 @@ import {getFacts, isRecorded, knownFacts, lastRun, run} from "./source.js";
 import {keep, textParam} from "./state.js";
 import {fact, legend, newId, runButton} from "./widgets.js";
 
-const LONG = 20;  // times the example
 const SPEEDS = [["slow motion × 0.1", 0.1], ["× 0.5", 0.5], ["real time", 1], ["× 4", 4]];
 
 export async function prompt() {
   await getFacts();
   const id = newId("text");
-  const {limits, example_text: example} = knownFacts();
+  const {limits, example_text: example, max_num_batched_tokens: budget} = knownFacts();
   const text = el("textarea", {id, rows: 3, maxlength: 12000, readonly: isRecorded});
   text.value = textParam("text", lastRun("text")?.tokens.map((one) => one.text).join("") ?? example);
   const stage = el("div", {class: "stack"});
@@ -24,11 +23,11 @@ export async function prompt() {
     await run("text", {text: text.value, max_tokens: 24});
     show();
   };
-  const lengthen = () => { text.value = Array(LONG).fill(example).join(" "); };
+  const lengthen = () => { text.value = `${text.value} ${text.value}`; };
   if (lastRun("text")) show();
   return el("div", {class: "stack", "data-view": "prompt"},
     el("label", {for: id}, isRecorded ? "The recorded prompt" : `Your prompt (up to ${count(limits.text_tokens)} tokens; the model goes on with your text)`), text,
-    isRecorded ? "" : el("p", {class: "note"}, el("button", {type: "button", onclick: lengthen}, "Take a long prompt"), " It needs several chunks."),
+    isRecorded ? "" : el("p", {class: "note"}, el("button", {type: "button", "data-part": "lengthen", onclick: lengthen}, "Twice as long"), ` A prompt of more than ${count(budget)} tokens is read in chunks.`),
     runButton("Run it on the engine", again),
     stage);
 }
