@@ -26,13 +26,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 from bench.observer_cost import (
     MAX_COST,
     USERS,
     ObserverArm,
+    cpu_s,
     judged,
     measure,
     nothing,
@@ -112,16 +113,12 @@ async def idle_shares(url: str, window_s: float) -> dict[str, float]:
     for name, look in {"no page": nothing, **SERVER_ARMS}.items():
         if look is attention:
             continue
-        begin, spent_s = perf_counter(), _servers_cpu_s()
+        begin, spent_s = perf_counter(), cpu_s()
         await look(url, window_s)
         await asyncio.sleep(max(0.0, window_s - (perf_counter() - begin)))
         elapsed_s = perf_counter() - begin
-        shares[name] = round((_servers_cpu_s() - spent_s) / elapsed_s / (os.cpu_count() or 1), 4)
+        shares[name] = round((cpu_s() - spent_s) / elapsed_s / (os.cpu_count() or 1), 4)
     return shares
-
-
-def _servers_cpu_s() -> float:
-    return tree_cpu_s(os.getpid()) - process_time()
 
 
 # ── browser ───────────────────────────────────────────────────────────────────────────────────────

@@ -84,7 +84,7 @@ function errors(found, arm, settings, facts) {
       rows.map(([name, expected, measured, write]) => el("tr", {"data-row": name, "data-expected": expected, "data-measured": measured},
         el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–")))),
     el("p", {class: "sentence"}, off <= 0.1
-      ? "The prediction holds: TTFT and TPOT are at most 10 % off on average. It knows two kinds of steps, with prefill and without, and what a token of each costs here. Start is the time before the first step, host the time between two steps."
+      ? "The prediction holds: TTFT and TPOT are at most 10 % off on average. The prediction knows two kinds of steps, with prefill and without, and what a token of each costs here. Start is the time before the first step, host the time between two steps."
       : "The prediction is off: the machine had other work, or the engine has seen few steps of this size. Measure the engine again, then run it again."),
   ];
 }

@@ -86,7 +86,7 @@ function results(prompt, answer) {
         formula("Whole answer", `TTFT ${time(found.ttft)} + ${count(answer - 1)} × TPOT ${time(found.tpot)}`, time(found.total), "sum"))),
     el("p", {class: "note"}, "The longer of the two times decides a phase. Scores: one for each token that could come next. Prefill writes the first token, so decode writes one fewer. Decode is shown in the middle of the answer. ",
       tooLarge ? `These weights do not fit into ${bytes(machine.memory_bytes)}: several such devices would have to share them.`
-        : "A real engine takes longer than the least time; prefill of a small model takes two to three times as long. “Predict, then run” in lesson 5 measures this engine."),
+        : "A real engine takes longer than the least time: on a CPU, prefill of a small model takes two to three times as long. “Predict, then run” in lesson 5 measures this engine."),
   ];
 }
 
