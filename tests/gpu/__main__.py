@@ -35,6 +35,7 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).parents[2]
 FAMILY_PARTS = 4
+KERNEL_PARTS = 3
 OWN_MARGIN_S = 15.0  # a check's own limit comes before the one that it is ended by
 END_S = 5.0  # from one signal to the next, for processes that are ended
 LEAST_S = 10.0  # with less time left, nothing is begun
@@ -86,10 +87,15 @@ def all_checks() -> list[Check]:
             check(f"families-{n}", 270, "--part", f"{n}/{FAMILY_PARTS}", file="families")
             for n in range(1, FAMILY_PARTS + 1)
         ),
-        check("kernels", 240, "--no-times"),
+        *(
+            check(
+                f"kernels-{n}", 240, "--no-times", "--part", f"{n}/{KERNEL_PARTS}", file="kernels"
+            )
+            for n in range(1, KERNEL_PARTS + 1)
+        ),
         check("kv", 150, "--no-times"),
         check("latent", 180, "--no-times"),
-        check("packed", 150, "--no-times"),
+        check("packed", 300, "--no-times"),
         check("eviction", 150),
         check("formats", 120, "--no-times"),
         check("formats-int8", 120, "--type", "int8", "--no-times", file="formats"),

@@ -27,7 +27,7 @@ from tests.equivalence.rows import (
     random_prompts,
     write_with_ours,
 )
-from tests.gpu.report import tally
+from tests.gpu.report import part, tally
 
 # On log-probabilities. On a GPU fp32 products are three of tf32, and exponentials are approximate.
 TOLERANCE = 1e-3
@@ -61,14 +61,6 @@ def differences(variant: families.Variant, device: str) -> dict[str, float]:
             folder, theirs, **at, max_num_seqs=8
         )
     return found
-
-
-def part(text: str) -> slice:
-    """ "2/4": every fourth, from the second."""
-    number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 1/4 to 4/4, for instance")
-    return slice(int(number) - 1, None, int(count))
 
 
 def main() -> int:

@@ -1,9 +1,11 @@
 """The CUDA kernels on a GPU: right first, then how fast, against what the card can do.
 
-    python -m tests.gpu.kernels_check [--sweep | --no-times] [--limit-s 140]
+    python -m tests.gpu.kernels_check [--sweep | --no-times] [--part 1/3]
+                                        [--limit-s 140]
 
 Each item stands alone: one that fails is reported, and the rest still runs. `--sweep` times the
-choices between kernels instead of all kernels. Ends with a JSON line and how many passed; exits
+choices between kernels instead of all kernels. `--part 1/3`: every third check, from the first.
+Ends with a JSON line and how many passed; exits
 with 1 if one failed.
 """
 
@@ -20,7 +22,7 @@ import torch
 import triton
 
 from tests.gpu.kernels_time import CUDA, SHAPES, check_pdl, decode_call, sweep, time_all
-from tests.gpu.report import Report, round_to, tally
+from tests.gpu.report import Report, part, round_to, tally
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from tests.kernels.definitions import DEPENDENT
@@ -223,18 +225,19 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="time the choices instead")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true", help="checks only")
+    parser.add_argument("--part", type=part, default=slice(None), help="2/3: the second of three")
     parser.add_argument("--limit-s", type=float, default=140.0)
     parser.add_argument("--out", type=Path, help="a file for the JSON too")
     args = parser.parse_args()
-    report = Report(args.limit_s)
+    report = Report(args.limit_s, args.part)
     device = torch.cuda.get_device_name()
     print(device, "torch", torch.__version__, "triton", triton.__version__)
     if not args.no_checks:
         check_all(report)
         print(f"{len(report.passed)} checks passed, {perf_counter() - report.begun:.0f} s")
-    part = sweep if args.sweep else time_all
+    timed = sweep if args.sweep else time_all
     if not args.no_times:
-        report.item(part.__name__, lambda: part(report))
+        report.item(timed.__name__, lambda: timed(report))
     for name, why in report.failed.items():
         print(f"FAILED {name}: {why}")
     result = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import traceback
@@ -25,11 +26,13 @@ READ, COPY, FLOPS = 3.99e12, 4.16e12, 783e12  # the card's ceilings, from the le
 @dataclass
 class Report:
     limit_s: float
+    part: slice = slice(None)  # of the checks, counted in their order
     begun: float = field(default_factory=perf_counter)
     passed: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     timings: dict[str, list[float]] = field(default_factory=dict)  # µs, of the floor, T a second
     first_calls_s: float = 0.0  # compiling, mostly
+    num_checks: int = 0  # those of all parts
 
     def item(self, name: str, work: Callable[[], None]) -> None:
         if perf_counter() - self.begun > self.limit_s:
@@ -43,6 +46,10 @@ class Report:
             print(f"FAILED {name}\n{traceback.format_exc()[-1500:]}", flush=True)
 
     def check(self, name: str, bound: float, case: Callable[[], float]) -> None:
+        number, self.num_checks = self.num_checks, self.num_checks + 1
+        if number not in range(number + 1)[self.part]:
+            return
+
         def work() -> None:
             torch.manual_seed(len(name))
             error = case()
@@ -72,6 +79,14 @@ class Report:
             print(f"{name:52} {figures}  ({first:.1f} s)", flush=True)
 
         self.item(name, work)
+
+
+def part(text: str) -> slice:
+    """ "2/4": every fourth, from the second."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 1/4 to 4/4, for instance")
+    return slice(int(number) - 1, None, int(count))
 
 
 def tally(passed: int, failed: int) -> int:
