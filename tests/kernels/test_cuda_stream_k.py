@@ -338,7 +338,8 @@ WIDE, INNER = 28672, 4096  # of a weight where all heights of tiles are some row
 EVEN = 2 * WEIGHT_ROWS * stream_k.H200_MULTIPROCESSORS  # lines of one where no tile is shared
 # A number of rows for each of the heights, which fills no tile.
 OF_HEIGHT = {
-    plan(rows, WIDE, INNER // BLOCK, 132, WIDE // 32).rows: rows for rows in range(65, 257)[::-1]
+    plan(rows, WIDE, INNER // BLOCK, 132, WIDE // 32).tile_rows: rows
+    for rows in range(65, 257)[::-1]
 }
 FORMATS = [(128, ""), (128, "zero"), (128, "offset"), (64, ""), (32, "zero"), (32, "offset")]
 

@@ -119,7 +119,7 @@ class GGUFFile:
         info = self.tensors[name]
         return self._data[info.file_index][info.offset : info.offset + info.num_bytes]
 
-    def forget(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Release the memory of a tensor's pages until the next read."""
         info = self.tensors[name]
         forget_pages(self._buffers[info.file_index], info.offset, info.offset + info.num_bytes)
