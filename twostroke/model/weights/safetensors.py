@@ -23,7 +23,7 @@ from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.describe.tensor_names import SpecVariants, TensorNames
 from twostroke.model.describe.tensor_parallel import WHOLE, Part
 from twostroke.model.fields import listed_names, read_json, shown
-from twostroke.model.find.on_disk import forget_pages
+from twostroke.model.find.on_disk import release_pages
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.dequant import Bytes, dequantize
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, not_finite_error
@@ -90,7 +90,7 @@ class _File:
         return Stored(entry["dtype"], tuple(entry["shape"]), self._data[first:end])
 
     def release(self, name: str) -> None:
-        forget_pages(self._buffer, *self._place(name))
+        release_pages(self._buffer, *self._place(name))
 
     def _place(self, name: str) -> tuple[int, int]:
         first, end = self.entries[name]["data_offsets"]
