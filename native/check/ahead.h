@@ -1,5 +1,5 @@
 // Matmuls of one and of eight tokens with Q4 for several prefetch distances. `kernels_speed` uses them to
-// find the best `kAhead` of a machine.
+// find the best `kPrefetchBytes` of a machine.
 #pragma once
 
 #include "../src/kernels.h"

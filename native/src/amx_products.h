@@ -49,7 +49,7 @@ static void to_bf16(const float* x, int n, uint16_t* out) {
 template <Format F>
 static inline void unpack_tile(const uint8_t* p, i8v table, uint16_t* tile) {
   i8v codes[8];
-  f32v scales[parts_of<F>], minima[parts_of<F>];
+  f32v scales[num_scales<F>], minima[num_scales<F>];
   unpack_codes<F>(p, table, codes);
   load_scales<F>(p, scales, minima);
   // A code is placed in the significand of a float. The float is 128 + code for an unsigned code, and

@@ -1,35 +1,35 @@
 // Matmuls with packed matrices, compiled once per instruction set. Each `kernels_*.cpp` includes this
 // file inside its own namespace, after `simd.h`. `twostroke/kernels/reference.py` defines the results.
 
-// The table of a matrix in a register. Empty for a format without a table.
+// Loads the table of a matrix into a register. The result is unused for a format without a table.
 template <Format F>
 static inline __attribute__((always_inline)) i8v table_of(const Packed& w) {
   if constexpr (has_table(F)) return load_table(w.table);
   return i8v{};
 }
 
-// Unpacks the codes of a block to 8 vectors in registers.
+// Unpacks the codes of a block into the 8 vectors `codes`.
 template <Format F>
 static inline __attribute__((always_inline)) void unpack_codes(const uint8_t* p,
-                                                               [[maybe_unused]] i8v table, i8v* w) {
+                                                               [[maybe_unused]] i8v table, i8v* codes) {
   if constexpr (is_q4(F)) {
     unrolled<4>([&](auto j) {
       u8v both = (u8v)load_codes(p + j * 4 * W);
-      w[j] = (i8v)(both & 15);
-      w[j + 4] = (i8v)(both >> 4);
+      codes[j] = (i8v)(both & 15);
+      codes[j + 4] = (i8v)(both >> 4);
       if constexpr (has_table(F)) {
-        w[j] = look_up(table, (u8v)w[j]);
-        w[j + 4] = look_up(table, (u8v)w[j + 4]);
+        codes[j] = look_up(table, (u8v)codes[j]);
+        codes[j + 4] = look_up(table, (u8v)codes[j + 4]);
       }
     });
   } else {
-    unrolled<8>([&](auto j) { w[j] = load_codes(p + j * 4 * W); });
+    unrolled<8>([&](auto j) { codes[j] = load_codes(p + j * 4 * W); });
   }
 }
 
-// Scales and minima of a block: one of each, or one per half block.
+// The number of scales of a block, and of minima: one for the block, or one for each half block.
 template <Format F>
-constexpr int parts_of = has_half_block_scales(F) ? 2 : 1;
+constexpr int num_scales = has_half_block_scales(F) ? 2 : 1;
 
 template <Format F>
 static inline __attribute__((always_inline)) void load_scales(const uint8_t* block, f32v* scale,
@@ -39,44 +39,45 @@ static inline __attribute__((always_inline)) void load_scales(const uint8_t* blo
     if constexpr (has_float_scales(F)) return load(reinterpret_cast<const float*>(p) + n * W);
     return load_fp16(reinterpret_cast<const uint16_t*>(p) + n * W);
   };
-  constexpr int parts = parts_of<F>;
-  unrolled<parts>([&](auto n) {
+  unrolled<num_scales<F>>([&](auto n) {
     scale[n] = number(n);
     minima[n] = f32v{};
-    if constexpr (has_minima(F)) minima[n] = number(parts + n);
+    if constexpr (has_minima(F)) minima[n] = number(num_scales<F> + n);
   });
 }
 
-// Software prefetch: the hardware prefetcher stops at every page. On x86 the distance is beyond the
-// instructions in flight (512 instructions are nine blocks of Q4), for any number of tokens.
+// Software prefetch of weights, because the hardware prefetcher stops at the end of each page.
+// kPrefetchBytes is the distance. On x86 it is larger than the weights that the out-of-order window
+// reaches: 512 instructions are nine blocks of Q4. Tiles of more than kMaxPrefetchTokens tokens do not
+// prefetch.
 #if defined(TS_AHEAD)  // `check/ahead_avx512.cpp` tries other distances
-constexpr int kAhead = TS_AHEAD;
-constexpr int kAheadTokens = kTile;
+constexpr int kPrefetchBytes = TS_AHEAD;
+constexpr int kMaxPrefetchTokens = kTile;
 #elif defined(TS_AVX2) || defined(TS_AVX512)
-constexpr int kAhead = 4096;  // bytes
-constexpr int kAheadTokens = kTile;
+constexpr int kPrefetchBytes = 4096;
+constexpr int kMaxPrefetchTokens = kTile;
 #else
-constexpr int kAhead = 768;
-constexpr int kAheadTokens = 2;
+constexpr int kPrefetchBytes = 768;
+constexpr int kMaxPrefetchTokens = 2;
 #endif
 
 template <int Bytes>
 static inline void prefetch(const uint8_t* p) {
-  if constexpr (kAhead == 0) return;
-  for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + kAhead + n);
+  if constexpr (kPrefetchBytes == 0) return;
+  for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + kPrefetchBytes + n);
 }
 
-// Prefetch of data that is read after the products of this group.
+// Prefetches the weights of the next group into the L2 cache, while this group is multiplied.
 template <int Bytes>
 static inline void prefetch_to_l2(const uint8_t* p) {
   for (int n = 0; n < Bytes; n += 64) __builtin_prefetch(p + n, 0, 2);
 }
 
-// A block unpacked once for many tiles of tokens. It stays in the L1 cache.
+// An unpacked block of weights.
 template <Format F>
 struct Unpacked {
   i8v codes[8];
-  f32v scale[parts_of<F>], minima[parts_of<F>];
+  f32v scale[num_scales<F>], minima[num_scales<F>];
 };
 
 template <Format F>
@@ -87,13 +88,13 @@ static inline __attribute__((always_inline)) void unpack_block(const uint8_t* p,
   if constexpr (F == Format::kQ8 && signed_bias != 0) block.minima[0] = block.scale[0] * -signed_bias;
 }
 
-// The codes of one block of the tokens of a tile.
-struct Place {
+// One block of the activations of a tile: kTile tokens, kBlock columns. See `Activations`.
+struct ActivationBlock {
   const int8_t* codes;
   const float *scale, *sum, *half_sums;
 
-  Place(const Activations& a, int t, int place) {
-    const size_t at = (static_cast<size_t>(t / kTile) * a.places() + place) * kTile;
+  ActivationBlock(const Activations& a, int t, int block) {
+    const size_t at = (static_cast<size_t>(t / kTile) * a.places() + block) * kTile;
     codes = a.codes + at * kBlock;
     scale = a.scale + at, sum = a.sum + at, half_sums = a.half_sums + 2 * at;
   }
@@ -105,91 +106,94 @@ struct Place {
   }
 };
 
-// Add the products of token m with a block to `acc`.
+// Adds the product of token m and one block of W rows to `acc`.
 template <Format F>
-static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& here,
-                                                            const Place& at, int m, f32v& acc) {
-  constexpr bool has_least = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
-  // Small codes would lose digits next to the bias, so the bias is subtracted from the integers.
+static inline __attribute__((always_inline)) void add_block(const Unpacked<F>& weights,
+                                                            const ActivationBlock& tokens, int m, f32v& acc) {
+  constexpr bool has_minimum = has_minima(F) || (F == Format::kQ8 && signed_bias != 0);
+  // The bias is subtracted from the integer sums. Subtracting it after the multiplication with the
+  // scale would lose digits of small codes.
   constexpr bool is_biased = has_float_scales(F) && has_signed_codes(F) && signed_bias != 0;
-  const float *scale = at.scale, *half_sums = at.half_sums;
+  const float *scale = tokens.scale, *half_sums = tokens.half_sums;
   if constexpr (has_half_block_scales(F)) {
-    f32v one = dot_block<true, 4>(here.codes, at.codes + m * kBlock);
-    f32v other = dot_block<true, 4>(here.codes + 4, at.codes + m * kBlock + kHalfBlock);
+    f32v first = dot_block<true, 4>(weights.codes, tokens.codes + m * kBlock);
+    f32v second = dot_block<true, 4>(weights.codes + 4, tokens.codes + m * kBlock + kHalfBlock);
     if constexpr (is_biased) {
-      one -= signed_bias * half_sums[m];
-      other -= signed_bias * half_sums[kTile + m];
+      first -= signed_bias * half_sums[m];
+      second -= signed_bias * half_sums[kTile + m];
     }
-    f32v both = mul_add(other, here.scale[1], one * here.scale[0]);
-    if constexpr (has_least) {
-      both = mul_add(here.minima[0], splat(half_sums[m]), both);
-      both = mul_add(here.minima[1], splat(half_sums[kTile + m]), both);
+    f32v sum = mul_add(second, weights.scale[1], first * weights.scale[0]);
+    if constexpr (has_minimum) {
+      sum = mul_add(weights.minima[0], splat(half_sums[m]), sum);
+      sum = mul_add(weights.minima[1], splat(half_sums[kTile + m]), sum);
     }
-    acc = mul_add(both, splat(scale[m]), acc);
+    acc = mul_add(sum, splat(scale[m]), acc);
   } else {
-    f32v dots = dot_block<has_signed_codes(F)>(here.codes, at.codes + m * kBlock);
+    f32v dots = dot_block<has_signed_codes(F)>(weights.codes, tokens.codes + m * kBlock);
     if constexpr (is_biased) dots -= signed_bias * (half_sums[m] + half_sums[kTile + m]);
-    acc = mul_add(dots, here.scale[0] * scale[m], acc);
-    if constexpr (has_least) acc = mul_add(here.minima[0], splat(at.sum[m]), acc);
+    acc = mul_add(dots, weights.scale[0] * scale[m], acc);
+    if constexpr (has_minimum) acc = mul_add(weights.minima[0], splat(tokens.sum[m]), acc);
   }
 }
 
-// A block of a group, either packed or already unpacked.
-template <Format F, bool Ready>
+// Loads block b of a group. `group` has packed bytes, or with IsUnpacked an array of Unpacked<F>.
+template <Format F, bool IsUnpacked>
 static inline __attribute__((always_inline)) void load_block(const void* group, i8v table,
-                                                             int b, Unpacked<F>& here) {
-  if constexpr (Ready) {
-    const Unpacked<F>& ready = static_cast<const Unpacked<F>*>(group)[b];
-    unrolled<8>([&](auto j) { here.codes[j] = ready.codes[j]; });
-    unrolled<parts_of<F>>([&](auto n) {
-      here.scale[n] = ready.scale[n];
-      here.minima[n] = ready.minima[n];
+                                                             int b, Unpacked<F>& block) {
+  if constexpr (IsUnpacked) {
+    const Unpacked<F>& unpacked = static_cast<const Unpacked<F>*>(group)[b];
+    unrolled<8>([&](auto j) { block.codes[j] = unpacked.codes[j]; });
+    unrolled<num_scales<F>>([&](auto n) {
+      block.scale[n] = unpacked.scale[n];
+      block.minima[n] = unpacked.minima[n];
     });
   } else {
-    unpack_block<F>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W), table, here);
+    unpack_block<F>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W), table, block);
   }
 }
 
-// Add the products of the residuals of the tokens' coarsest blocks. Not inlined, because the loop below
-// needs the registers.
-template <Format F, int M, bool Ready>
+// Adds the products of the residual blocks to `acc`. A residual block has the rounding errors of the
+// block with the largest scale. Not inlined, because the loop of quantised_tile needs the registers.
+template <Format F, int M, bool IsUnpacked>
 static __attribute__((noinline)) void residual_tile(const Packed& w, const void* group,
                                                     const Activations& a, int t, f32v* acc) {
   const i8v table = table_of<F>(w);
-  const Place at(a, t, a.blocks);
+  const ActivationBlock tokens(a, t, a.blocks);
   const int32_t* residual = a.residual_block + t;
-  Unpacked<F> here;
-  load_block<F, Ready>(group, table, residual[0], here);
+  Unpacked<F> weights;
+  load_block<F, IsUnpacked>(group, table, residual[0], weights);
   for (int m = 0; m < M; m++) {
-    // The block is mostly the same for all tokens, because outliers stay in one channel.
-    if (m > 0 && residual[m] != residual[m - 1]) load_block<F, Ready>(group, table, residual[m], here);
-    add_block<F>(here, at, m, acc[m]);
+    // Most tokens have the same residual block, because outliers are in the same channel.
+    if (m > 0 && residual[m] != residual[m - 1])
+      load_block<F, IsUnpacked>(group, table, residual[m], weights);
+    add_block<F>(weights, tokens, m, acc[m]);
   }
 }
 
-// The products of M tokens with one group, block by block.
-template <Format F, int M, bool Ready>
+// Computes the products of M tokens and one group of W rows, block by block.
+template <Format F, int M, bool IsUnpacked>
 static inline __attribute__((always_inline)) void quantised_tile(const Packed& w,
                                                                  const void* group,
                                                                  const Activations& a, int t,
                                                                  f32v* acc) {
   const i8v table = table_of<F>(w);
-  Place at(a, t, 0);
+  ActivationBlock tokens(a, t, 0);
   f32v sums[M];
   unrolled<M>([&](auto m) { sums[m] = f32v{}; });
   for (int b = 0; b < a.blocks; b++) {
-    if constexpr (M <= kAheadTokens && !Ready)
+    if constexpr (M <= kMaxPrefetchTokens && !IsUnpacked)
       prefetch<block_bytes(F, W)>(static_cast<const uint8_t*>(group) + b * block_bytes(F, W));
-    Unpacked<F> here;
-    load_block<F, Ready>(group, table, b, here);
-    unrolled<M>([&](auto m) { add_block<F>(here, at, m, sums[m]); });
-    at.next();
+    Unpacked<F> weights;
+    load_block<F, IsUnpacked>(group, table, b, weights);
+    unrolled<M>([&](auto m) { add_block<F>(weights, tokens, m, sums[m]); });
+    tokens.next();
   }
   unrolled<M>([&](auto m) { acc[m] = sums[m]; });
-  if (a.residual_block != nullptr) residual_tile<F, M, Ready>(w, group, a, t, acc);
+  if (a.residual_block != nullptr) residual_tile<F, M, IsUnpacked>(w, group, a, t, acc);
 }
 
-// The exact product: codes unpacked to fp32, activations in fp32.
+// Computes the products of M tokens and one group in fp32: weights are dequantised, activations are not
+// rounded.
 template <Format F, int M>
 static inline __attribute__((always_inline)) void exact_tile(const Packed& packed, int g,
                                                              const Activations& a, int t,
@@ -238,6 +242,7 @@ static inline __attribute__((always_inline)) void exact_tile(const Packed& packe
   }
 }
 
+// Adds the bias, and stores the tile or adds it to `out`.
 template <Format F, int M>
 static inline __attribute__((always_inline)) void finish_tile(const Packed& w, int g, const f32v* acc,
                                                               float* out, int stride, bool add) {
@@ -255,13 +260,14 @@ static inline __attribute__((always_inline)) void finish_tile(const Packed& w, i
   });
 }
 
+// Computes the products of M tokens and group g. `unpacked` has the blocks of the group, or is null.
 template <Format F, int M>
-static void one_tile(const Packed& w, const Activations& a, int g, const Unpacked<F>* ready, int t,
+static void matmul_tile(const Packed& w, const Activations& a, int g, const Unpacked<F>* unpacked, int t,
                      float* out, int stride, bool add) {
   f32v acc[M];
   if constexpr (has_codes(F)) {
-    if (ready != nullptr) {
-      quantised_tile<F, M, true>(w, ready, a, t, acc);
+    if (unpacked != nullptr) {
+      quantised_tile<F, M, true>(w, unpacked, a, t, acc);
     } else if (a.codes != nullptr) {
       quantised_tile<F, M, false>(w, w.group(g), a, t, acc);
     } else {
@@ -273,16 +279,19 @@ static void one_tile(const Packed& w, const Activations& a, int g, const Unpacke
   finish_tile<F, M>(w, g, acc, out, stride, add);
 }
 
+// Computes a matmul, as kernels.h describes, with weights of one format.
 template <Format F>
-static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
+static void matmul_format(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                       float* out, int stride, bool add) {
-  constexpr int kMaxBlocks = 512;  // maximum of a group kept unpacked; each has 40 to 48 bytes per lane
+  // A group of at most kMaxBlocks blocks is unpacked once for all tiles of a panel. An unpacked block has
+  // 40 to 48 bytes for each of the W rows.
+  constexpr int kMaxBlocks = 512;
+  constexpr int kPanelBytes = 262144;  // codes of a panel of tokens, which stay in the L2 cache
   const bool unpack = has_codes(F) && a.codes != nullptr && t1 - t0 > 2 * kTile &&
                       w.blocks <= kMaxBlocks;
-  // The codes of a panel of tokens stay in the L2 cache while all groups pass over the panel.
-  const int panel = 262144 / (a.blocks * kBlock) / kTile * kTile;
+  const int panel = kPanelBytes / (a.blocks * kBlock) / kTile * kTile;
   const int step = panel < kTile ? kTile : panel;
-  Unpacked<F> ready[kMaxBlocks];
+  Unpacked<F> unpacked[kMaxBlocks];
   for (int from = t0; from < t1; from += step) {
     const int to = from + step < t1 ? from + step : t1;
     for (int g = g0; g < g1; g++) {
@@ -290,22 +299,23 @@ static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int
         if (unpack)
           for (int b = 0; b < w.blocks; b++) {
             const uint8_t* block = w.group(g) + b * block_bytes(F, W);
-            if constexpr (kAheadTokens == kTile) prefetch_to_l2<block_bytes(F, W)>(block + w.group_bytes);
-            unpack_block<F>(block, table_of<F>(w), ready[b]);
+            if constexpr (kMaxPrefetchTokens == kTile)
+              prefetch_to_l2<block_bytes(F, W)>(block + w.group_bytes);
+            unpack_block<F>(block, table_of<F>(w), unpacked[b]);
           }
       }
-      const Unpacked<F>* group = unpack ? ready : nullptr;
+      const Unpacked<F>* group = unpack ? unpacked : nullptr;
       for (int t = from; t < to; t += kTile) {
         float* at = out + static_cast<size_t>(t - t0) * stride + (g - g0) * W;
         switch (to - t) {
-          case 1: one_tile<F, 1>(w, a, g, group, t, at, stride, add); break;
-          case 2: one_tile<F, 2>(w, a, g, group, t, at, stride, add); break;
-          case 3: one_tile<F, 3>(w, a, g, group, t, at, stride, add); break;
-          case 4: one_tile<F, 4>(w, a, g, group, t, at, stride, add); break;
-          case 5: one_tile<F, 5>(w, a, g, group, t, at, stride, add); break;
-          case 6: one_tile<F, 6>(w, a, g, group, t, at, stride, add); break;
-          case 7: one_tile<F, 7>(w, a, g, group, t, at, stride, add); break;
-          default: one_tile<F, 8>(w, a, g, group, t, at, stride, add); break;
+          case 1: matmul_tile<F, 1>(w, a, g, group, t, at, stride, add); break;
+          case 2: matmul_tile<F, 2>(w, a, g, group, t, at, stride, add); break;
+          case 3: matmul_tile<F, 3>(w, a, g, group, t, at, stride, add); break;
+          case 4: matmul_tile<F, 4>(w, a, g, group, t, at, stride, add); break;
+          case 5: matmul_tile<F, 5>(w, a, g, group, t, at, stride, add); break;
+          case 6: matmul_tile<F, 6>(w, a, g, group, t, at, stride, add); break;
+          case 7: matmul_tile<F, 7>(w, a, g, group, t, at, stride, add); break;
+          default: matmul_tile<F, 8>(w, a, g, group, t, at, stride, add); break;
         }
       }
     }
@@ -315,22 +325,23 @@ static void matmul_of(const Packed& w, const Activations& a, int t0, int t1, int
 static void matmul(const Packed& w, const Activations& a, int t0, int t1, int g0, int g1,
                    float* out, int stride, bool add) {
   switch (w.format) {
-    case Format::kQ4: return matmul_of<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kQ4T: return matmul_of<Format::kQ4T>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kQ4TS: return matmul_of<Format::kQ4TS>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kQ4F: return matmul_of<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kQ8: return matmul_of<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kQ8F: return matmul_of<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kQ8S: return matmul_of<Format::kQ8S>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kQ8M: return matmul_of<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kBF16: return matmul_of<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
-    case Format::kF32: return matmul_of<Format::kF32>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ4: return matmul_format<Format::kQ4>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ4T: return matmul_format<Format::kQ4T>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ4TS: return matmul_format<Format::kQ4TS>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ4F: return matmul_format<Format::kQ4F>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8: return matmul_format<Format::kQ8>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8F: return matmul_format<Format::kQ8F>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8S: return matmul_format<Format::kQ8S>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kQ8M: return matmul_format<Format::kQ8M>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kBF16: return matmul_format<Format::kBF16>(w, a, t0, t1, g0, g1, out, stride, add);
+    case Format::kF32: return matmul_format<Format::kF32>(w, a, t0, t1, g0, g1, out, stride, add);
     case Format::kF16: break;  // handled by `fp16_products.h` where the machine has fp16
   }
 }
 
+// Dequantises one row of a matrix with weights of one format.
 template <Format F>
-static void unpack_row_of(const Packed& w, int row, float* out) {
+static void unpack_row_format(const Packed& w, int row, float* out) {
   const uint8_t* p = w.group(row / W);
   int lane = row % W;
   if constexpr (has_codes(F)) {
@@ -358,20 +369,22 @@ static void unpack_row_of(const Packed& w, int row, float* out) {
 
 static void unpack_row(const Packed& w, int row, float* out) {
   switch (w.format) {
-    case Format::kQ4: return unpack_row_of<Format::kQ4>(w, row, out);
-    case Format::kQ4T: return unpack_row_of<Format::kQ4T>(w, row, out);
-    case Format::kQ4TS: return unpack_row_of<Format::kQ4TS>(w, row, out);
-    case Format::kQ4F: return unpack_row_of<Format::kQ4F>(w, row, out);
-    case Format::kQ8: return unpack_row_of<Format::kQ8>(w, row, out);
-    case Format::kQ8F: return unpack_row_of<Format::kQ8F>(w, row, out);
-    case Format::kQ8S: return unpack_row_of<Format::kQ8S>(w, row, out);
-    case Format::kQ8M: return unpack_row_of<Format::kQ8M>(w, row, out);
-    case Format::kBF16: return unpack_row_of<Format::kBF16>(w, row, out);
-    case Format::kF32: return unpack_row_of<Format::kF32>(w, row, out);
+    case Format::kQ4: return unpack_row_format<Format::kQ4>(w, row, out);
+    case Format::kQ4T: return unpack_row_format<Format::kQ4T>(w, row, out);
+    case Format::kQ4TS: return unpack_row_format<Format::kQ4TS>(w, row, out);
+    case Format::kQ4F: return unpack_row_format<Format::kQ4F>(w, row, out);
+    case Format::kQ8: return unpack_row_format<Format::kQ8>(w, row, out);
+    case Format::kQ8F: return unpack_row_format<Format::kQ8F>(w, row, out);
+    case Format::kQ8S: return unpack_row_format<Format::kQ8S>(w, row, out);
+    case Format::kQ8M: return unpack_row_format<Format::kQ8M>(w, row, out);
+    case Format::kBF16: return unpack_row_format<Format::kBF16>(w, row, out);
+    case Format::kF32: return unpack_row_format<Format::kF32>(w, row, out);
     case Format::kF16: break;
   }
 }
 
+// Rounds n activations of token t to int8 blocks, from block `first` of its `places` blocks on. The other
+// arguments are the fields of `Activations` for all tokens.
 static void quantise(const float* x, int n, int t, int first, int places, int8_t* codes,
                      float* scale, float* sum, float* half_sums) {
   const size_t tile = (static_cast<size_t>(t / kTile) * places + first) * kTile;
@@ -392,12 +405,12 @@ static void quantise(const float* x, int n, int t, int first, int places, int8_t
     float d = max_lanes(maximum) / 127.0f;
     if (!(d > 1e-37f)) d = 0;  // zero, or so small that the inverse is infinite
     const float inverse = d > 0 ? 1.0f / d : 0.0f;
-    const int one = round_half_block(p, inverse, codes);
-    const int other = round_half_block(p + kHalfBlock, inverse, codes + kHalfBlock);
+    const int first_sum = round_half_block(p, inverse, codes);
+    const int second_sum = round_half_block(p + kHalfBlock, inverse, codes + kHalfBlock);
     *scale = d;
-    *sum = d * static_cast<float>(one + other);
-    half_sums[0] = static_cast<float>(one);
-    half_sums[kTile] = static_cast<float>(other);
+    *sum = d * static_cast<float>(first_sum + second_sum);
+    half_sums[0] = static_cast<float>(first_sum);
+    half_sums[kTile] = static_cast<float>(second_sum);
     codes += kTile * kBlock;
     scale += kTile;
     sum += kTile;
@@ -405,8 +418,9 @@ static void quantise(const float* x, int n, int t, int first, int places, int8_t
   }
 }
 
-// One channel with large values makes the rounding steps of its whole block coarse, and the inputs of
-// many layers have such a channel: that block causes more than half of the total rounding error.
+// Rounds the rounding errors (residuals) of the token's block with the largest scale to one more block,
+// and returns the number of that block. The inputs of many layers have one channel with large values.
+// The block of this channel has a large scale and causes more than half of the total rounding error.
 static int quantise_residual(const float* x, int n, int t, int places, int8_t* codes, float* scale,
                          float* sum, float* half_sums) {
   const size_t first = static_cast<size_t>(t / kTile) * places * kTile + t % kTile;
@@ -414,10 +428,10 @@ static int quantise_residual(const float* x, int n, int t, int places, int8_t* c
   for (int b = 1; b < places - 1; b++)
     if (scale[first + b * kTile] > scale[first + coarsest * kTile]) coarsest = b;
   const size_t place = first + coarsest * kTile;
-  float rest[kBlock] = {};
+  float residual[kBlock] = {};
   const double step = scale[place];  // in double, so that its products with codes are exact
   for (int i = 0; i < kBlock && coarsest * kBlock + i < n; i++)
-    rest[i] = static_cast<float>(x[coarsest * kBlock + i] - step * codes[place * kBlock + i]);
-  quantise(rest, kBlock, t, places - 1, places, codes, scale, sum, half_sums);
+    residual[i] = static_cast<float>(x[coarsest * kBlock + i] - step * codes[place * kBlock + i]);
+  quantise(residual, kBlock, t, places - 1, places, codes, scale, sum, half_sums);
   return coarsest;
 }

@@ -361,7 +361,7 @@ def tune_one_row(type: torch.dtype) -> dict[str, list[object]]:
     best: dict[str, list[object]] = {}
     x = {inner: random_x(1, inner) for _, inner, _ in MATRICES.values()}
     for name, (columns, inner, gated) in MATRICES.items():
-        weights, run = copies(name, type), partial(w8a8.stream, context=DEPENDENT)
+        weights, run = copies(name, type), partial(w8a8.launch_streaming, context=DEPENDENT)
         activation = "silu" if gated else None
         todo = [
             Streaming(columns, 512 * warps, warps, depth)
@@ -405,7 +405,7 @@ def tune(limit_s: float, type: torch.dtype) -> dict[str, list[object]]:
             todo = list(dict.fromkeys(ways))
 
             shape = x if given is None else rows8.values
-            run = partial(w8a8.tiled, activation=activation, context=StepContext(rows <= 64))
+            run = partial(w8a8.launch_tiled, activation=activation, context=StepContext(rows <= 64))
             meta, without = shape.to("meta"), weights[0].to_meta()
             on_meta = (
                 None
@@ -445,7 +445,9 @@ def tune(limit_s: float, type: torch.dtype) -> dict[str, list[object]]:
 def is_right_tiling(
     way: Tiling, rows8: QuantizedActivations, weight: W8Weight, gated: bool
 ) -> bool:
-    found = w8a8.tiled(rows8.values, rows8, weight, way, "silu" if gated else None, DEFAULT_CONTEXT)
+    found = w8a8.launch_tiled(
+        rows8.values, rows8, weight, way, "silu" if gated else None, DEFAULT_CONTEXT
+    )
     product = Kernels().w8a8_product(rows8._replace(dtype=torch.float32), weight)
     return is_right(way, found, product, gated)
 

@@ -374,12 +374,12 @@ def time_products(report: Report, shape: Shape, rows: int) -> None:
                     streamed = product.Streaming(*size)
                     activation = "silu" if gated else None
                     ways[f"streamed {size}"] = lambda w, x=x, t=streamed, a=activation: (
-                        product.stream(x, w, t, a, DEPENDENT)
+                        product.launch_streaming(x, w, t, a, DEPENDENT)
                     )
         if gated:
             for tile in ((32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 3)):
                 tiles = product.RowTiling(*tile)
-                ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.tiled(
+                ways[f"tiled {tile}"] = lambda w, x=x, t=tiles: product.launch_tiled(
                     x, w, t, "silu", DEPENDENT
                 )
         for how, way in ways.items():

@@ -153,7 +153,7 @@ def check_repeats(rows: int, columns: int, inner: int, gated: bool) -> float:
     x, weight = random_x(rows, inner), random_weight(2 * columns, inner)
     programs, blocks = stream_k.num_multiprocessors(), inner // stream_k.BLOCK
     plan = stream_k.plan(rows, 2 * columns, blocks, programs, len(weight.arrived))
-    assert plan.shares(blocks) or not stream_k.can_multiply(x, weight)
+    assert plan.shares_tiles(blocks) or not stream_k.can_multiply(x, weight)
     if gated:
         run = partial(packed.packed_gated_product, x, weight, "silu")
     else:
@@ -434,7 +434,7 @@ MAX_TUNED = {4: 64, 8: 256}  # of 4 bits, more are `stream_k`'s
 
 
 def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
-    usual = packed.streaming(weight, gated)
+    usual = packed.choose_streaming(weight, gated)
     assert usual is not None
     yield usual
     block = packed.stream_block(weight)
@@ -449,9 +449,9 @@ def streamings(weight: PackedWeight, gated: bool) -> Iterator[packed.Streaming]:
 def tilings(rows: int, weight: PackedWeight, gated: bool) -> Iterator[packed.Tiling]:
     """Yield the tiling that is used, and tilings that differ from it in one or two fields."""
     if weight.bits == 4:
-        usual = packed.tiling_4(rows, weight, gated)
+        usual = packed.choose_tiling_4(rows, weight, gated)
     else:
-        usual = packed.tiling_8(min(128, rows), weight, gated)
+        usual = packed.choose_tiling_8(min(128, rows), weight, gated)
     if usual is None:
         return
     steps = weight.shape[1] // (weight.block if weight.bits == 4 else weight.group)

@@ -34,7 +34,7 @@ from tests.kernels.test_cuda_compiles import (  # noqa: E402, F401
     spilled_bytes,
 )
 from twostroke.kernels.cuda import packed, stream_k  # noqa: E402
-from twostroke.kernels.cuda.stream_k import BLOCK, LINES, StreamKPlan, plan  # noqa: E402
+from twostroke.kernels.cuda.stream_k import BLOCK, WEIGHT_ROWS, StreamKPlan, plan  # noqa: E402
 from twostroke.kernels.packed import (  # noqa: E402
     Codes,
     PackedWeight,
@@ -45,7 +45,7 @@ from twostroke.kernels.packed import (  # noqa: E402
 from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext  # noqa: E402
 
 FP16 = torch.float16
-of_tested = pytest.mark.skipif(not stream_k.IS_KNOWN, reason="another Gluon")
+of_tested = pytest.mark.skipif(not stream_k.GLUON_IS_TESTED, reason="another Gluon")
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +67,15 @@ def place(work: StreamKPlan, blocks: int, program: int, unit: int) -> tuple[int,
     whole = work.whole_tiles * blocks
     if unit < whole:
         return unit // blocks * work.programs + program, unit % blocks
-    rest = min(program * work.each, work.units) + unit - whole
+    rest = min(program * work.shared_blocks_each, work.shared_blocks) + unit - whole
     return work.whole_tiles * work.programs + rest // blocks, rest % blocks
 
 
 def num_units(work: StreamKPlan, blocks: int, program: int) -> int:
-    begin = min(program * work.each, work.units)
-    return work.whole_tiles * blocks + min(begin + work.each, work.units) - begin
+    begin = min(program * work.shared_blocks_each, work.shared_blocks)
+    return (
+        work.whole_tiles * blocks + min(begin + work.shared_blocks_each, work.shared_blocks) - begin
+    )
 
 
 def parts(work: StreamKPlan, blocks: int, program: int) -> Iterator[tuple[int, int, int]]:
@@ -89,7 +91,7 @@ def parts(work: StreamKPlan, blocks: int, program: int) -> Iterator[tuple[int, i
 def num_others(work: StreamKPlan, blocks: int, program: int, tile: int) -> int:
     """Parts that the program with a tile's first one waits for."""
     shared = tile - work.whole_tiles * work.programs
-    return ((shared + 1) * blocks - 1) // work.each - program
+    return ((shared + 1) * blocks - 1) // work.shared_blocks_each - program
 
 
 def sizes(count: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -111,10 +113,10 @@ def check_plan(rows: int, lines: int, blocks: int, programs: int, counters: int)
     """The height of a tile."""
     work = plan(rows, lines, blocks, programs, counters)
     assert work.programs == programs
-    assert (work.row_tiles - 1) * work.rows < rows <= work.row_tiles * work.rows
+    assert (work.row_tiles - 1) * work.tile_rows < rows <= work.row_tiles * work.tile_rows
     # In the order of programs, as whoever has a tile's first part adds them up.
     found: list[list[tuple[int, int, int]]] = [
-        [] for _ in range(work.row_tiles * -(-lines // (2 * LINES)))
+        [] for _ in range(work.row_tiles * -(-lines // (2 * WEIGHT_ROWS)))
     ]
     for program in range(programs):
         mine = list(parts(work, blocks, program))
@@ -136,8 +138,8 @@ def check_plan(rows: int, lines: int, blocks: int, programs: int, counters: int)
             assert 0 <= tile - work.whole_tiles * programs < counters
             assert len(of_tile) - 1 == num_others(work, blocks, first, tile) < 1 << 16
     assert num_shared <= counters
-    assert work.shares(blocks) == (num_shared > 0)
-    return work.rows
+    assert work.shares_tiles(blocks) == (num_shared > 0)
+    return work.tile_rows
 
 
 def test_every_block_of_every_tile_is_some_programs_once() -> None:
@@ -195,14 +197,16 @@ class Simulated:
         height = of.ROWS + of.MORE
         assert of.x.block_shape == [of.ROWS, BLOCK // 2]
         assert of.MORE == 0 or of.x_more.block_shape == [of.MORE, BLOCK // 2]
-        work = StreamKPlan(programs, height, of.row_tiles, of.whole_tiles, of.units, of.each)
+        work = StreamKPlan(
+            programs, height, of.row_tiles, of.whole_tiles, of.shared_blocks, of.shared_blocks_each
+        )
         self.plan = work
         if of.partial is not None:
             of.partial.fill_(float("nan"))
         # What is fetched from beyond a matrix is zero.
         x = torch.zeros(of.row_tiles * height, of.BLOCKS * BLOCK)
         x[: of.num_rows] = of.x.base.float()
-        lines = torch.zeros(len(self.lines) + 4 * LINES, x.shape[1])
+        lines = torch.zeros(len(self.lines) + 4 * WEIGHT_ROWS, x.shape[1])
         lines[: len(self.lines)] = self.lines
         order = self.turns([*range(programs)])
         running = [self.consume(work, of, x, lines, p, c) for p in order for c in (0, 1)]
@@ -221,18 +225,18 @@ class Simulated:
         consumer: int,
     ) -> Iterator[bool]:
         N, blocks = of.N, of.BLOCKS
-        columns = LINES // 2 if of.GATED else LINES  # of a consumer
-        number = torch.arange(LINES)
+        columns = WEIGHT_ROWS // 2 if of.GATED else WEIGHT_ROWS  # of a consumer
+        number = torch.arange(WEIGHT_ROWS)
         slots = torch.empty(0) if of.partial is None else of.partial
-        slots = slots.view(-1, 2, LINES, work.rows)
+        slots = slots.view(-1, 2, WEIGHT_ROWS, work.tile_rows)
         for tile, start, count in parts(work, blocks, program):
-            row = tile % of.row_tiles * work.rows
+            row = tile % of.row_tiles * work.tile_rows
             column = (tile // of.row_tiles * 2 + consumer) * columns
             line = column + number
             if of.GATED:
                 line = column + number // 16 * 8 + number % 8 + number // 8 % 2 * N
             inner = slice(start * BLOCK, (start + count) * BLOCK)
-            sums = lines[line, inner] @ x[row : row + work.rows, inner].t()
+            sums = lines[line, inner] @ x[row : row + work.tile_rows, inner].t()
             shared, unit = tile - work.whole_tiles * work.programs, 1 << 16 * consumer
             if start > 0:
                 assert slots[program, consumer].isnan().all()
@@ -248,9 +252,9 @@ class Simulated:
                     sums += slots[other, consumer]
                 of.arrived[shared] -= others * unit
             if of.GATED:
-                gate, up = sums.view(LINES // 16, 2, 8, work.rows).unbind(1)
+                gate, up = sums.view(WEIGHT_ROWS // 16, 2, 8, work.tile_rows).unbind(1)
                 sums = (gate * up).flatten(0, 1)
-            place = of.out[row : row + work.rows, column : column + columns]
+            place = of.out[row : row + work.tile_rows, column : column + columns]
             assert place.isnan().all()
             place.copy_(sums.t()[: place.shape[0], : place.shape[1]])
 
@@ -316,7 +320,7 @@ def test_parts_come_together(
         assert torch.equal(found, right)
         assert simulated.plan is not None
         if turns is forwards:
-            assert (simulated.waited > 0) == simulated.plan.shares(blocks)
+            assert (simulated.waited > 0) == simulated.plan.shares_tiles(blocks)
         elif turns is backwards:
             assert simulated.waited == 0, "all that programs wait for is later ones'"
 
@@ -331,10 +335,11 @@ def test_who_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── compiled ────────────────────────────────────────────────────────────────────────────────
 
 WIDE, INNER = 28672, 4096  # of a weight where all heights of tiles are some rows'
-EVEN = 2 * LINES * stream_k.OF_H200  # lines of one where no tile is shared
+EVEN = 2 * WEIGHT_ROWS * stream_k.H200_MULTIPROCESSORS  # lines of one where no tile is shared
 # A number of rows for each of the heights, which fills no tile.
 OF_HEIGHT = {
-    plan(rows, WIDE, INNER // BLOCK, 132, WIDE // 32).rows: rows for rows in range(65, 257)[::-1]
+    plan(rows, WIDE, INNER // BLOCK, 132, WIDE // 32).tile_rows: rows
+    for rows in range(65, 257)[::-1]
 }
 FORMATS = [(128, ""), (128, "zero"), (128, "offset"), (64, ""), (32, "zero"), (32, "offset")]
 
@@ -563,6 +568,6 @@ def test_a_gpu_and_a_triton_that_can(
     gpu = NoGPU(pytest.fail)
     monkeypatch.setattr(gpu, "get_current_target", lambda: SimpleNamespace(arch=arch))
     monkeypatch.setattr(driver, "_active", gpu)
-    monkeypatch.setattr(stream_k, "IS_KNOWN", known)
+    monkeypatch.setattr(stream_k, "GLUON_IS_TESTED", known)
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     assert stream_k.is_hopper() == expected

@@ -28,11 +28,11 @@ from tests.kernels.test_cuda_compiles import (  # noqa: E402, F401
 )
 from tests.kernels.test_cuda_stream_k import product_loops  # noqa: E402
 from twostroke.kernels.cuda import elementwise, stream_k, w8a8, w8a8_hopper  # noqa: E402
-from twostroke.kernels.cuda.w8a8_hopper import BLOCK, LINES, plan  # noqa: E402
+from twostroke.kernels.cuda.w8a8_hopper import BLOCK, WEIGHT_ROWS, plan  # noqa: E402
 from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext  # noqa: E402
 from twostroke.kernels.w8a8 import E4M3, INT8, QuantizedActivations, W8Weight, w8_weight  # noqa: E402
 
-of_tested = pytest.mark.skipif(not stream_k.IS_KNOWN, reason="another Gluon")
+of_tested = pytest.mark.skipif(not stream_k.GLUON_IS_TESTED, reason="another Gluon")
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_every_block_of_every_tile_is_some_programs_once() -> None:
         blocks = of.choice((1, 2, 3, 7, 32, 112, of.randint(1, 200)))
         programs = of.choice((1, 7, 78, 114, 132, of.randint(1, 200)))
         work = plan(rows, columns, blocks, programs)
-        tiles = -(-columns // (2 * LINES))
+        tiles = -(-columns // (2 * WEIGHT_ROWS))
         if work is None:
             assert (2 if rows > 64 else 1) * tiles > programs
             continue
@@ -109,10 +109,10 @@ class Simulated:
 
     def run(self, programs: int, of: Any) -> None:
         assert of.x.block_shape == [of.ROWS, BLOCK]
-        assert of.weight.block_shape == [LINES, BLOCK]
+        assert of.weight.block_shape == [WEIGHT_ROWS, BLOCK]
         assert of.x.base.shape[0] in (of.num_rows, of.row_tiles * of.ROWS)
         if of.partial is not None:
-            assert of.partial.numel() == programs * 2 * LINES * of.ROWS
+            assert of.partial.numel() == programs * 2 * WEIGHT_ROWS * of.ROWS
             of.partial.fill_(float("nan"))
         order = self.turns([*range(programs)])
         running = [self.consume(of, program, consumer) for program in order for consumer in (0, 1)]
@@ -124,15 +124,15 @@ class Simulated:
     def consume(self, of: Any, program: int, consumer: int) -> Iterator[bool]:
         tile, part = divmod(program, of.parts)
         row = tile % of.row_tiles * of.ROWS
-        column = tile // of.row_tiles * 2 * LINES + consumer * LINES
+        column = tile // of.row_tiles * 2 * WEIGHT_ROWS + consumer * WEIGHT_ROWS
         at = slice(part * of.each * BLOCK, (part + 1) * of.each * BLOCK)
         # What is fetched from beyond a matrix is zero.
-        sums = torch.zeros(LINES, of.ROWS)
-        lines = of.weight.base[column : column + LINES, at].float()
+        sums = torch.zeros(WEIGHT_ROWS, of.ROWS)
+        lines = of.weight.base[column : column + WEIGHT_ROWS, at].float()
         found = lines @ of.x.base[row : row + of.ROWS, at].float().t()
         sums[: found.shape[0], : found.shape[1]] = found
         if of.partial is not None:
-            slots = of.partial.view(-1, of.parts, 2, LINES, of.ROWS)[tile, :, consumer]
+            slots = of.partial.view(-1, of.parts, 2, WEIGHT_ROWS, of.ROWS)[tile, :, consumer]
             if part > 0:
                 slots[part] = sums
                 of.arrived[tile] += 1 << (16 * consumer)
@@ -142,10 +142,10 @@ class Simulated:
                 yield True
             of.arrived[tile] -= (of.parts - 1) << (16 * consumer)
             sums = sums + slots[1:].sum(0)
-        place = of.out[row : row + of.ROWS, column : column + LINES]
+        place = of.out[row : row + of.ROWS, column : column + WEIGHT_ROWS]
         assert place.isnan().all()
         scaled = sums.t()[: place.shape[0], : place.shape[1]]
-        scaled = scaled * of.scale[column : column + LINES].flatten()
+        scaled = scaled * of.scale[column : column + WEIGHT_ROWS].flatten()
         place.copy_(scaled * of.x_scale[row : row + of.ROWS].unsqueeze(1))
 
 
@@ -266,7 +266,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(w8a8_hopper, "is_hopper", lambda: True)
     monkeypatch.setattr(w8a8_hopper, "num_multiprocessors", lambda: 132)
     monkeypatch.setattr(w8a8_hopper, "multiply", way("parts"))
-    monkeypatch.setattr(w8a8, "tiled", way("tiles"))
+    monkeypatch.setattr(w8a8, "launch_tiled", way("tiles"))
     monkeypatch.setattr(w8a8, "library_product", way("library"))
     return found
 

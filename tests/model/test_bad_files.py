@@ -42,7 +42,7 @@ from twostroke.exec.memory import plan_memory
 from twostroke.model.describe.gguf_config import NAMES as GGUF_NAMES
 from twostroke.model.describe.gguf_config import spec_from_gguf
 from twostroke.model.describe.hf_config import spec_from_hf
-from twostroke.model.describe.hf_names import NAMES
+from twostroke.model.describe.hf_names import LLAMA_NAMES
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.text.tokenizer import Tokenizer
@@ -591,4 +591,4 @@ def test_every_weight_names_the_fields_it_is_shaped_by() -> None:
         sizes = [next((getattr(p, f) for p in parts if hasattr(p, f)), None) for f in fields]
         whole = [size for size in sizes if type(size) is int]
         assert math.prod(shape) == math.prod(whole), name
-        assert NAMES.tensor(name)
+        assert LLAMA_NAMES.tensor(name)

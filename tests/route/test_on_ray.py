@@ -165,7 +165,9 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
             model=str(folder), max_num_seqs=32, num_gpu_blocks_override=512, exact=True, threads=1
         )
         engines = cluster.placed(settings.engines(config))
-        async with await RoutedEngine.start(engines, restart_limit=1000, places=cluster) as engine:
+        async with await RoutedEngine.start(
+            engines, restart_limit=1000, placement=cluster
+        ) as engine:
             # The tiny model's prompts are short: none would be handed over for long.
             engine.requests.router._place_directly = lambda *_: None  # type: ignore[method-assign]
             for number, (stage, kind) in enumerate((s, k) for s in STAGES for k in KINDS):

@@ -170,11 +170,12 @@ def show_pilot(console: Console, pilot: Pilot, pairs: int) -> None:
     """Print what the trial can detect, before it begins."""
     from rich.text import Text
 
-    from twostroke.measure.compare.ab_report import WORDS
+    from twostroke.measure.compare.ab_report import METRIC_TITLES
 
     finds, needed = pilot.detectable(pairs), pilot.pairs_for(EXAMPLE_EFFECT)
     parts = ", ".join(
-        f"{WORDS[name]} {_percent(finds[name])} ({needed[name]} pairs for {EXAMPLE_EFFECT:.0%})"
+        f"{METRIC_TITLES[name]} {_percent(finds[name])} "
+        f"({needed[name]} pairs for {EXAMPLE_EFFECT:.0%})"
         for name in finds
     )
     console.print(
@@ -208,10 +209,10 @@ def show(
     from rich.table import Table
     from rich.text import Text
 
-    from twostroke.measure.compare.ab_report import WORDS, named, problems
+    from twostroke.measure.compare.ab_report import METRIC_TITLES, arm_title, problems
 
-    console.print(Text(f"{trial.verdict}: B ({named(arms[1])})", style="bold"))
-    console.print(Text(f"against A ({named(arms[0])}), {len(trial.a)} pairs of runs"))
+    console.print(Text(f"{trial.verdict}: B ({arm_title(arms[1])})", style="bold"))
+    console.print(Text(f"against A ({arm_title(arms[0])}), {len(trial.a)} pairs of runs"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
     for name in ("B / A", "99% interval", "finds", "verdict"):
@@ -219,7 +220,7 @@ def show(
     for result in trial.comparisons:
         interval = f"{result.low:.3f}–{result.high:.3f}"
         cells = (f"{result.ratio:.3f}", interval, _percent(result.detectable), result.verdict)
-        table.add_row(WORDS[result.metric], *cells)
+        table.add_row(METRIC_TITLES[result.metric], *cells)
     console.print(table)
     console.print(
         Text("finds: the change that this many pairs detect in nine of ten cases", style="dim")

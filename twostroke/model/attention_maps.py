@@ -173,7 +173,7 @@ class _Forward:
         out: Floats = x @ self._weights.floats(name).T
         if name + "_bias" in self._shapes:
             out = out + self._weights.floats(name + "_bias")
-        self._weights.forget(name)
+        self._weights.release(name)
         return out
 
     def _norm(self, x: Floats, name: str) -> Floats:

@@ -78,7 +78,7 @@ def _open_folder(config: EngineConfig, files: ModelFiles, device: str) -> Opened
         )
     names, variants = (
         hf_config.names_in_hf(settings),
-        partial(hf_config.alternative_specs, settings),
+        partial(hf_config.spec_variants, settings),
     )
     weights = SafetensorsWeights(files.path, spec, names, quantized, variants)
     fields = hf_config.fields_in_hf(settings)

@@ -33,7 +33,7 @@ from twostroke.model.formats.key_scales import key_scales
 from twostroke.model.formats.w8a8_weights import refuse_quantised
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.iq_grids import grid_of
-from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite
+from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite_error
 from twostroke.model.weights.rounding import rounded_blocks
 
 BLOCK = 32  # columns of a matrix that share a scale
@@ -307,7 +307,7 @@ class _Loader:
         else:
             blocks = stored.rows.reshape(heads, -1, stored.rows.shape[1])[:, rows]
             made = self._packed_heads(format, floats, stored.type, blocks)
-        source.forget(name)
+        source.release(name)
         return made
 
     def _packed_heads(
@@ -365,7 +365,7 @@ class _Loader:
         """Return a weight as floats, or its first `count` rows."""
         values = np.ascontiguousarray(self._packing.source.floats(name, slice(count)))
         if not np.isfinite(values).all():
-            raise not_finite(self._packing.source, name)
+            raise not_finite_error(self._packing.source, name)
         return values
 
     def matrix(self, names: list[str], biased: bool = False) -> Any:
@@ -391,7 +391,7 @@ class _Loader:
             except ModelError:
                 raise
             except ValueError:  # shapes are checked already, so a value is not finite
-                raise not_finite(self._packing.source, name) from None
+                raise not_finite_error(self._packing.source, name) from None
             if biased:
                 matrix.put_bias(self.vector(name + "_bias"), places)
         return matrix
@@ -412,7 +412,7 @@ class _Loader:
             for first in range(0, len(places), count):
                 part = slice(first, first + count)
                 self._put_floats(matrix, format, name, part, places[part])
-        source.forget(name)
+        source.release(name)
 
     def _put_floats(self, matrix: Any, format: str, name: str, rows: slice, places: Ints) -> None:
         values = np.ascontiguousarray(self._packing.source.floats(name, rows))

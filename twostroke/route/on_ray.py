@@ -76,7 +76,7 @@ class RayCluster:
     def launcher(self, engine: PooledEngine) -> RayLauncher:
         return RayLauncher(self, engine)
 
-    def check_room(self, config: EngineConfig, num_engines: int) -> None:
+    def check_capacity(self, config: EngineConfig, num_engines: int) -> None:
         """Not checked: Ray finds out when it places an engine."""
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""`PoolSettings`: the engines of a server and the settings of each.
+"""`PoolSettings`: the number of engines of a server, and the settings of each engine.
 
 --prefill-engines P --decode-engines D    two pools: each phase has its own engines
---data-parallel-size N                    N engines that do both
+--data-parallel-size N                    one pool: N engines that do both phases
 
-They are processes of this machine, or actors of a Ray cluster (`on_ray.py`).
+The engines are processes of this machine, or actors of a Ray cluster (`on_ray.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from twostroke.route.router import Role
 from twostroke.strict import StrictSettings
 
 MAX_ENGINES = 64
-# Settings that a pool may have of its own. None of them changes the tokens that are written.
-OWN_SETTINGS = (
+# Settings that may differ between the pools, because they do not change the generated tokens.
+SETTINGS_PER_POOL = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "kv_cache_memory_bytes",
@@ -40,20 +40,22 @@ class PooledEngine(NamedTuple):
     name: str
     role: Role
     config: EngineConfig
-    resources: Mapping[str, float] = MappingProxyType({})  # of a Ray node, besides CPUs and GPUs
+    resources: Mapping[str, float] = MappingProxyType({})  # custom resources of Ray
 
 
-class Places(Protocol):
-    """The machines that engines run on."""
+class Placement(Protocol):
+    """Decides where engines run: `LocalPlacement`, or `RayCluster` of `on_ray.py`."""
 
     def launcher(self, engine: PooledEngine) -> Launcher: ...
 
-    def check_room(self, config: EngineConfig, num_engines: int) -> None:
-        """Raise `RequestError` if there is no room for so many engines, the last with `config`."""
+    def check_capacity(self, config: EngineConfig, num_engines: int) -> None:
+        """Raise `RequestError` if an engine with `config` would not fit. `num_engines` counts all
+        engines, including the new ones."""
 
 
-class ThisMachine:
-    """Starts engines as processes. `spawned`: processes that run already, by name."""
+class LocalPlacement:
+    """Runs engines as processes of this machine. `spawned`: processes that have been started
+    already, by the engine's name."""
 
     def __init__(
         self, builder: str = DEFAULT_BUILDER, spawned: Mapping[str, Spawned] | None = None
@@ -63,31 +65,33 @@ class ThisMachine:
     def launcher(self, engine: PooledEngine) -> Launcher:
         return LocalLauncher(engine.config, self._builder, self._spawned.pop(engine.name, None))
 
-    def check_room(self, config: EngineConfig, num_engines: int) -> None:
-        fixed = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
-        if num_engines > config.engines_on_host and not fixed:
+    def check_capacity(self, config: EngineConfig, num_engines: int) -> None:
+        has_fixed_cache = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
+        if num_engines > config.engines_on_host and not has_fixed_cache:
             raise RequestError(
-                f"the {config.engines_on_host} engines of the start have this machine's memory "
-                f"among them, so there is none left for {num_engines}; start with "
-                "--kv-cache-memory-bytes, which each engine has for its KV cache, to leave room"
+                f"no memory is left for {num_engines} engines: the server was started with "
+                f"{config.engines_on_host}, which use all memory of this machine; start the server "
+                "with --kv-cache-memory-bytes, the size of each engine's KV cache, to leave room"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings(StrictSettings):
-    prefill_engines: int = 0  # 0 and 0: engines do both phases
+    # Both are 0, or neither. If both are 0, each engine does both phases.
+    prefill_engines: int = 0
     decode_engines: int = 0
-    data_parallel_size: int = 1  # engines that do both
-    prefill_config: dict[str, Any] | None = None  # settings of the prefill engines alone
+    data_parallel_size: int = 1  # the number of engines that do both phases
+    prefill_config: dict[str, Any] | None = None  # settings that differ in the prefill engines
     decode_config: dict[str, Any] | None = None
     kv_transfer_checksums: bool = False
-    ray: str | None = None  # engines are actors of this cluster: "auto", or HOST:PORT of its head
-    ray_timeout_s: float = 60.0  # how long an engine may wait for room there
-    # Custom resources that an engine takes of a node, such as {"prefill": 1}: they assign nodes.
+    ray: str | None = None  # the Ray cluster: "auto", or HOST:PORT of its head; None: no Ray
+    ray_timeout_s: float = 60.0  # how long an engine may wait for a node with free resources
+    # Ray's custom resources for each engine, such as {"prefill": 1}. An engine runs only on a node
+    # that has these resources.
     prefill_resources: dict[str, float] | None = None
     decode_resources: dict[str, float] | None = None
-    kv_transfer_timeout_s: float = 3.0  # without data; then the blocks are recomputed
-    kv_transport: str = "auto"  # or only memory, device, nixl or sockets
+    kv_transfer_timeout_s: float = 3.0  # without new data, after which blocks are recomputed
+    kv_transport: str = "auto"  # "auto", "memory", "device", "nixl" or "sockets"
 
     def __post_init__(self) -> None:
         for name in ("prefill_engines", "decode_engines"):
@@ -100,12 +104,12 @@ class PoolSettings(StrictSettings):
         self._check_number("kv_transfer_timeout_s", 0.01, 600.0, KV_TIMEOUT_EXPECTED)
         check_kv_transport(self.kv_transport)
         if bool(self.prefill_engines) != bool(self.decode_engines):
-            present, missing = ("prefill_engines", "decode_engines")[
-                :: 1 if self.prefill_engines else -1
-            ]
+            present, missing = "prefill_engines", "decode_engines"
+            if self.decode_engines:
+                present, missing = missing, present
             raise ConfigError(
-                f"{present} is given, and {missing} is not: a request needs both; give both, or "
-                "neither for engines that do both phases"
+                f"{present} is given, and {missing} is not: a request needs both pools; give both "
+                "options, or neither for engines that do both phases"
             )
         if self.prefill_engines and self.data_parallel_size > 1:
             raise ConfigError(
@@ -113,22 +117,22 @@ class PoolSettings(StrictSettings):
                 "give one of them"
             )
         for name in ("prefill_config", "decode_config"):
-            self._check_own(name)
+            self._check_pool_config(name)
         for name in ("prefill_resources", "decode_resources"):
             self._check_resources(name)
 
-    def _check_own(self, name: str) -> None:
+    def _check_pool_config(self, name: str) -> None:
         settings = getattr(self, name)
         if settings is None:
             return
         if not self.prefill_engines:
             raise ConfigError(f"{name} is for pools: give prefill_engines and decode_engines")
         if not isinstance(settings, dict):
-            self._refuse(name, f"a dict of {', '.join(OWN_SETTINGS)}")
+            self._refuse(name, f"a dict of {', '.join(SETTINGS_PER_POOL)}")
         for key in settings:
-            if key not in OWN_SETTINGS:
-                names = ", ".join(OWN_SETTINGS)
-                hint = nearest(str(key), OWN_SETTINGS) or f"; a pool has its own {names}"
+            if key not in SETTINGS_PER_POOL:
+                names = ", ".join(SETTINGS_PER_POOL)
+                hint = nearest(str(key), SETTINGS_PER_POOL) or f"; settings of one pool are {names}"
                 raise ConfigError(f"{name}: {key!r} is the same for all engines{hint}")
 
     def _check_resources(self, name: str) -> None:
@@ -137,8 +141,8 @@ class PoolSettings(StrictSettings):
             return
         if self.ray is None or not self.prefill_engines:
             raise ConfigError(
-                f"{name} says which nodes of a Ray cluster a pool is for: give ray, "
-                "prefill_engines and decode_engines with it"
+                f"{name} says which nodes of a Ray cluster a pool is for: it needs ray, "
+                "prefill_engines and decode_engines"
             )
         valid = isinstance(resources, dict) and all(
             type(amount) in (int, float) and 0 < amount < 1e6 for amount in resources.values()
@@ -152,16 +156,18 @@ class PoolSettings(StrictSettings):
 
     @property
     def summary(self) -> str:
-        """The number of engines, for people; "" for a single engine of this machine."""
+        """The number of engines as the banner shows it; "" for a single engine of this machine."""
         where = ", on Ray" if self.ray else ""
         if self.prefill_engines:
             return f"{self.prefill_engines} prefill, {self.decode_engines} decode{where}"
         return f"{self.data_parallel_size}{where}" if self.data_parallel_size > 1 or where else ""
 
     def engines(self, config: EngineConfig) -> list[PooledEngine]:
-        """Describe all engines; a single engine is as in `config`."""
+        """Return the description of each engine. A single engine has the settings of `config`."""
         count = self.num_engines
-        secret = None  # engines of one machine that share no blocks use files of one user
+        # Engines need a secret if they exchange blocks or run on several machines. The server
+        # reaches other engines through files that only this user can open.
+        secret = None
         if self.ray is not None or self.prefill_engines:
             from twostroke.network_auth import engine_secret  # needs ZeroMQ
 
@@ -178,7 +184,7 @@ class PoolSettings(StrictSettings):
             kv_transfer_timeout_s=self.kv_transfer_timeout_s,
         )
         sharing = "checked" if self.kv_transfer_checksums else "shared"
-        # A pool keeps the weights in the format of its phase alone.
+        # Each pool keeps only one copy of the weights, in the format of its phase.
         prefill, decode = (common.for_phase(phase) for phase in ("prefill", "decode"))
         prefill = replace(prefill, kv_sharing=sharing, **(self.prefill_config or {}))
         decode = replace(decode, kv_receives=True, **(self.decode_config or {}))
@@ -193,5 +199,6 @@ class PoolSettings(StrictSettings):
             ),
         ]
         return [
-            one._replace(config=replace(one.config, engine_index=n)) for n, one in enumerate(pools)
+            engine._replace(config=replace(engine.config, engine_index=n))
+            for n, engine in enumerate(pools)
         ]

@@ -29,7 +29,7 @@ from twostroke.observe.record import ENGINE_STEPS, Records, RequestRecord, StepR
 from twostroke.observe.totals import TransferTotals
 from twostroke.request import EngineRequest
 from twostroke.route.member import Member
-from twostroke.route.pool_settings import Places, PooledEngine, ThisMachine
+from twostroke.route.pool_settings import LocalPlacement, Placement, PooledEngine
 from twostroke.route.routed_requests import RoutedRequests
 from twostroke.route.router import EngineState, Role
 from twostroke.route.scaling import Scaling, StartedEngine, name_of, start_engines
@@ -49,7 +49,7 @@ class RoutedEngine(ProcessClient):
         input_processor: InputProcessor,
         seed: int,
         engines: Sequence[PooledEngine],
-        places: Places,
+        placement: Placement,
         limits: tuple[float, int],
     ) -> None:
         """`limits`: `hang_timeout_s` and `restart_limit` of every engine."""
@@ -57,7 +57,7 @@ class RoutedEngine(ProcessClient):
         self.records = Records()  # of all engines
         self.members: list[Member] = []  # replaced, never changed in place
         self.requests = RoutedRequests(self._outputs, self.records, self._some_ended.set)
-        self._scaling = Scaling(self, engines, places, limits[0])
+        self._scaling = Scaling(self, engines, placement, limits[0])
         self._limits = limits
         self._first_steps = count(ENGINE_STEPS, ENGINE_STEPS)
         self._closing = False
@@ -72,23 +72,23 @@ class RoutedEngine(ProcessClient):
         spawned: Sequence[Spawned] | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,
         restart_limit: int = MAX_QUICK_DEATHS,
-        places: Places | None = None,
+        placement: Placement | None = None,
     ) -> RoutedEngine:
         """Start all engines. `spawned`: their processes, if they have been started already.
-        `places`: where they run, if not on this machine. See `RemoteEngine.start`."""
+        `placement`: where they run, if not on this machine. See `RemoteEngine.start`."""
         config = engines[0].config
-        if places is None:
+        if placement is None:
             names = (engine.name for engine in engines)
-            places = ThisMachine(builder, dict(zip(names, spawned or (), strict=False)))
+            placement = LocalPlacement(builder, dict(zip(names, spawned or (), strict=False)))
         text: list[tuple[Tokenizer | None, str | None]] = []
         started = await start_engines(
             engines,
-            places,
+            placement,
             hang_timeout_s,
             lambda: text.append(open_tokenizer_and_template(config)),
         )
         inputs = InputProcessor(*text[0], limits_of(started[0].ready.info))
-        routed = cls(inputs, config.seed, engines, places, (hang_timeout_s, restart_limit))
+        routed = cls(inputs, config.seed, engines, placement, (hang_timeout_s, restart_limit))
         routed.join(started)
         return routed
 

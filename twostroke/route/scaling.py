@@ -23,7 +23,7 @@ from twostroke.engine.spawn import Launcher
 from twostroke.engine.wire import Ready
 from twostroke.errors import ConfigError, RequestError
 from twostroke.route.member import Member
-from twostroke.route.pool_settings import MAX_ENGINES, Places, PooledEngine
+from twostroke.route.pool_settings import MAX_ENGINES, Placement, PooledEngine
 from twostroke.route.router import Role
 
 POLL_S = 0.05  # how often a draining engine is checked
@@ -57,14 +57,14 @@ class PoolOwner(Protocol):
 
 async def start_engines(
     engines: Sequence[PooledEngine],
-    places: Places,
+    placement: Placement,
     hang_timeout_s: float,
     meanwhile: Callable[[], None] | None = None,
     members: Sequence[Member] = (),
 ) -> list[StartedEngine]:
     """Start all engines or none: the error of one is raised when all have ended. `meanwhile`: a
     function to run in a thread. `members`: the engines that run already."""
-    launchers = [places.launcher(engine) for engine in engines]
+    launchers = [placement.launcher(engine) for engine in engines]
     children: list[Child] = []
     starting: list[asyncio.Task[Ready]] = []
     try:
@@ -110,11 +110,11 @@ class Scaling:
         self,
         owner: PoolOwner,
         engines: Sequence[PooledEngine],
-        places: Places,
+        placement: Placement,
         hang_timeout_s: float,
     ) -> None:
         """`engines`: the engines at the start. New engines copy the first of their pool."""
-        self._owner, self._places, self._hang_timeout_s = owner, places, hang_timeout_s
+        self._owner, self._placement, self._hang_timeout_s = owner, placement, hang_timeout_s
         self._first = {engine.role: engine for engine in reversed(engines)}
         self._indices = {engine.name: engine.config.engine_index for engine in engines}
         self._task: asyncio.Task[None] | None = None
@@ -163,10 +163,10 @@ class Scaling:
         if new:
             for engine in new:
                 num_engines = len(self._owner.members) + len(new)
-                self._places.check_room(engine.config, num_engines)
+                self._placement.check_capacity(engine.config, num_engines)
             there = self._owner.members
             timeout_s = self._hang_timeout_s
-            self._owner.join(await start_engines(new, self._places, timeout_s, members=there))
+            self._owner.join(await start_engines(new, self._placement, timeout_s, members=there))
             log.info("%s joined", ", ".join(engine.name for engine in new))
         leaving = [one for role in counts for one in self._to_leave(role, now[role] - counts[role])]
         await asyncio.gather(*(self._remove(member, drain_timeout_s) for member in leaving))

@@ -1,4 +1,4 @@
-"""The decode side of the schedule: requests that write, one slot each a step, in their order."""
+"""`DecodeSet`: the requests in decode. Each gets one slot, for one token, in a step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepBuilder
 
 
-def by_order(request: ScheduledRequest) -> tuple[float, int]:
+def scheduling_order(request: ScheduledRequest) -> tuple[float, int]:
     return request.order
 
 
 class DecodeSet:
+    """The requests in the decode phase, sorted by their scheduling order."""
+
     def __init__(self, kv: KVCache) -> None:
-        self.requests: list[ScheduledRequest] = []  # sorted by order
+        self.requests: list[ScheduledRequest] = []
         self._kv = kv
 
     def add(self, request: ScheduledRequest) -> None:
-        insort(self.requests, request, key=by_order)
+        insort(self.requests, request, key=scheduling_order)
 
     def remove_inactive(self) -> None:
-        """Remove the requests that have left the phase."""
+        """Remove the requests that are not in the decode phase any more."""
         self.requests = [r for r in self.requests if r.phase is Phase.DECODE]
 
     def plan(
@@ -32,11 +34,11 @@ class DecodeSet:
         preempt_for: Callable[[ScheduledRequest], bool],
         held: frozenset[str] = frozenset(),
     ) -> None:
-        """Give a slot to every request that can use one and is not `held`.
+        """Give a slot to every request that can compute a token in this step.
 
-        `preempt_for(request)` frees blocks by preempting the last request in order; it returns
-        False if that is `request` itself. Preempted requests come later in the list than the
-        request that needs blocks, so no slot that was already given is lost.
+        `held`: ids of requests that get no slot. `preempt_for(request)` preempts the last request
+        in scheduling order to free blocks. It returns False if the last request is `request`
+        itself. Otherwise the preempted request comes later, so it has no slot in this step yet.
         """
         kv, windowed = self._kv, any(self._kv.windows)
         evicts = kv.eviction is not None
@@ -57,7 +59,8 @@ class DecodeSet:
                 self._evict(step, request)
             if seq.num_computed >= seq.capacity and not self._grow(step, request, preempt_for):
                 continue
-            request.pending += 1  # `plan_sample` without its call: this runs for every token
+            # These two lines are `plan_sample`, inlined because they run for every token.
+            request.pending += 1
             request.remaining -= 1
             chosen.append(request)
             sequences.append(seq)
@@ -65,6 +68,7 @@ class DecodeSet:
         kv.advance_each(sequences, step.step)
 
     def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
+        """Evict the blocks of a request that are above the budget of the eviction policy."""
         evicted = self._kv.excess(request.kv, request.scores)
         if evicted:
             request.note_eviction(evicted)
@@ -77,7 +81,8 @@ class DecodeSet:
         request: ScheduledRequest,
         preempt_for: Callable[[ScheduledRequest], bool],
     ) -> bool:
-        """Take one more block. False: the request waits for blocks in flight, or was preempted."""
+        """Allocate a block for the next token. Return False if there is none: the request waits for
+        blocks that steps in flight will free, or it was preempted."""
         kv, seq = self._kv, request.kv
         grown = kv.reserve(seq, seq.num_computed + 1)
         while grown is None and not kv.awaits_blocks and preempt_for(request):

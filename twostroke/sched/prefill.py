@@ -9,7 +9,7 @@ from collections.abc import Callable
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.cache import KVCache, table_length
 from twostroke.sched.deadlines import DeadlineQueue, Rank
-from twostroke.sched.decode import by_order
+from twostroke.sched.decode import scheduling_order
 from twostroke.sched.isolation import IsolatedRetries
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
@@ -177,7 +177,7 @@ class PrefillQueue:
         request.set_phase(Phase.PREFILL)
         request.row = self._rows.pop()
         num_cached = self._kv.open(request.kv, tables)
-        insort(self.requests, request, key=by_order)
+        insort(self.requests, request, key=scheduling_order)
         step.add_row(request)
         step.add_blocks(request, table_length(tables))
         record = request.record

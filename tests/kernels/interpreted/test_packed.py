@@ -85,10 +85,10 @@ def test_one_row_is_streamed(group: int, kind: str, bits: int) -> None:
     right = x.double() @ dequantised(weight, torch.float64).t()
     gated = F.silu(right[:, :13]) * right[:, 13:]
     for activation, expected in ((None, right), ("silu", gated)):
-        tuned = packed.streaming(weight, gated=activation is not None)
+        tuned = packed.choose_streaming(weight, gated=activation is not None)
         assert tuned is not None
         assert packed.choice(1, weight, activation is not None) == tuned
-        found = packed.stream(x, weight, tuned, activation, DEFAULT_CONTEXT)
+        found = packed.launch_streaming(x, weight, tuned, activation, DEFAULT_CONTEXT)
         assert worst(found, expected) < 2 * BOUNDS[HALF]
 
 
@@ -145,7 +145,10 @@ def test_what_is_asked_for_past_the_end_of_a_row_counts_nothing(bits: int, depth
     weight, x = random_weight(6, 640, 128, "zero", bits), torch.randn(1, 640).to(HALF)
     right = x.double() @ dequantised(weight, torch.float64).t()
     tuned = packed.Streaming(2, 1, 1, depth)
-    assert worst(packed.stream(x, weight, tuned, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
+    assert (
+        worst(packed.launch_streaming(x, weight, tuned, None, DEFAULT_CONTEXT), right)
+        < BOUNDS[HALF]
+    )
 
 
 def test_an_outlier_does_not_drown_the_rest_of_its_row() -> None:
@@ -169,8 +172,11 @@ def test_scales_may_be_taken_before_the_product(group: int, kind: str) -> None:
     right = x.double() @ dequantised(weight, torch.float64).t()
     gated = F.silu(right[:, :40]) * right[:, 40:]
     tuned = packed.Tiling(64, 64, 1, 1, True, 4, 3, scaled=True)
-    assert worst(packed.tiled(x, weight, tuned, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
-    assert worst(packed.tiled(x, weight, tuned, "silu", DEFAULT_CONTEXT), gated) < 2 * BOUNDS[HALF]
+    assert worst(packed.launch_tiled(x, weight, tuned, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
+    assert (
+        worst(packed.launch_tiled(x, weight, tuned, "silu", DEFAULT_CONTEXT), gated)
+        < 2 * BOUNDS[HALF]
+    )
 
 
 def test_what_the_table_says_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

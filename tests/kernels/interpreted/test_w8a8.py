@@ -86,10 +86,10 @@ def test_products_of_int8_weights_and_activations_as_they_are(
 
 def test_these_sizes_have_every_way() -> None:
     def way(rows: int, inner: int, groups: int, gated: bool = False) -> Any:
-        return w8a8.tiling(rows, random_weight(80, inner, groups), gated, quantised=False)
+        return w8a8.choose_tiling(rows, random_weight(80, inner, groups), gated, quantised=False)
 
     def streamed(inner: int, groups: int = 1, gated: bool = False) -> Any:
-        return w8a8.streaming(random_weight(2, inner, groups), gated)
+        return w8a8.choose_streaming(random_weight(2, inner, groups), gated)
 
     assert [streamed(n).step for n in (2048, 1536, 768, 128)] == [1024, 512, 256, 128]
     assert [streamed(n, gated=True).step for n in (2048, 384)] == [512, 128]
@@ -113,8 +113,11 @@ def test_what_is_asked_for_past_the_end_of_a_row_counts_nothing(
     right = x.double() @ dequantised(weight.values, weight.scale, torch.float64).t()
     gated = F.silu(right[:, :3]) * right[:, 3:]
     way = tiles.Streaming(2, 128, 1, depth)
-    assert worst(w8a8.stream(x, weight, way, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
-    assert worst(w8a8.stream(x, weight, way, "silu", DEFAULT_CONTEXT), gated) < 2 * BOUNDS[HALF]
+    assert worst(w8a8.launch_streaming(x, weight, way, None, DEFAULT_CONTEXT), right) < BOUNDS[HALF]
+    assert (
+        worst(w8a8.launch_streaming(x, weight, way, "silu", DEFAULT_CONTEXT), gated)
+        < 2 * BOUNDS[HALF]
+    )
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(5, 16), (40, 1)])
@@ -135,7 +138,7 @@ def test_quantised_rows_times_a_quantised_weight(rows: int, type: torch.dtype) -
     x, weight = torch.randn(rows, 512).to(HALF), random_weight(100, 512, type=type)
     rows8 = Kernels().quantise_activations(x, type)
     expected = Kernels().w8a8_product(rows8._replace(dtype=torch.float64), weight)
-    assert w8a8.tiling(rows, weight, gated=False, quantised=True) is not None
+    assert w8a8.choose_tiling(rows, weight, gated=False, quantised=True) is not None
     out = poisoned(rows, 100, like=x)
     assert w8a8.w8a8_product(rows8, weight, out=out) is out
     assert worst(out, expected) < BOUNDS[HALF]

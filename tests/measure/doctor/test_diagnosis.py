@@ -83,7 +83,7 @@ def seen(
         "requests": list(requests),
         "max_num_seqs": 4,
         "limits": limits,
-        "traffic": True,
+        "has_traffic": True,
     }
     return Observations({"kind": "twostroke"}, **(given | more))
 
@@ -213,9 +213,9 @@ def test_time_outside_the_server_is_the_networks() -> None:
     names = [f"doctor-x-{n}" for n in range(3)]
     records = [request(n, 0, 0, 5, 9, request_id=f"chatcmpl-{names[n]}-1") for n in range(3)]
     near, far = probe(0.11, STEP_S), probe(0.61, STEP_S)
-    given = seen(steps, records, probes=[near] * 3, probe_names=names, traffic=False)
+    given = seen(steps, records, probes=[near] * 3, probe_names=names, has_traffic=False)
     assert diagnose(given).verdict == "healthy"
-    given = seen(steps, records, probes=[far] * 3, probe_names=names, traffic=False)
+    given = seen(steps, records, probes=[far] * 3, probe_names=names, has_traffic=False)
     found = diagnose(given)
     assert (found.verdict, first_cause(found)) == ("slow_to_start", "client_or_network")
     assert "500.0 ms" in found.causes[0].evidence[0] or "510.0 ms" in found.causes[0].evidence[0]
@@ -224,7 +224,7 @@ def test_time_outside_the_server_is_the_networks() -> None:
 def test_a_probe_that_waits_for_anothers_long_prompt_is_no_fault() -> None:
     steps = [step(n, 512, waiting=1) for n in range(1, 61)]
     probe_alone = request(0, 0, 50, 51, 9, request_id="chatcmpl-doctor-x-0-1")
-    found = diagnose(seen(steps, [probe_alone], traffic=True))
+    found = diagnose(seen(steps, [probe_alone], has_traffic=True))
     assert (found.verdict, found.causes) == ("not_enough_evidence", ())
 
 
@@ -235,7 +235,7 @@ def test_an_engine_that_was_not_up_is_a_cold_start() -> None:
 
 
 def test_nothing_seen_is_no_evidence() -> None:
-    found = diagnose(seen([], [], traffic=False))
+    found = diagnose(seen([], [], has_traffic=False))
     assert (found.verdict, found.requests) == ("not_enough_evidence", 0)
     assert "No request ended" in found.notes[0]
 
@@ -263,7 +263,7 @@ def scraped(**values: float) -> MetricsScrape:
 
 def vllm(after: MetricsScrape, looks: list[GaugeReading]) -> Observations:
     server = {"kind": "vllm"}
-    return Observations(server, 10.0, before=scraped(), after=after, gauges=looks, traffic=True)
+    return Observations(server, 10.0, before=scraped(), after=after, gauges=looks, has_traffic=True)
 
 
 def test_vllms_counters_tell_a_queue_and_gauges_what_for() -> None:

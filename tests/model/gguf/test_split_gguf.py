@@ -61,7 +61,7 @@ def test_parts_hold_the_tensors_and_the_metadata_of_the_whole(tmp_path: Path) ->
         found = split.tensors[name]
         assert (found.shape, found.type, found.num_bytes) == (info.shape, info.type, info.num_bytes)
         assert split.raw(name) == whole.raw(name)
-        split.forget(name)
+        split.release(name)
         assert split.raw(name) == whole.raw(name)
         assert name.encode() in split.path_of(name).read_bytes()
     told = {k: v for k, v in split.metadata.items() if not k.startswith("split.")}

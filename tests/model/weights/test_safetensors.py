@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from tests.specs import make_spec
 from twostroke.errors import ModelError
 from twostroke.model.describe.hf_config import load_hf_config
-from twostroke.model.describe.hf_names import NAMES
+from twostroke.model.describe.hf_names import LLAMA_NAMES
 from twostroke.model.describe.spec import ModelSpec, RopeSpec
 from twostroke.model.weights import check_weights
 from twostroke.model.weights.safetensors import INDEX, SafetensorsWeights
@@ -39,7 +39,7 @@ SPEC = make_spec(
 def random_tensors(spec: ModelSpec = SPEC) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        NAMES.tensor(name): torch.randn(shape, generator=generator)
+        LLAMA_NAMES.tensor(name): torch.randn(shape, generator=generator)
         for name, shape in spec.weight_shapes().items()
     }
 
@@ -57,7 +57,9 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def assert_reads(source: SafetensorsWeights, tensors: dict[str, torch.Tensor]) -> None:
     check_weights(SPEC, source, "here")
     for name in SPEC.weight_shapes():
-        assert torch.equal(read_tensor(source, name, torch.float32), tensors[NAMES.tensor(name)])
+        assert torch.equal(
+            read_tensor(source, name, torch.float32), tensors[LLAMA_NAMES.tensor(name)]
+        )
 
 
 def test_a_single_file_is_read(tmp_path: Path) -> None:
@@ -101,7 +103,9 @@ def test_a_folder_saved_by_transformers_is_read(tmp_path: Path, family: str) -> 
     parameters = dict(model.named_parameters())
     assert len(parameters) == len(spec.weight_shapes())
     for name in spec.weight_shapes():
-        assert torch.equal(read_tensor(source, name, torch.float32), parameters[NAMES.tensor(name)])
+        assert torch.equal(
+            read_tensor(source, name, torch.float32), parameters[LLAMA_NAMES.tensor(name)]
+        )
 
 
 def test_weights_come_in_the_dtype_asked_for_and_own_their_memory(tmp_path: Path) -> None:
@@ -224,12 +228,12 @@ def test_floats_are_what_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None
     save_file(tensors, tmp_path / "model.safetensors")
     source = SafetensorsWeights(tmp_path, SPEC)
     for name in SPEC.weight_shapes():
-        expected = tensors[NAMES.tensor(name)].float().numpy()
+        expected = tensors[LLAMA_NAMES.tensor(name)].float().numpy()
         np.testing.assert_array_equal(source.floats(name), expected)
         np.testing.assert_array_equal(source.floats(name, slice(2, 5)), expected[2:5])
         np.testing.assert_array_equal(source.floats(name, slice(5, 999)), expected[5:])
-        assert torch.equal(read_tensor(source, name, dtype), tensors[NAMES.tensor(name)])
-        source.forget(name)  # and can be read again
+        assert torch.equal(read_tensor(source, name, dtype), tensors[LLAMA_NAMES.tensor(name)])
+        source.release(name)  # and can be read again
         np.testing.assert_array_equal(source.floats(name), expected)
 
 

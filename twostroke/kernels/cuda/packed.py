@@ -24,7 +24,7 @@ from twostroke.kernels.cuda.elementwise import act_and_mul
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.packed_tiles import TILES
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
-from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_plain, num_columns
+from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_contiguous_16_bit, num_columns
 from twostroke.kernels.packed import PackedWeight, block_size
 from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 
@@ -49,11 +49,13 @@ def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling |
     known = TILES.get(table_key(rows, weight, gated))
     if known is not None:
         return tiles.of_table(known)
-    tiling = tiling_4 if weight.bits == 4 else tiling_8
-    return (streaming(weight, gated) if rows == 1 else None) or tiling(rows, weight, gated)
+    choose_tiling = choose_tiling_4 if weight.bits == 4 else choose_tiling_8
+    return (choose_streaming(weight, gated) if rows == 1 else None) or choose_tiling(
+        rows, weight, gated
+    )
 
 
-def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
+def choose_tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     """Choose the tiling of a weight of 4 bits; None where the library is taken."""
     if weight.block < 64:
         return None
@@ -76,7 +78,7 @@ def tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     return Tiling(block, 64, step, splits, True, 4, stages)
 
 
-def streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
+def choose_streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
     """Choose how the product of one row streams the weight. A warp loads 1,024 numbers of 4 bits or
     256 of 8 bits at a time, from a few columns, and asks for the next ones meanwhile. None where
     the blocks are too short for its loads."""
@@ -95,7 +97,7 @@ def stream_block(weight: PackedWeight) -> int:
     return min(128, weight.group & -weight.group)
 
 
-def tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
+def choose_tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
     """Choose the tiling of a weight of 8 bits; None where the library is taken."""
     if rows > MAX_TILED[8] or weight.group not in (16, 32, 64, 128):
         return None
@@ -123,7 +125,7 @@ def packed_product(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ dequantised weight, transposed; in `out`, contiguous, if it is given."""
-    if is_plain(x):
+    if is_contiguous_16_bit(x):
         if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight, out):
             return stream_k.multiply(x, weight, None, context, out)
         tuned = choice(x.shape[0], weight, gated=False)
@@ -140,7 +142,7 @@ def packed_gated_product(
 ) -> torch.Tensor:
     """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
     `act_and_mul`."""
-    if is_plain(x):
+    if is_contiguous_16_bit(x):
         if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight):
             return stream_k.multiply(x, weight, activation, context)
         tuned = choice(x.shape[0], weight, gated=True)
@@ -165,8 +167,8 @@ def run(
 ) -> torch.Tensor:
     """Compute the product, or with an activation the gated product."""
     if isinstance(tuned, Streaming):
-        return stream(x, weight, tuned, activation, context, out)
-    return tiled(x, weight, tuned, activation, context, out)
+        return launch_streaming(x, weight, tuned, activation, context, out)
+    return launch_tiled(x, weight, tuned, activation, context, out)
 
 
 def dequantise(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -192,7 +194,7 @@ def _dequantise_variant(inner: int, group: int, bits: int, block: int, size: int
     return Variant(kernels.dequantise_rows, K=inner, GROUP=group, **how)
 
 
-def stream(
+def launch_streaming(
     x: torch.Tensor,
     weight: PackedWeight,
     tuned: Streaming,
@@ -228,7 +230,7 @@ def _stream_variant(
     return Variant(kernels.stream_row, **sizes, **tiles.stream_options(tuned, activation))
 
 
-def tiled(
+def launch_tiled(
     x: torch.Tensor,
     weight: PackedWeight,
     tuned: Tiling,

@@ -1,12 +1,14 @@
-"""Products with a weight, [M, K] × [N, K]ᵀ, and the gated pair of an MLP.
+"""Matrix products with a 16-bit weight, [M, K] × [N, K]ᵀ, and the gated product of an MLP.
 
-    one row     a program has a column or two of the result, and all of K: the weight goes past it
-                once, sixteen bytes a thread a load, and is added up in registers
-    few rows    of the gated pair: tiles of both halves by the matrix units, the activation at the
-                end, so that neither half is ever written
-    the rest    the library's
+    one row     `_stream`: a program computes one or two columns of the result over all of K. It
+                reads its rows of the weight once, and each thread loads sixteen bytes at a time and
+                accumulates in registers
+    few rows    `_tiled`, gated products only: tensor cores compute the gate and the up tile, and
+                the program applies the activation, so that neither product goes through memory
+    other       cuBLAS, through torch
 
-A program of one row loads its first part of the weight before it waits for the previous launch.
+`_stream` loads the first block of the weight before it waits for the previous kernel (programmatic
+dependent launch), because the weight does not depend on that kernel.
 """
 
 from __future__ import annotations
@@ -27,22 +29,26 @@ from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.tiles import Streaming, dense_product, num_columns, stream_options
 from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 
-MAX_STREAMED = 8192  # elements of a result of several rows: each row reads the weight again
-SMALL_WEIGHT = 16 << 20  # that the L2 has for it
-MAX_TILED = 64  # rows of a gated pair that the matrix units have
+# `_stream` reads the weight once for each row. Several rows are streamed only if the weight fits in
+# the L2 cache and the result has at most this many elements.
+MAX_STREAMED = 8192
+SMALL_WEIGHT = 16 << 20  # bytes: a weight of this size stays in the L2 cache
+MAX_TILED = 64  # rows of x for which `_tiled` is used
 
 
 @dataclass(frozen=True, slots=True)
 class RowTiling:
-    columns: int
-    inner: int
+    """The tile of a program of `_tiled`. A tile has all rows of x."""
+
+    columns: int  # of the result
+    inner: int  # of K, in one iteration
     num_warps: int
     num_stages: int
 
 
-def streaming(rows: int, weight: torch.Tensor) -> Streaming | None:
-    """Choose how the weight is streamed; None where the library is faster, or no size here divides
-    K."""
+def choose_streaming(rows: int, weight: torch.Tensor) -> Streaming | None:
+    """Choose the launch of `_stream`. None if cuBLAS is faster, or if no block size divides K.
+    `tests/gpu/kernels_time.py` times other sizes."""
     columns, inner = weight.shape
     small = weight.numel() * weight.itemsize <= SMALL_WEIGHT
     if inner % 512 or (rows > 1 and not (small and rows * columns <= MAX_STREAMED)):
@@ -50,7 +56,8 @@ def streaming(rows: int, weight: torch.Tensor) -> Streaming | None:
     return Streaming(2 if rows == 1 else 4, 1024 if inner % 1024 == 0 else 512, 4)
 
 
-def tiling(rows: int, weight: torch.Tensor) -> RowTiling | None:
+def choose_tiling(rows: int, weight: torch.Tensor) -> RowTiling | None:
+    """Choose the launch of `_tiled`. None if cuBLAS is faster, or if no block size divides K."""
     columns, inner = weight.shape
     if rows > MAX_TILED or inner % 256:
         return None
@@ -66,24 +73,24 @@ def product(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x @ weight.T, added up in fp32 and rounded once; in `out`, contiguous, if it is
-    given."""
-    tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
+    """Return x @ weight.T, accumulated in fp32 and rounded once. The result is written to `out`,
+    which must be contiguous, if `out` is given."""
+    tuned = choose_streaming(x.shape[0], weight) if _is_contiguous_16_bit(x, weight) else None
     if tuned is not None:
-        return stream(x, weight, tuned, None, context, out)
+        return launch_streaming(x, weight, tuned, None, context, out)
     return dense_product(x, weight, out)
 
 
 def exact_product(
     x: torch.Tensor, weight: torch.Tensor, context: StepContext = DEFAULT_CONTEXT
 ) -> torch.Tensor:
-    """Return x @ weight.T in fp32, whatever the types of the two."""
+    """Return x @ weight.T in fp32. `x` and `weight` may have any dtype."""
     if x.dtype == weight.dtype and x.dtype.itemsize == 2:
-        tuned = streaming(x.shape[0], weight) if _is_plain(x, weight) else None
+        tuned = choose_streaming(x.shape[0], weight) if _is_contiguous_16_bit(x, weight) else None
         if tuned is not None:
             out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-            return stream(x, weight, tuned, None, context, out)
-        if not x.is_cpu:  # where the library has no such product
+            return launch_streaming(x, weight, tuned, None, context, out)
+        if not x.is_cpu:  # torch has no 16-bit product with an fp32 result on a CPU
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
 
@@ -94,23 +101,23 @@ def gated_product(
     activation: Activation,
     context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
-    `act_and_mul`."""
-    if _is_plain(x, weight):
-        streamed = streaming(x.shape[0], weight)
+    """Return activation(x @ gate.T) · (x @ up.T), with the rounding of `act_and_mul`. The first
+    half of the weight's rows is `gate`, the second half is `up`."""
+    if _is_contiguous_16_bit(x, weight):
+        streamed = choose_streaming(x.shape[0], weight)
         if streamed is not None:
-            return stream(x, weight, streamed, activation, context)
-        tiles = tiling(x.shape[0], weight)
+            return launch_streaming(x, weight, streamed, activation, context)
+        tiles = choose_tiling(x.shape[0], weight)
         if tiles is not None:
-            return tiled(x, weight, tiles, activation, context)
+            return launch_tiled(x, weight, tiles, activation, context)
     return act_and_mul(F.linear(x, weight), activation, context)
 
 
-def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _is_contiguous_16_bit(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_contiguous() and weight.is_contiguous() and x.dtype.itemsize == 2
 
 
-def stream(
+def launch_streaming(
     x: torch.Tensor,
     weight: torch.Tensor,
     tuned: Streaming,
@@ -122,7 +129,8 @@ def stream(
     (rows, inner), columns = x.shape, num_columns(len(weight), activation)
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    # One dimension: a second one ends at 65,535, and a large vocabulary has more.
+    # The grid has one dimension, because the second dimension of a grid is at most 65,535, and a
+    # large vocabulary has more columns.
     grid = (rows * ceil_div(columns, tuned.columns),)
     variant = _stream_variant(rows == 1, columns, inner, tuned, activation)
     variant(grid, (x, weight, out), (rows,), context=context)
@@ -147,7 +155,7 @@ def _stream_variant(
     )
 
 
-def tiled(
+def launch_tiled(
     x: torch.Tensor,
     weight: torch.Tensor,
     tuned: RowTiling,
@@ -195,35 +203,37 @@ def _stream(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # The rows of a column are neighbours: the second finds the weight in the L2.
+    # Programs of the same columns and different rows are neighbours, so that all but the first read
+    # the weight from the L2 cache.
     program = tl.program_id(0)
     row = 0 if ONE_ROW else (program % num_rows).to(tl.int64)
     block = program if ONE_ROW else program // num_rows
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     # Columns past the end read the last row of the weight again, and are dropped.
-    line = tl.minimum(column, N - 1).to(tl.int64) * K
-    at = weight + line[:, None] + inner[None, :]
-    HALF: tl.constexpr = N * K
-    part = tl.load(at, eviction_policy="evict_first")
+    weight_row = tl.minimum(column, N - 1).to(tl.int64) * K
+    weight_at = weight + weight_row[:, None] + inner[None, :]
+    HALF: tl.constexpr = N * K  # from a row of gate to the same row of up
+    # Without GATED the whole weight takes the place of gate.
+    gate = tl.load(weight_at, eviction_policy="evict_first")
     if GATED:
-        second = tl.load(at + HALF, eviction_policy="evict_first")
+        up = tl.load(weight_at + HALF, eviction_policy="evict_first")
     wait_for_previous(DEPENDENT)
     x_at = x + row * K + inner
-    of_x = tl.load(x_at).to(tl.float32)[None, :]
-    sums = of_x * part.to(tl.float32)
+    x_block = tl.load(x_at).to(tl.float32)[None, :]
+    gate_sums = x_block * gate.to(tl.float32)
     if GATED:
-        others = of_x * second.to(tl.float32)
+        up_sums = x_block * up.to(tl.float32)
     for start in tl.range(INNER, K, INNER):
-        of_x = tl.load(x_at + start).to(tl.float32)[None, :]
-        part = tl.load(at + start, eviction_policy="evict_first")
+        x_block = tl.load(x_at + start).to(tl.float32)[None, :]
+        gate = tl.load(weight_at + start, eviction_policy="evict_first")
         if GATED:
-            second = tl.load(at + HALF + start, eviction_policy="evict_first")
-            others += of_x * second.to(tl.float32)
-        sums += of_x * part.to(tl.float32)
-    result = tl.sum(sums, axis=1)
+            up = tl.load(weight_at + HALF + start, eviction_policy="evict_first")
+            up_sums += x_block * up.to(tl.float32)
+        gate_sums += x_block * gate.to(tl.float32)
+    result = tl.sum(gate_sums, axis=1)
     if GATED:
-        result = gate_times_up(result, tl.sum(others, axis=1), out.dtype.element_ty, ACTIVATION)
+        result = gate_times_up(result, tl.sum(up_sums, axis=1), out.dtype.element_ty, ACTIVATION)
     tl.store(out + row * N + column, result.to(out.dtype.element_ty), mask=column < N)
 
 
@@ -245,19 +255,19 @@ def _tiled(
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
-    line = tl.minimum(column, N - 1).to(tl.int64) * K
-    at = weight + line[:, None] + inner[None, :]
+    weight_row = tl.minimum(column, N - 1).to(tl.int64) * K
+    weight_at = weight + weight_row[:, None] + inner[None, :]
     x_at = x + row[:, None] * K + inner[None, :]
-    there = (row < num_rows)[:, None]
-    HALF: tl.constexpr = N * K
-    first = tl.zeros([ROWS, COLUMNS], tl.float32)
-    second = tl.zeros([ROWS, COLUMNS], tl.float32)
+    is_row = (row < num_rows)[:, None]
+    HALF: tl.constexpr = N * K  # from a row of gate to the same row of up
+    gate_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, K, INNER):
-        part = tl.load(x_at + start, mask=there, other=0.0)
-        gate = tl.load(at + start, eviction_policy="evict_first")
-        up = tl.load(at + HALF + start, eviction_policy="evict_first")
-        first = tl.dot(part, tl.trans(gate), first)
-        second = tl.dot(part, tl.trans(up), second)
-    result = gate_times_up(first, second, out.dtype.element_ty, ACTIVATION)
-    to = out + row[:, None] * N + column[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
+        x_block = tl.load(x_at + start, mask=is_row, other=0.0)
+        gate = tl.load(weight_at + start, eviction_policy="evict_first")
+        up = tl.load(weight_at + HALF + start, eviction_policy="evict_first")
+        gate_sums = tl.dot(x_block, tl.trans(gate), gate_sums)
+        up_sums = tl.dot(x_block, tl.trans(up), up_sums)
+    result = gate_times_up(gate_sums, up_sums, out.dtype.element_ty, ACTIVATION)
+    out_at = out + row[:, None] * N + column[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row & (column < N)[None, :])

@@ -33,7 +33,7 @@ fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 BLOCK = gl.constexpr(128)  # numbers of K at one time: a block of 4-bit codes
 HALF = gl.constexpr(64)  # of them: those of two nibbles
 PAIRS = gl.constexpr(16)  # of words, of a block and a line
-LINES = gl.constexpr(64)  # rows of the weight that a consumer has: what the matrix units take
+WEIGHT_ROWS = gl.constexpr(64)  # rows of the weight that a consumer has: what the matrix units take
 
 _NUMBERS_BF16 = gl.constexpr([number_4_asm("bf16", n) for n in range(4)])
 _NUMBERS_F16 = gl.constexpr([number_4_asm("f16", n) for n in range(4)])
@@ -69,7 +69,15 @@ def descriptor(matrix: torch.Tensor, rows: int, size: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, size // matrix.itemsize], layout)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "row_tiles", "whole_tiles", "units", "each"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_rows",
+        "row_tiles",
+        "whole_tiles",
+        "shared_blocks",
+        "shared_blocks_each",
+    ]
+)
 def multiply_stream_k(
     scale,
     zero,
@@ -83,8 +91,8 @@ def multiply_stream_k(
     num_rows,
     row_tiles,
     whole_tiles,
-    units,
-    each,
+    shared_blocks,
+    shared_blocks_each,
     N: gl.constexpr,
     BLOCKS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -95,28 +103,28 @@ def multiply_stream_k(
     ACTIVATION: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    # A program has `whole_tiles` tiles, and `each` of the blocks of the tiles that are left, which
-    # are `units`.
+    # A program has `whole_tiles` tiles. The tiles that remain have `shared_blocks` blocks, of which
+    # each program has `shared_blocks_each`.
     program, programs = gl.program_id(0), gl.num_programs(0)
     # A tile has ROWS rows and MORE: Triton's own sizes are powers of two.
     x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS, HALF], x.layout)
     more_tiles = x_tiles
     if MORE > 0:
         more_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, MORE, HALF], x_more.layout)
-    SLICES: gl.constexpr = 2 * LINES // codes.block_shape[0]
+    SLICES: gl.constexpr = 2 * WEIGHT_ROWS // codes.block_shape[0]
     code_tiles = gl.allocate_shared_memory(
         gl.int32, [SLICES * STAGES, codes.block_shape[0], PAIRS], codes.layout
     )
     x_full, x_empty = make_barriers(2 * STAGES, 1), make_barriers(2 * STAGES, 2)
     code_full, code_empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     turn = make_barriers(2, 1)
-    begin = gl.minimum(program * each, units)
-    end = gl.minimum(begin + each, units)
+    begin = gl.minimum(program * shared_blocks_each, shared_blocks)
+    end = gl.minimum(begin + shared_blocks_each, shared_blocks)
     work = (program, programs, whole_tiles * BLOCKS, begin, end)
     wait_for_previous(DEPENDENT)
     tiles = (x_tiles, more_tiles, code_tiles, x_full, x_empty, code_full, code_empty, turn)
     of_groups = (scale, zero, offset)
-    to = (out, partial, arrived, num_rows, row_tiles, each)
+    to = (out, partial, arrived, num_rows, row_tiles, shared_blocks_each)
     sizes: gl.constexpr = (N, BLOCKS, GROUP, ROWS, MORE, STAGES)
     gl.warp_specialize(
         [
@@ -155,9 +163,9 @@ def _produce(x, x_more, codes, tiles, row_tiles, work, sizes: gl.constexpr, GATE
     ROWS: gl.constexpr = sizes[3]
     MORE: gl.constexpr = sizes[4]
     STAGES: gl.constexpr = sizes[5]
-    TILE: gl.constexpr = LINES if GATED else 2 * LINES
+    TILE: gl.constexpr = WEIGHT_ROWS if GATED else 2 * WEIGHT_ROWS
     HEIGHT: gl.constexpr = codes.block_shape[0]
-    SLICES: gl.constexpr = 2 * LINES // HEIGHT
+    SLICES: gl.constexpr = 2 * WEIGHT_ROWS // HEIGHT
     x_tiles, more_tiles, code_tiles, x_full, x_empty, code_full, code_empty, _ = tiles
     _, _, whole, begin, end = work
     for unit in range(whole + end - begin):
@@ -167,7 +175,7 @@ def _produce(x, x_more, codes, tiles, row_tiles, work, sizes: gl.constexpr, GATE
         phase = (unit // STAGES & 1) ^ 1
         mbarrier.wait(code_empty.index(stage), phase)
         ready = code_full.index(stage)
-        mbarrier.expect(ready, BLOCK * LINES)  # a code is half a byte
+        mbarrier.expect(ready, BLOCK * WEIGHT_ROWS)  # a code is half a byte
         for n in gl.static_range(SLICES):
             # Of a gated pair: the gate's before the up's, for each consumer.
             line = column + n // 2 * HEIGHT + n % 2 * N if GATED else column + n * HEIGHT
@@ -202,16 +210,16 @@ def _consume(
     ROWS: gl.constexpr = sizes[3]
     MORE: gl.constexpr = sizes[4]
     STAGES: gl.constexpr = sizes[5]
-    TILE: gl.constexpr = LINES if GATED else 2 * LINES
+    TILE: gl.constexpr = WEIGHT_ROWS if GATED else 2 * WEIGHT_ROWS
     IN_TURNS: gl.constexpr = ROWS == 256
     x_tiles, more_tiles, code_tiles, x_full, x_empty, code_full, code_empty, turn = tiles
-    out, partial, arrived, num_rows, row_tiles, each = to
+    out, partial, arrived, num_rows, row_tiles, shared_blocks_each = to
     program, programs, whole, begin, end = work
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     more_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE or 8, 16])
     more_left: gl.constexpr = gl.DotOperandLayout(0, more_result, 2)
-    number = gl.arange(0, LINES, layout=gl.SliceLayout(1, _WORDS))
+    number = gl.arange(0, WEIGHT_ROWS, layout=gl.SliceLayout(1, _WORDS))
     kind: gl.constexpr = x_tiles.dtype
     unit = 0
     while unit < whole + end - begin:
@@ -223,8 +231,8 @@ def _consume(
         line = column + (number // 16 * 8 + number % 8 if GATED else number)
         line = gl.minimum(line, N - 1) + (number // 8 % 2 * N if GATED else 0)
         line *= BLOCKS * BLOCK // GROUP
-        sums = gl.zeros([LINES, ROWS], gl.float32, result)
-        more = gl.zeros([LINES, MORE or 8], gl.float32, more_result)
+        sums = gl.zeros([WEIGHT_ROWS, ROWS], gl.float32, result)
+        more = gl.zeros([WEIGHT_ROWS, MORE or 8], gl.float32, more_result)
         # Scales are asked for two blocks ahead, as nothing else fetches them.
         here = _groups(of_groups, line, start, GROUP)
         ahead = _groups(of_groups, line, gl.minimum(start + 1, BLOCKS - 1), GROUP)
@@ -265,20 +273,20 @@ def _consume(
         if partial is not None:
             place = tile - whole // BLOCKS * programs  # among the tiles that are shared
             to_counter = arrived + place
-            slot = partial + CONSUMER * LINES * (ROWS + MORE)
-            SLOT: gl.constexpr = 2 * LINES * (ROWS + MORE)
+            slot = partial + CONSUMER * WEIGHT_ROWS * (ROWS + MORE)
+            SLOT: gl.constexpr = 2 * WEIGHT_ROWS * (ROWS + MORE)
             if start > 0:
                 gl.store(at_slot(sums, slot + program * SLOT), sums)
                 if MORE > 0:
-                    gl.store(at_slot(more, slot + program * SLOT + LINES * ROWS), more)
+                    gl.store(at_slot(more, slot + program * SLOT + WEIGHT_ROWS * ROWS), more)
                 publish_part(to_counter, CONSUMER)
             elif count < BLOCKS:
-                others = ((place + 1) * BLOCKS - 1) // each - program
+                others = ((place + 1) * BLOCKS - 1) // shared_blocks_each - program
                 await_parts(to_counter, others, CONSUMER)
                 for other in range(program + 1, program + 1 + others):
                     sums += gl.load(at_slot(sums, slot + other * SLOT))
                     if MORE > 0:
-                        more += gl.load(at_slot(more, slot + other * SLOT + LINES * ROWS))
+                        more += gl.load(at_slot(more, slot + other * SLOT + WEIGHT_ROWS * ROWS))
         if start == 0:
             store_tile(sums, out, row, column, num_rows, N, GATED, ACTIVATION)
             if MORE > 0:
@@ -308,9 +316,9 @@ def await_parts(counter, others, CONSUMER: gl.constexpr):
 def at_slot(sums, place):
     """Return the addresses of sums from `place` on: what a warp stores at one time lies
     together."""
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, sums.type.layout))
+    line = gl.arange(0, WEIGHT_ROWS, layout=gl.SliceLayout(1, sums.type.layout))
     row = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
-    return place + (row // 8 * (8 * LINES) + row % 8)[None, :] + line[:, None] * 8
+    return place + (row // 8 * (8 * WEIGHT_ROWS) + row % 8)[None, :] + line[:, None] * 8
 
 
 @gluon.jit
@@ -320,8 +328,8 @@ def _words(code_tiles, stage, GATED: gl.constexpr, CONSUMER: gl.constexpr):
         first = code_tiles.index(stage * 4 + CONSUMER * 2).load(_WORDS_OF_HALF)
         second = code_tiles.index(stage * 4 + CONSUMER * 2 + 1).load(_WORDS_OF_HALF)
         both = gl.permute(gl.join(first, second), (0, 2, 1))
-        both = gl.permute(gl.reshape(both, [LINES // 16, 8, 2, PAIRS]), (0, 2, 1, 3))
-        both = gl.reshape(both, [LINES, PAIRS])
+        both = gl.permute(gl.reshape(both, [WEIGHT_ROWS // 16, 8, 2, PAIRS]), (0, 2, 1, 3))
+        both = gl.reshape(both, [WEIGHT_ROWS, PAIRS])
         words = gl.convert_layout(both, _WORDS, assert_trivial=True)
     else:
         words = code_tiles.index(stage * 2 + CONSUMER).load(_WORDS)
@@ -364,7 +372,7 @@ def _numbers(
     first = _number(words, found, n, of_groups, GROUP, kind)
     second = _number(words, found, n + 1, of_groups, GROUP, kind)
     pairs = gl.permute(gl.join(first, second), (0, 2, 1))
-    pairs = gl.reshape(pairs, [LINES, 2 * PAIRS])
+    pairs = gl.reshape(pairs, [WEIGHT_ROWS, 2 * PAIRS])
     # (A type that is not written down there, Triton does not take.)
     if kind == gl.bfloat16:
         even, odd = gl.inline_asm_elementwise(
@@ -384,7 +392,7 @@ def _numbers(
             is_pure=True,
             pack=1,
         )
-    numbers = gl.reshape(gl.join(even, odd), [LINES, HALF])
+    numbers = gl.reshape(gl.join(even, odd), [WEIGHT_ROWS, HALF])
     return gl.convert_layout(numbers, left, assert_trivial=True)
 
 
@@ -447,8 +455,8 @@ def store_tile(
     ROWS: gl.constexpr = sums.shape[1]
     kind: gl.constexpr = out.dtype.element_ty
     if GATED:
-        both = gl.permute(gl.reshape(sums, [LINES // 16, 2, 8, ROWS]), (0, 2, 3, 1))
-        gate, up = gl.split(gl.reshape(both, [LINES // 2, ROWS, 2]))
+        both = gl.permute(gl.reshape(sums, [WEIGHT_ROWS // 16, 2, 8, ROWS]), (0, 2, 3, 1))
+        gate, up = gl.split(gl.reshape(both, [WEIGHT_ROWS // 2, ROWS, 2]))
         sums = gate_times_up(gate, up, kind, ACTIVATION)
     # A warp keeps its columns, of which a thread has all of a row, or 8.
     COLUMNS: gl.constexpr = sums.shape[0]

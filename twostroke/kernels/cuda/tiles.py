@@ -26,7 +26,7 @@ from twostroke.kernels.split_k import ARRIVALS_COLUMNS
 FETCHED = tl.constexpr(512)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # else the same in plain operations
 
-OF_HOPPER = 227 << 10  # bytes of shared memory that a program may have there
+HOPPER_SHARED_BYTES = 227 << 10  # bytes of shared memory that a program may have there
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def power_of_two_below(limit: int) -> int:
     return 1 << max(0, limit.bit_length() - 1)
 
 
-def is_plain(x: torch.Tensor) -> bool:
+def is_contiguous_16_bit(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.dtype.itemsize == 2
 
 
@@ -89,7 +89,7 @@ def shared_bytes() -> int:
     """Return the shared memory that a program may have on this GPU, in bytes. Without a GPU kernels
     are compiled for Hopper."""
     if not torch.cuda.is_available():
-        return OF_HOPPER
+        return HOPPER_SHARED_BYTES
     device = driver.active.get_current_device()
     return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 

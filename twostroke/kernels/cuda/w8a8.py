@@ -22,7 +22,7 @@ from twostroke.kernels.cuda import w8a8_kernels as kernels
 from twostroke.kernels.cuda.elementwise import act_and_mul, quantised_values
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
-from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_plain, num_columns
+from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_contiguous_16_bit, num_columns
 from twostroke.kernels.cuda.w8a8_tiles import TILES
 from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 from twostroke.kernels.w8a8 import (
@@ -47,7 +47,7 @@ BAND = 8  # tiles of rows, of many, that are computed beside each other
 MAX_TUNED = 1024  # rows of int8: with more of them it is the same
 
 
-def streaming(weight: W8Weight, gated: bool) -> Streaming | None:
+def choose_streaming(weight: W8Weight, gated: bool) -> Streaming | None:
     """Choose how the product of one row streams the weight; None where no size here divides K or a
     group."""
     inner = weight.values.shape[1]
@@ -59,7 +59,7 @@ def streaming(weight: W8Weight, gated: bool) -> Streaming | None:
     return Streaming(1 if gated else 2, step, 1, 4)
 
 
-def tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling | None:
+def choose_tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling | None:
     """Choose the tiling; None where the library is faster, or no size here divides K or a group.
     `quantised`: the activations have the weight's type."""
     columns, inner = weight.values.shape
@@ -131,13 +131,13 @@ def w8_product(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ dequantised weight, transposed; in `out`, contiguous, if it is given."""
-    if is_plain(x):
-        streamed = streaming(weight, gated=False) if x.shape[0] == 1 else None
+    if is_contiguous_16_bit(x):
+        streamed = choose_streaming(weight, gated=False) if x.shape[0] == 1 else None
         if streamed is not None:
-            return stream(x, weight, streamed, None, context, out)
-        tuned = tiling(x.shape[0], weight, gated=False, quantised=False)
+            return launch_streaming(x, weight, streamed, None, context, out)
+        tuned = choose_tiling(x.shape[0], weight, gated=False, quantised=False)
         if tuned is not None:
-            return tiled(x, None, weight, tuned, None, context, out)
+            return launch_tiled(x, None, weight, tuned, None, context, out)
     return tiles.dense_product(x, dequantise(weight, x.dtype), out)
 
 
@@ -149,13 +149,13 @@ def w8_gated_product(
 ) -> torch.Tensor:
     """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
     `act_and_mul`."""
-    if is_plain(x):
-        streamed = streaming(weight, gated=True) if x.shape[0] == 1 else None
+    if is_contiguous_16_bit(x):
+        streamed = choose_streaming(weight, gated=True) if x.shape[0] == 1 else None
         if streamed is not None:
-            return stream(x, weight, streamed, activation, context)
-        tuned = tiling(x.shape[0], weight, gated=True, quantised=False)
+            return launch_streaming(x, weight, streamed, activation, context)
+        tuned = choose_tiling(x.shape[0], weight, gated=True, quantised=False)
         if tuned is not None:
-            return tiled(x, None, weight, tuned, activation, context)
+            return launch_tiled(x, None, weight, tuned, activation, context)
     return act_and_mul(w8_product(x, weight), activation, context)
 
 
@@ -171,7 +171,7 @@ def w8a8_product(
         return w8a8_hopper.multiply(x, weight, context, out)
     tuned = _tiling_of_rows(x, weight, gated=False)
     if tuned is not None:
-        return tiled(x.values, x, weight, tuned, None, context, out)
+        return launch_tiled(x.values, x, weight, tuned, None, context, out)
     if weight.dtype == E4M3 and all(size % LIBRARY_STEP == 0 for size in weight.values.shape):
         return library_product(x, weight, out)
     whole = dequantised(x.values, x.scale.unsqueeze(1), x.dtype)
@@ -190,7 +190,7 @@ def w8a8_gated_product(
     to."""
     tuned = _tiling_of_rows(x, weight, gated=True)
     if tuned is not None:
-        acted = tiled(x.values, x, weight, tuned, activation, context)
+        acted = launch_tiled(x.values, x, weight, tuned, activation, context)
         return acted if to is None else quantise_activations(acted, to, context)
     gate_up = w8a8_product(x, weight, context)
     if to is None:
@@ -202,7 +202,7 @@ def _tiling_of_rows(x: QuantizedActivations, weight: W8Weight, gated: bool) -> T
     assert x.values.dtype == weight.dtype
     if weight.dtype == E4M3 and x.dtype.itemsize != 2:
         return None
-    return tiling(len(x.values), weight, gated, quantised=True)
+    return choose_tiling(len(x.values), weight, gated, quantised=True)
 
 
 def library_product(
@@ -290,7 +290,7 @@ def _quantise_variant(width: int, activation: Activation | None, to: torch.dtype
     )
 
 
-def stream(
+def launch_streaming(
     x: torch.Tensor,
     weight: W8Weight,
     tuned: Streaming,
@@ -324,7 +324,7 @@ def _stream_variant(
     return Variant(kernels.stream_row, **sizes, **options)
 
 
-def tiled(
+def launch_tiled(
     x: torch.Tensor,
     quantised: QuantizedActivations | None,
     weight: W8Weight,

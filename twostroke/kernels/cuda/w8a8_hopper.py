@@ -21,17 +21,17 @@ from twostroke.kernels.cuda.launch import ALIGNED, Variant
 from twostroke.kernels.cuda.sizes import ceil_div
 from twostroke.kernels.cuda.stream_k import (
     BLOCK,
-    FOR_SUMS,
-    IS_KNOWN,
-    LINES,
+    EPILOGUE_BYTES,
+    GLUON_IS_TESTED,
+    WEIGHT_ROWS,
     is_hopper,
     num_multiprocessors,
 )
-from twostroke.kernels.cuda.tiles import OF_HOPPER
+from twostroke.kernels.cuda.tiles import HOPPER_SHARED_BYTES
 from twostroke.kernels.records import StepContext
 from twostroke.kernels.w8a8 import E4M3, QuantizedActivations, W8Weight
 
-if IS_KNOWN:
+if GLUON_IS_TESTED:
     from twostroke.kernels.cuda import w8a8_hopper_kernels as kernels
     from twostroke.kernels.cuda.stream_k_kernels import descriptor
 
@@ -57,7 +57,7 @@ def plan(rows: int, columns: int, blocks: int, programs: int) -> SplitKPlan | No
     if rows in FEW:
         height = FEW_HEIGHT
     row_tiles = ceil_div(rows, height)
-    tiles = row_tiles * ceil_div(columns, 2 * LINES)
+    tiles = row_tiles * ceil_div(columns, 2 * WEIGHT_ROWS)
     if tiles > programs:
         return None
     each = ceil_div(blocks, min(programs // tiles, MAX_PARTS, blocks))
@@ -88,11 +88,11 @@ def multiply(
     assert work is not None
     partial = None
     if work.parts > 1:
-        size = work.tiles * work.parts * 2 * LINES * work.rows
+        size = work.tiles * work.parts * 2 * WEIGHT_ROWS * work.rows
         partial = torch.empty(size, dtype=torch.float32, device=device)
     tensors = (x.scale, weight.scale, out, partial, weight.arrived)
     of_x = descriptor(_with_room(x.values, work.row_tiles * work.rows), work.rows, BLOCK)
-    of_weight = descriptor(weight.values, LINES, BLOCK)
+    of_weight = descriptor(weight.values, WEIGHT_ROWS, BLOCK)
     numbers = (rows, work.row_tiles, work.parts, work.each)
     variant = _variant(columns, inner // BLOCK, work.rows)
     varying = (of_x, of_weight, *numbers)
@@ -114,6 +114,6 @@ def _variant(columns: int, blocks: int, rows: int) -> Variant:
         N=columns,
         BLOCKS=blocks,
         ROWS=rows,
-        STAGES=(OF_HOPPER - FOR_SUMS) // (BLOCK * (rows + 2 * LINES)),
+        STAGES=(HOPPER_SHARED_BYTES - EPILOGUE_BYTES) // (BLOCK * (rows + 2 * WEIGHT_ROWS)),
         num_warps=4,
     )

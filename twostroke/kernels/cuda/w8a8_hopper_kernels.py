@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twostroke.kernels.cuda.stream_k_kernels import (
-    LINES,
+    WEIGHT_ROWS,
     at_slot,
     await_parts,
     fetch,
@@ -51,11 +51,13 @@ def multiply_in_parts(
     start = part * each
     count = gl.minimum(each, BLOCKS - start)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, BLOCK], x.layout)
-    w_tiles = gl.allocate_shared_memory(weight.dtype, [2 * STAGES, LINES, BLOCK], weight.layout)
+    w_tiles = gl.allocate_shared_memory(
+        weight.dtype, [2 * STAGES, WEIGHT_ROWS, BLOCK], weight.layout
+    )
     tiles = (x_tiles, w_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     if DEPENDENT:
         gdc_launch_dependents()
-    place = (tile, tile % row_tiles * ROWS, tile // row_tiles * (2 * LINES))
+    place = (tile, tile % row_tiles * ROWS, tile // row_tiles * (2 * WEIGHT_ROWS))
     to = (x_scale, scale, out, partial, arrived, num_rows)
     sizes: gl.constexpr = (N, ROWS, STAGES, DEPENDENT)
     gl.warp_specialize(
@@ -81,7 +83,7 @@ def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
         # Nobody in front writes the weight: as much as there is room for, before rows are there.
         ahead = gl.minimum(count, STAGES)
         for n in range(ahead):
-            mbarrier.expect(full.index(n), BLOCK * (ROWS + 2 * LINES))
+            mbarrier.expect(full.index(n), BLOCK * (ROWS + 2 * WEIGHT_ROWS))
             _fetch_lines(weight, line, (start + n) * BLOCK, n, w_tiles, full)
         gdc_wait()
         for n in range(ahead):
@@ -89,7 +91,7 @@ def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
     for n in range(ahead, count):
         stage, at = n % STAGES, (start + n) * BLOCK
         mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
-        mbarrier.expect(full.index(stage), BLOCK * (ROWS + 2 * LINES))
+        mbarrier.expect(full.index(stage), BLOCK * (ROWS + 2 * WEIGHT_ROWS))
         _fetch_lines(weight, line, at, stage, w_tiles, full)
         fetch(x, [row, at], full.index(stage), x_tiles.index(stage))
 
@@ -98,7 +100,7 @@ def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
 def _fetch_lines(weight, line, at, stage, w_tiles, full):
     for consumer in gl.static_range(2):
         to = w_tiles.index(2 * stage + consumer)
-        fetch(weight, [line + consumer * LINES, at], full.index(stage), to)
+        fetch(weight, [line + consumer * WEIGHT_ROWS, at], full.index(stage), to)
 
 
 @gluon.jit
@@ -110,7 +112,7 @@ def _consume(tiles, to, place, part, parts, count, sizes: gl.constexpr, CONSUMER
     x_scale, scale, out, partial, arrived, num_rows = to
     tile, row, line = place
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    sums = gl.zeros([LINES, ROWS], gl.float32, result)
+    sums = gl.zeros([WEIGHT_ROWS, ROWS], gl.float32, result)
     for n in range(count):
         stage = n % STAGES
         mbarrier.wait(full.index(stage), n // STAGES & 1)
@@ -121,8 +123,8 @@ def _consume(tiles, to, place, part, parts, count, sizes: gl.constexpr, CONSUMER
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
     sums = warpgroup_mma_wait(0, deps=(sums,))
     if partial is not None:
-        SLOT: gl.constexpr = 2 * LINES * ROWS
-        slot = partial + CONSUMER * LINES * ROWS + tile * parts * SLOT
+        SLOT: gl.constexpr = 2 * WEIGHT_ROWS * ROWS
+        slot = partial + CONSUMER * WEIGHT_ROWS * ROWS + tile * parts * SLOT
         if part > 0:
             gl.store(at_slot(sums, slot + part * SLOT), sums)
             publish_part(arrived + tile, CONSUMER)
@@ -131,8 +133,8 @@ def _consume(tiles, to, place, part, parts, count, sizes: gl.constexpr, CONSUMER
             for other in range(1, parts):
                 sums += gl.load(at_slot(sums, slot + other * SLOT))
     if part == 0:
-        column = line + CONSUMER * LINES
-        columns = column + gl.arange(0, LINES, layout=gl.SliceLayout(1, result))
+        column = line + CONSUMER * WEIGHT_ROWS
+        columns = column + gl.arange(0, WEIGHT_ROWS, layout=gl.SliceLayout(1, result))
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, result))
         sums *= gl.load(scale + gl.minimum(columns, N - 1))[:, None]
         sums *= gl.load(x_scale + gl.minimum(rows, num_rows - 1))[None, :]

@@ -1,4 +1,4 @@
-"""Reports of a trial: JSON, and a Markdown table for a pull request."""
+"""Reports of an A/B comparison of two sets of options: JSON, and Markdown for a pull request."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from twostroke.measure.compare.prediction import PredictionOutcome
 from twostroke.measure.load.bench import ServeOptions
 from twostroke.measure.load.result import environment
 
-SCHEMA = 2
-WORDS = {
+SCHEMA_VERSION = 2
+# metric → its name in the table
+METRIC_TITLES = {
     "ttft": "mean TTFT",
     "tpot": "mean TPOT",
     "itl_p99": "p99 ITL",
@@ -18,8 +19,9 @@ WORDS = {
 }
 
 
-def named(arm: str) -> str:
-    return arm or "defaults"
+def arm_title(options: str) -> str:
+    """Return the options of an arm for a reader; an arm without options has the defaults."""
+    return options or "defaults"
 
 
 def workload(options: ServeOptions) -> dict[str, Any]:
@@ -43,23 +45,25 @@ def trial_json(
     options: ServeOptions,
     prediction: PredictionOutcome | None = None,
 ) -> dict[str, Any]:
-    pilot = trial.pilot
+    """Return the comparison as JSON, with the result of the pilot runs if there were any."""
+    pilot = None
+    if trial.pilot is not None:
+        pilot = {
+            "runs": trial.pilot.runs,
+            "spread": trial.pilot.spread,
+            "detectable": trial.pilot.detectable(len(trial.a)),
+        }
     return {
-        "schema_version": SCHEMA,
-        "a": named(arms[0]),
-        "b": named(arms[1]),
+        "schema_version": SCHEMA_VERSION,
+        "a": arm_title(arms[0]),
+        "b": arm_title(arms[1]),
         "verdict": trial.verdict,
         "pairs": len(trial.a),
         "workload": workload(options),
-        "pilot": pilot
-        and {
-            "runs": pilot.runs,
-            "spread": pilot.spread,
-            "detectable": pilot.detectable(len(trial.a)),
-        },
-        "metrics": [one.as_json() for one in trial.comparisons],
+        "pilot": pilot,
+        "metrics": [comparison.as_json() for comparison in trial.comparisons],
         "prediction": prediction and prediction.as_json(),
-        "runs": {"a": [one._asdict() for one in trial.a], "b": [one._asdict() for one in trial.b]},
+        "runs": {"a": [run._asdict() for run in trial.a], "b": [run._asdict() for run in trial.b]},
         "environment": environment(),
     }
 
@@ -70,8 +74,8 @@ def markdown(
     options: ServeOptions,
     prediction: PredictionOutcome | None = None,
 ) -> str:
-    """Return the trial as Markdown for a pull request."""
-    a, b = map(named, arms)
+    """Return the comparison as Markdown for a pull request."""
+    a, b = map(arm_title, arms)
     lines = [f"**{trial.verdict}**: B (`{b}`) against A (`{a}`), {len(trial.a)} pairs of runs", ""]
     if prediction is not None:
         lines += [prediction.sentence, ""]
@@ -79,27 +83,29 @@ def markdown(
         "| metric | A | B | B / A | 99% interval | detects | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in trial.comparisons:
+    for row in trial.comparisons:
         lines.append(
-            f"| {WORDS[one.metric]} | {_mean(trial.a, one.metric)} | "
-            f"{_mean(trial.b, one.metric)} | {one.ratio:.3f} | {one.low:.3f} to {one.high:.3f} | "
-            f"{one.detectable:.1%} | {one.verdict} |"
+            f"| {METRIC_TITLES[row.metric]} | {_mean(trial.a, row.metric)} | "
+            f"{_mean(trial.b, row.metric)} | {row.ratio:.3f} | {row.low:.3f} to {row.high:.3f} | "
+            f"{row.detectable:.1%} | {row.verdict} |"
         )
-    sent = ", ".join(f"{key} {value}" for key, value in workload(options).items())
-    lines += ["", f"Each run: {sent}. Intervals hold for all metrics together."]
+    settings = ", ".join(f"{key} {value}" for key, value in workload(options).items())
+    lines += ["", f"Each run: {settings}. The 99% is for all intervals together."]
     lines += [f"{problem}." for problem in problems(trial)]
     return "\n".join(lines) + "\n"
 
 
 def problems(trial: Trial) -> list[str]:
-    """Return a sentence if runs are not certified."""
-    bad = [one for one in trial.runs if one.problems]
-    if not bad:
+    """Return a list with one sentence if some runs have problems; else an empty list. A run with a
+    problem is not certified: its figures may be wrong."""
+    uncertified = [run for run in trial.runs if run.problems]
+    if not uncertified:
         return []
-    return [f"{len(bad)} of {len(trial.runs)} runs are not certified: {bad[0].problems[0]}"]
+    first = uncertified[0].problems[0]
+    return [f"{len(uncertified)} of {len(trial.runs)} runs are not certified: {first}"]
 
 
 def _mean(runs: Any, metric: str) -> str:
-    values = [getattr(one, metric) for one in runs]
+    values = [getattr(run, metric) for run in runs]
     unit = "" if metric == "throughput" else " ms"
     return f"{sum(values) / len(values):,.1f}{unit}"

@@ -130,7 +130,7 @@ def account_of_records(observed: Observations) -> TimeAccount:
     steps = observed.steps or []
     ended = [one for one in observed.requests if one["first_token_s"] and one["token_s"]]
     # With traffic, the waits of probes do not represent the requests of other clients.
-    requests = [one for one in ended if not is_probe(one)] if observed.traffic else ended
+    requests = [one for one in ended if not is_probe(one)] if observed.has_traffic else ended
     account = TimeAccount("step records", len(requests))
     queue = QueueReasons(steps, observed.max_num_seqs)
     watched = [step for step in steps if step["committed_s"] >= observed.since_s]

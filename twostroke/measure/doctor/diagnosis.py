@@ -382,7 +382,7 @@ class _Rules:
         account, observed = self.account, self.observed
         if not account.requests:
             yield "No request ended during the watch; watch longer (--for), or allow probes."
-        elif not observed.traffic:
+        elif not observed.has_traffic:
             yield f"There was no traffic except {len(observed.probes)} probes of the doctor."
         if account.total_s:
             decode = account.seconds(Part.DECODE) / account.total_s

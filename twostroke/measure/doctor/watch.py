@@ -26,18 +26,19 @@ from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 
 GAUGE_INTERVAL_S = 0.5
 RECORDS_INTERVAL_S = 4.0  # the server keeps the last 2,048 steps
-HISTORY_S = 30.0  # records from before the watch
+HISTORY_S = 30.0  # age of the oldest records that are fetched at the start of the watch
 TRAFFIC_CHECK_S = 1.0  # seconds until the doctor looks for traffic of other clients
-GRACE_S = 15.0  # for a probe that is still running at the end of the watch
+LAST_PROBE_S = 15.0  # how long the last probe may run after the end of the watch
 READY_POLL_S = 0.1
-PROBE_PROMPT, PROBE_OUTPUT, LIGHT_OUTPUT = 24, 16, 8  # tokens
-LIGHT_PROBES = 3  # number of probes if the requests of other clients are visible
+PROBE_PROMPT, PROBE_OUTPUT = 24, 16  # tokens
+# If the requests of other clients are visible, the doctor sends only a few short probes.
+LIGHT_PROBES, LIGHT_OUTPUT = 3, 8  # number of probes, tokens
 PROBE_NAME = "doctor"  # in the request ids of probes
 
 
 @dataclass(frozen=True, slots=True)
 class GaugeReading:
-    """The gauges at one moment; None: not reported."""
+    """The gauges at one moment; None if the server does not export the gauge."""
 
     running: float | None
     waiting: float | None
@@ -50,8 +51,8 @@ class Observations:
 
     server: dict[str, Any]
     seconds: float = 0.0
-    before: MetricsScrape | None = None
-    after: MetricsScrape | None = None
+    before: MetricsScrape | None = None  # /metrics at the start of the watch
+    after: MetricsScrape | None = None  # /metrics at its end
     gauges: list[GaugeReading] = field(default_factory=list)
     pings_s: list[float] = field(default_factory=list)  # round trips of /health
     unready_s: float = 0.0  # time without an answer or with the engine down
@@ -62,9 +63,11 @@ class Observations:
     since_s: float = 0.0  # start of the watch, on the server's clock
     steps: list[Record] | None = None  # includes earlier steps; None: no step records
     requests: list[Record] = field(default_factory=list)
-    known_marks: set[str] = field(default_factory=set)  # prefix marks of earlier prompts
+    known_marks: set[str] = field(
+        default_factory=set
+    )  # `prefix_marks` of requests before the watch
     limits: dict[str, Any] = field(default_factory=dict)  # settings and sizes from /records
-    traffic: bool = False  # there were requests of other clients
+    has_traffic: bool = False  # there were requests of other clients
 
 
 def is_probe(request: Record) -> bool:
@@ -102,7 +105,7 @@ class _Watch:
     ) -> None:
         self._connections = connections
         self._seconds, self._probe, self._wait_s, self._model = seconds, probe, wait_s, model
-        # By commit time: step numbers of a restarted engine begin at 0 again.
+        # The key is the commit time, because a restarted engine counts its steps from 0 again.
         self._steps: dict[float, Record] = {}
         self._requests: dict[str, Record] = {}
         self.observations = Observations({})
@@ -114,13 +117,16 @@ class _Watch:
         model = self._model
         if self._probe and model is None:
             model = str((await first_model(self._connections))["id"])
-        await self._begin_records()
+        await self._fetch_first_records()
         await self._find_max_num_seqs()
         observed.before = await scrape(self._connections)
         began = perf_counter()
-        async with _in_background(self._read_gauges()), _in_background(self._keep_records()):
+        async with (
+            _in_background(self._read_gauges()),
+            _in_background(self._fetch_records_regularly()),
+        ):
             await asyncio.sleep(min(TRAFFIC_CHECK_S, self._seconds / 4))
-            observed.traffic = await self._has_traffic()
+            observed.has_traffic = await self._has_traffic()
             if self._probe:
                 await self._send_probes(model, began)
             left = began + self._seconds - perf_counter()
@@ -130,12 +136,14 @@ class _Watch:
         await self._fetch_records()
         if observed.steps is not None:
             observed.steps = [self._steps[at] for at in sorted(self._steps)]
-            observed.requests = sorted(self._requests.values(), key=lambda one: one["finished_s"])
+            observed.requests = sorted(
+                self._requests.values(), key=lambda request: request["finished_s"]
+            )
             # Probes run one at a time, so the second of two requests belongs to another client.
-            observed.traffic = (
-                observed.traffic
-                or any(not is_probe(one) for one in observed.requests)
-                or any(one["running"] + one["waiting"] > 1 for one in observed.steps)
+            observed.has_traffic = (
+                observed.has_traffic
+                or any(not is_probe(request) for request in observed.requests)
+                or any(step["running"] + step["waiting"] > 1 for step in observed.steps)
             )
         return observed
 
@@ -156,7 +164,8 @@ class _Watch:
                     raise
                 refused = True
                 await asyncio.sleep(READY_POLL_S)
-        return perf_counter() - began if refused else 0.0  # without a refusal: the round trip
+        # Without a refusal the time since `began` is only a round trip.
+        return perf_counter() - began if refused else 0.0
 
     async def _find_max_num_seqs(self) -> None:
         observed = self.observations
@@ -170,6 +179,7 @@ class _Watch:
     # ── in the background ───────────────────────────────────────────────────────────────────
 
     async def _read_gauges(self) -> None:
+        """Read /health and /metrics every half second."""
         last = perf_counter()
         while True:
             await asyncio.sleep(GAUGE_INTERVAL_S)
@@ -192,12 +202,13 @@ class _Watch:
                 self.observations.unready_s += now - last
             last = now
 
-    async def _keep_records(self) -> None:
+    async def _fetch_records_regularly(self) -> None:
         while self.observations.steps is not None:
             await asyncio.sleep(RECORDS_INTERVAL_S)
             await self._fetch_records()
 
-    async def _begin_records(self) -> None:
+    async def _fetch_first_records(self) -> None:
+        """Fetch the records from before the watch, and the settings of the server."""
         if self.observations.server["kind"] != "twostroke":
             return
         with suppress(ServerError):
@@ -243,7 +254,7 @@ class _Watch:
         """Send probes one at a time: few if other requests are visible, else all the time."""
         observed = self.observations
         end = began + self._seconds
-        light = observed.traffic and observed.steps is not None
+        light = observed.has_traffic and observed.steps is not None
         salt = secrets.token_hex(4)
         prompts = PromptGenerator(0, salt, as_text=True)
         client = OpenAIClient(self._connections, model, CHAT)
@@ -255,7 +266,7 @@ class _Watch:
             planned = PlannedRequest(0.0, prompts.unique(number, PROBE_PROMPT), 0, output, extra)
             started = perf_counter()
             task = asyncio.create_task(client.send(planned, started))
-            done, _ = await asyncio.wait({task}, timeout=end + GRACE_S - started)
+            done, _ = await asyncio.wait({task}, timeout=end + LAST_PROBE_S - started)
             if not done:
                 task.cancel()
                 observed.stuck_s.append(perf_counter() - started)

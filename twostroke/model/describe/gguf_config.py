@@ -87,12 +87,12 @@ NAMES = TensorNames(
     alternatives={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
-PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
+PHI3_NAMES = NAMES.with_names(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
 # Conversions of Llama reorder the rows of q and k; files of GLM and Cohere have this order anyway.
-LLAMA_NAMES = NAMES.but(rope_interleaved=True)
-GLM4_NAMES = NAMES.but(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
+LLAMA_NAMES = NAMES.with_names(rope_interleaved=True)
+GLM4_NAMES = NAMES.with_names(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
 _QKV_BIAS = "attn_qkv.bias"
-CHATGLM_NAMES = GLM4_NAMES.but(
+CHATGLM_NAMES = GLM4_NAMES.with_names(
     rope_interleaved=True,
     q=_QKV,
     k=_QKV,
@@ -101,11 +101,11 @@ CHATGLM_NAMES = GLM4_NAMES.but(
     k_bias=_QKV_BIAS,
     v_bias=_QKV_BIAS,
 )
-FUSED_NAMES = NAMES.but(
+FUSED_NAMES = NAMES.with_names(
     q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
 )
 # The norm before the MLP has the name of a norm after attention.
-POST_ATTENTION_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
+POST_ATTENTION_NAMES = NAMES.with_names(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
@@ -121,7 +121,7 @@ def _llama(settings: GGUFSettings) -> ModelSpec:
 def _mistral3(settings: GGUFSettings) -> ModelSpec:
     """Ministral 3 and, in later conversions, Mistral Small 3.1 and 3.2, whose queries have no
     scales. As in llama.cpp, one scale covers as many positions as the original context."""
-    beta = parts.multiplier(settings, parts.QUERY_BETA)
+    beta = parts.multiplier(settings, parts.TEMPERATURE_SCALE)
     return with_query_scales(_plain(settings), beta, parts.original_context(settings))
 
 
@@ -307,7 +307,9 @@ def _gemma3(settings: GGUFSettings) -> ModelSpec:
         settings,
         windows=parts.windows(settings, period=6),
         ropes=(sliding, rope),
-        max_context=parts.context(settings),  # of the model as it is, its rope scaling included
+        max_context=parts.context_length(
+            settings
+        ),  # of the model as it is, its rope scaling included
         layers_of_27b=62,
         logit_softcap=parts.softcap(settings, parts.LOGIT_SOFTCAP, 0.0),
         qk_norm="head",
@@ -346,7 +348,7 @@ def _gemma_2_or_3(
 def _phi3(settings: GGUFSettings) -> ModelSpec:
     head_dim = parts.heads(settings)[2]
     if parts.ROPE_FACTORS_LONG in settings.file.tensors:
-        rope, max_context = parts.longrope(settings, head_dim), parts.context(settings)
+        rope, max_context = parts.longrope(settings, head_dim), parts.context_length(settings)
     else:
         rope, max_context = parts.rope(settings, head_dim)
     attention, mlp = parts.attention(settings, rope), parts.mlp(settings)
@@ -407,7 +409,9 @@ def _falcon_names(file: GGUFFile) -> TensorNames:
     if "blk.0.attn_norm_2.weight" not in file.tensors:
         return FUSED_NAMES
     norms = {"attn_norm": "attn_norm_2.weight", "attn_norm_bias": "attn_norm_2.bias"}
-    return FUSED_NAMES.but(norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias")
+    return FUSED_NAMES.with_names(
+        norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias"
+    )
 
 
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
@@ -424,7 +428,9 @@ ARCHITECTURES = {
     "olmoe": Architecture(_olmoe, settings=_EXPERTS),
     "qwen2": Architecture(_llama, tensors=(parts.ROPE_FACTORS,)),
     "qwen3": Architecture(_qwen3, tensors=(parts.ROPE_FACTORS,)),
-    "mistral3": Architecture(_mistral3, LLAMA_NAMES, (parts.QUERY_BETA, parts.YARN_LOG_MULTIPLIER)),
+    "mistral3": Architecture(
+        _mistral3, LLAMA_NAMES, (parts.TEMPERATURE_SCALE, parts.YARN_LOG_MULTIPLIER)
+    ),
     "internlm2": Architecture(_llama, LLAMA_NAMES),
     "smollm3": Architecture(_smollm3, LLAMA_NAMES, tensors=(parts.ROPE_FACTORS,)),
     "granite": Architecture(_granite, LLAMA_NAMES, _SCALES, tensors=(parts.ROPE_FACTORS,)),
@@ -468,7 +474,7 @@ def names_in_gguf(file: GGUFFile) -> TensorNames:
     """Return the file's tensor names."""
     names = ARCHITECTURES[_architecture(file)].names
     names = names if isinstance(names, TensorNames) else names(file)
-    return names.as_stored(file.tensors)
+    return names.resolve(file.tensors)
 
 
 def _architecture(file: GGUFFile) -> str:

@@ -1,6 +1,8 @@
-"""Parts of a GGUF file's metadata that architectures share: heads, windows, rope and others.
+"""Functions that read parts of a `ModelSpec` from the metadata of a GGUF file: attention, windows,
+rope, experts.
 
-No function here tests for an architecture: differences are arguments.
+Several architectures share each function. No function tests for an architecture: differences are
+arguments.
 """
 
 from __future__ import annotations
@@ -47,12 +49,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 RMS_NORM_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 ATTENTION_SCALE = "attention.scale"
-QUERY_BETA = "attention.temperature_scale"
+TEMPERATURE_SCALE = "attention.temperature_scale"
 YARN_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 EXPERT_COUNT = "expert_count"
 ATTENTION_SOFTCAP, LOGIT_SOFTCAP = "attn_logit_softcapping", "final_logit_softcapping"
 
-# Settings of some architectures → their neutral values.
+# Settings that only some architectures read → the values that have no effect. In other
+# architectures any other value is refused.
 NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     EXPERT_COUNT: (0,),
     ATTENTION_SOFTCAP: (0,),
@@ -61,7 +64,7 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
     "attention.kv_lora_rank": (0,),
-    QUERY_BETA: (0,),
+    TEMPERATURE_SCALE: (0,),
     ATTENTION_SCALE: (0,),  # 0 stands for the usual 1/√head_dim
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -73,14 +76,15 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 class GGUFSettings(Fields):
-    """The metadata under the architecture's own prefix."""
+    """The metadata of a GGUF file, without the prefix of the architecture (`llama.`)."""
 
     def __init__(self, file: GGUFFile, arch: str, names: TensorNames) -> None:
         super().__init__(str(file.path), file.metadata, prefix=f"{arch}.")
         self.file, self.arch, self.tensor_names = file, arch, names
 
     def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> Any:
-        """Return an integer. A list with a value per layer must have equal values."""
+        """Return an integer. If the file has a list with a value for each layer, all values must be
+        equal."""
         value = self.value(name)
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):
@@ -92,8 +96,8 @@ class GGUFSettings(Fields):
         return self._integer(name, value, low, high, default)
 
     def refuse_unsupported(self, read: Collection[str]) -> None:
-        """Refuse settings with an effect that are not in `read`, the settings of the
-        architecture."""
+        """Refuse a setting that is not in `read` and has an effect. `read`: the names that the
+        architecture reads."""
         for name, neutral in NEUTRAL_SETTINGS.items():
             value = self.value(name)
             if name not in read and value is not None and value not in neutral:
@@ -105,8 +109,8 @@ class GGUFSettings(Fields):
         return self.tensor_names.tensor(canonical) in self.file.tensors
 
     def in_any_layer(self, *names: str) -> bool:
-        """Return whether any layer has one of these tensors. Missing ones show when weights are
-        checked."""
+        """Return whether any layer has one of these tensors. If other layers lack the tensor,
+        `check_weights` refuses the file later."""
         endings = tuple(f".{self.tensor_names.layer[name]}" for name in names)
         return any(tensor.endswith(endings) for tensor in self.file.tensors)
 
@@ -123,14 +127,17 @@ def num_layers(settings: GGUFSettings) -> int:
     return count
 
 
-def attention(settings: GGUFSettings, rope: RopeSpec, qk_norm: QKNorm = "none") -> AttentionSpec:
-    """Return attention without a window, with the usual scale. Tensors decide on biases."""
+def attention(
+    settings: GGUFSettings, rope_spec: RopeSpec, qk_norm: QKNorm = "none"
+) -> AttentionSpec:
+    """Return attention without a window, with the scale 1/√head_dim. It has biases if the file has
+    tensors for them."""
     num_heads, num_kv_heads, head_dim = heads(settings)
     return AttentionSpec(
         num_heads,
         num_kv_heads,
         head_dim,
-        rope,
+        rope_spec,
         scale=head_dim**-0.5,
         qk_norm=qk_norm,
         qkv_bias=settings.in_any_layer("q_bias", "k_bias", "v_bias"),
@@ -139,7 +146,7 @@ def attention(settings: GGUFSettings, rope: RopeSpec, qk_norm: QKNorm = "none") 
 
 
 def heads(settings: GGUFSettings) -> tuple[int, int, int]:
-    """Return the number of query heads, of KV heads, and the head size."""
+    """Return the number of query heads, the number of KV heads and the head size."""
     arch, where = settings.arch, settings.where
     hidden = settings.integer("embedding_length", *WIDTH)
     num_heads = settings.integer("attention.head_count", *HEADS)
@@ -158,7 +165,7 @@ def heads(settings: GGUFSettings) -> tuple[int, int, int]:
     value_dim = settings.integer("attention.value_length", *HEAD_DIM, default=head_dim)
     if value_dim != head_dim:
         raise ModelError(
-            f"{where}: values of another size than keys are not supported "
+            f"{where}: keys and values of different sizes are not supported "
             f"(attention.key_length {head_dim}, attention.value_length {value_dim})."
         )
     return num_heads, num_kv_heads, head_dim
@@ -167,35 +174,37 @@ def heads(settings: GGUFSettings) -> tuple[int, int, int]:
 def latent_attention(settings: GGUFSettings) -> tuple[AttentionSpec, int]:
     """Return latent attention, and the longest context with its rope scaling.
 
-    In files with a split kv_b, `key_length` and `value_length` refer to latents, and the keys that
-    end in `_mla` to heads.
+    In files with a split kv_b, `attention.key_length` and `attention.value_length` are sizes of the
+    latents. The sizes of the heads are then in `attention.key_length_mla` and
+    `attention.value_length_mla`.
     """
     num_heads = settings.integer("attention.head_count", *HEADS)
     hidden = settings.integer("embedding_length", *WIDTH)
-    ending = "_mla" if "attention.key_length_mla" in settings else ""
-    head_dim = settings.integer(f"attention.key_length{ending}", *HEAD_DIM)
+    suffix = "_mla" if "attention.key_length_mla" in settings else ""
+    head_dim = settings.integer(f"attention.key_length{suffix}", *HEAD_DIM)
     value_dim = settings.integer(
-        f"attention.value_length{ending}", *HEAD_DIM, default=max(1, hidden // num_heads)
+        f"attention.value_length{suffix}", *HEAD_DIM, default=max(1, hidden // num_heads)
     )
     if settings.integer("rope.dimension_count", *HEAD_DIM) >= head_dim:
         settings.refuse("rope.dimension_count", f"less than a head's {head_dim} channels")
     if ROPE_FACTORS_LONG in settings.file.tensors:
-        turned, max_context = longrope(settings, head_dim), context(settings)
+        rope_spec, max_context = longrope(settings, head_dim), context_length(settings)
     else:
-        turned, max_context = rope(settings, head_dim)
+        rope_spec, max_context = rope(settings, head_dim)
     scale = head_dim**-0.5
-    sharpened = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
-    if sharpened and turned.kind == "yarn":
-        # This replaces the factor of cos and sin.
-        turned = replace(turned, attention_factor=_attention_factor(settings))
-        scale *= (1 + sharpened * math.log(turned.factor)) ** 2
+    log_multiplier = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
+    if log_multiplier and rope_spec.kind == "yarn":
+        # With latents the multiplier changes the scale of the scores, instead of cos and sin.
+        rope_spec = replace(rope_spec, attention_factor=_attention_factor(settings))
+        scale *= (1 + log_multiplier * math.log(rope_spec.factor)) ** 2
     latent = LatentSpec(
         kv_lora_rank=settings.integer("attention.kv_lora_rank", *LATENT_RANK),
         q_lora_rank=settings.integer("attention.q_lora_rank", 0, LATENT_RANK[1], default=0),
         value_dim=value_dim,
         split=not settings.in_any_layer("kv_b"),
     )
-    return AttentionSpec(num_heads, num_heads, head_dim, turned, scale, latent=latent), max_context
+    spec = AttentionSpec(num_heads, num_heads, head_dim, rope_spec, scale, latent=latent)
+    return spec, max_context
 
 
 def mlp(settings: GGUFSettings, activation: Activation = "silu") -> MLPSpec:
@@ -203,12 +212,14 @@ def mlp(settings: GGUFSettings, activation: Activation = "silu") -> MLPSpec:
     return MLPSpec(settings.integer("feed_forward_length", *WIDTH), activation, biased)
 
 
-# The file's number of the scoring function; 0: not set.
-SCORING: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: of the chosen alone
+# `expert_gating_func` → scoring function. 0 means that the file does not say. 3 is a softmax over
+# the chosen experts only, which is a softmax over all experts with normalised weights.
+SCORING: dict[int, Scoring] = {1: "softmax", 2: "sigmoid", 3: "softmax"}
 
 
 def deepseek_experts(settings: GGUFSettings) -> ExpertsSpec:
-    """Return DeepSeek's experts. Scores are sigmoids with a correction, or (V2) a softmax."""
+    """Return DeepSeek's experts. DeepSeek-V3 scores experts by a sigmoid and adds a correction;
+    DeepSeek-V2 scores experts by a softmax."""
     found = experts(settings, normalised=False, grouped=True)
     routing, count = found.routing, found.num_experts
     groups = settings.integer("expert_group_count", 0, EXPERTS[1], default=1) or 1
@@ -216,7 +227,7 @@ def deepseek_experts(settings: GGUFSettings) -> ExpertsSpec:
     if count % groups or (routing.correction_bias and groups > 1 and count // groups < 2):
         settings.refuse("expert_group_count", f"a divisor of the number of experts, {count}")
     if used > groups or routing.experts_per_token > used * (count // groups):
-        settings.refuse("expert_group_used_count", "groups that have all experts of a token")
+        settings.refuse("expert_group_used_count", "enough groups for all experts of a token")
     sigmoid = routing.correction_bias and not settings.value("expert_gating_func")
     routing = replace(
         routing,
@@ -227,8 +238,8 @@ def deepseek_experts(settings: GGUFSettings) -> ExpertsSpec:
     )
     shared = settings.integer("expert_shared_count", 0, EXPERTS[1], default=0)
     width = shared * found.expert.intermediate_size
-    own = replace(found.expert, intermediate_size=width) if shared else None
-    return replace(found, routing=routing, shared=own)
+    shared_mlp = replace(found.expert, intermediate_size=width) if shared else None
+    return replace(found, routing=routing, shared=shared_mlp)
 
 
 def experts(
@@ -240,16 +251,16 @@ def experts(
 ) -> ExpertsSpec:
     """Return a mixture of experts.
 
-    `width`: the field of an expert's width. `normalised`: the default for whether the weights of a
-    token's experts add up to one. `grouped`: the caller reads groups of experts and dense layers.
+    `width`: the setting with an expert's intermediate size. `normalised`: whether the weights of a
+    token's experts add up to one, if the file does not say. `grouped`: the caller supports groups
+    of experts and leading dense layers. Otherwise a file with such settings is refused.
     """
     count = settings.integer(EXPERT_COUNT, *EXPERTS)
     if "expert_used_count" not in settings:
         raise ModelError(
             f"{settings.where}: {settings.prefix}{EXPERT_COUNT} is {count}, but there is no "
-            f"{settings.prefix}expert_used_count, which says how many of them a token goes "
-            "through. The file is incomplete; fetch it again, or use another conversion of the "
-            "model."
+            f"{settings.prefix}expert_used_count, the number of experts for each token. The file "
+            "is incomplete; download it again, or use another conversion of the model."
         )
     chosen = settings.integer("expert_used_count", *EXPERTS)
     if chosen > count:
@@ -257,11 +268,12 @@ def experts(
             f"{settings.where}: {settings.prefix}expert_used_count {chosen} is more than the "
             f"{count} experts there are ({settings.prefix}{EXPERT_COUNT})."
         )
-    for name in ("expert_group_count", "expert_group_used_count", "leading_dense_block_count"):
-        if grouped:
-            continue
-        if settings.integer(name, 0, EXPERTS[1], default=0) > (0 if "dense" in name else 1):
-            settings.refuse(name, "absent with this architecture")
+    if not grouped:
+        max_values = {"expert_group_count": 1, "expert_group_used_count": 1}
+        max_values["leading_dense_block_count"] = 0
+        for name, max_value in max_values.items():
+            if settings.integer(name, 0, EXPERTS[1], default=0) > max_value:
+                settings.refuse(name, "absent with this architecture")
     function = settings.integer("expert_gating_func", 0, max(SCORING), default=0)
     normalised = settings.boolean("expert_weights_norm", normalised) or function == 3
     mlp = MLPSpec(settings.integer(width, *WIDTH))
@@ -293,7 +305,7 @@ def model(
 
 
 def _num_embeddings(settings: GGUFSettings) -> Any:
-    """Return the default size of the vocabulary."""
+    """Return the size of the vocabulary, from the embedding or the tokenizer."""
     embedding = settings.file.tensors.get(settings.tensor_names.tensor("embed"))
     if embedding is not None:
         return embedding.shape[0]
@@ -302,13 +314,13 @@ def _num_embeddings(settings: GGUFSettings) -> Any:
 
 
 def multiplier(settings: GGUFSettings, name: str) -> float:
-    """Return a factor; 0: none."""
+    """Return a factor; 0 means that there is no factor."""
     factor: float = settings.number(name, high=MULTIPLIER_MAX, default=0.0)
     return factor
 
 
 def softcap(settings: GGUFSettings, name: str, default: float) -> float:
-    """Return a softcap; 0: none."""
+    """Return a softcap; 0 means that there is no softcap."""
     cap: float = settings.number(name, high=SOFTCAP_MAX, default=default)
     return cap
 
@@ -317,10 +329,10 @@ def softcap(settings: GGUFSettings, name: str, default: float) -> float:
 
 
 def windows(settings: GGUFSettings, period: int = 0, default: int = 0) -> tuple[int | None, ...]:
-    """Return the window of each layer.
+    """Return the window of each layer; None for a layer without a window.
 
-    The pattern is a list with a value per layer, or a period whose last layer has no window (0: all
-    layers have it).
+    The pattern in the file is a list with a value for each layer, or a period: the last layer of
+    each period has no window. With the period 0 all layers have the window.
     """
     count = num_layers(settings)
     window = settings.integer("attention.sliding_window", 0, CONTEXT[1], default=default)
@@ -328,20 +340,20 @@ def windows(settings: GGUFSettings, period: int = 0, default: int = 0) -> tuple[
         return (None,) * count
     name = "attention.sliding_window_pattern"
     if isinstance(settings.value(name), list):
-        slides = settings.items(name, bool, "true or false for each layer")
-        if len(slides) != count:
-            expected = f"a list that says for each of the {count} layers whether it slides"
+        has_window = settings.items(name, bool, "true or false for each layer")
+        if len(has_window) != count:
+            expected = f"a list of {count} values, one for each layer: true if it has the window"
             settings.refuse(name, expected)
     else:
         period = settings.integer(name, 0, LAYERS[1], default=period)
-        slides = [period == 0 or (n + 1) % period != 0 for n in range(count)]
-    return tuple(window if slide else None for slide in slides)
+        has_window = [period == 0 or (n + 1) % period != 0 for n in range(count)]
+    return tuple(window if has else None for has in has_window)
 
 
 # Rope
 
 
-def context(settings: GGUFSettings) -> int:
+def context_length(settings: GGUFSettings) -> int:
     positions: int = settings.integer("context_length", *CONTEXT)
     return positions
 
@@ -362,29 +374,29 @@ def rope_dim(settings: GGUFSettings, head_dim: int) -> int:
 
 
 def rope(settings: GGUFSettings, head_dim: int) -> tuple[RopeSpec, int]:
-    """Return the rope, and the longest context with its scaling."""
+    """Return the rope, and the longest context with the rope's scaling."""
     base, dim = theta(settings), rope_dim(settings, head_dim)
-    positions = context(settings)
+    positions = context_length(settings)
     low, high = ROPE_FACTOR
-    # Older conversions have only the factor of a linear scaling.
-    older = settings.number("rope.scale_linear", low=low, high=high, default=1.0)
-    factor = settings.number("rope.scaling.factor", low=low, high=high, default=older)
+    # Older conversions support linear scaling only, and write its factor to `rope.scale_linear`.
+    linear_factor = settings.number("rope.scale_linear", low=low, high=high, default=1.0)
+    factor = settings.number("rope.scaling.factor", low=low, high=high, default=linear_factor)
     kind = settings.string("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise ModelError(
             f"{settings.where}: rope scaling {shown(kind)} ({settings.prefix}rope.scaling.type) is "
             "not supported. Supported: none, linear, yarn."
         )
-    plain = kind == "none" or factor == 1.0
+    unscaled = kind == "none" or factor == 1.0
     if ROPE_FACTORS in settings.file.tensors:
-        if not plain:
+        if not unscaled:
             raise ModelError(
                 f"{settings.where}: rope scaling {kind!r} ({settings.prefix}rope.scaling.type) "
                 f"together with the factors of {ROPE_FACTORS} is not supported."
             )
         factors = _factors(settings, ROPE_FACTORS, dim)
         return RopeSpec(base, dim, "factors", freq_factors=factors), positions
-    if plain:
+    if unscaled:
         return RopeSpec(base, dim), positions
     original = original_context(settings)
     max_context = max(positions, int(original * factor))
@@ -397,10 +409,10 @@ def rope(settings: GGUFSettings, head_dim: int) -> tuple[RopeSpec, int]:
         return RopeSpec(base, dim, "linear", factor, original), max_context
     fast = settings.number("rope.scaling.yarn_beta_fast", above=0.0, high=1e6, default=32.0)
     slow = settings.number("rope.scaling.yarn_beta_slow", above=0.0, high=1e6, default=1.0)
-    # The config's mscale_all_dim. Files do not contain its mscale, which llama.cpp takes for 1.
-    # (With latents it has another meaning: see `latent_attention`.)
-    all_dim = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
-    sharpened = yarn_attention_factor(factor) / yarn_attention_factor(factor, all_dim)
+    # This is `mscale_all_dim` of config.json. GGUF files do not contain `mscale`; llama.cpp assumes
+    # 1. (With latents `mscale_all_dim` has another meaning: see `latent_attention`.)
+    mscale_all_dim = settings.number(YARN_LOG_MULTIPLIER, high=100.0, default=0.0)
+    default_factor = yarn_attention_factor(factor) / yarn_attention_factor(factor, mscale_all_dim)
     return RopeSpec(
         base,
         dim,
@@ -409,13 +421,14 @@ def rope(settings: GGUFSettings, head_dim: int) -> tuple[RopeSpec, int]:
         original,
         beta_fast=fast,
         beta_slow=slow,
-        attention_factor=_attention_factor(settings, sharpened),
+        attention_factor=_attention_factor(settings, default_factor),
     ), max_context
 
 
 def longrope(settings: GGUFSettings, head_dim: int) -> RopeSpec:
-    """Return longrope from its two tensors: factors within the original context and beyond."""
-    dim, positions = rope_dim(settings, head_dim), context(settings)
+    """Return longrope. One tensor has the factors for positions within the original context, the
+    other the factors for a longer context."""
+    dim, positions = rope_dim(settings, head_dim), context_length(settings)
     original = original_context(settings)
     return RopeSpec(
         theta(settings),
@@ -431,21 +444,22 @@ def longrope(settings: GGUFSettings, head_dim: int) -> RopeSpec:
 
 def original_context(settings: GGUFSettings) -> int:
     name = "rope.scaling.original_context_length"
-    original: int = settings.integer(name, *CONTEXT, default=context(settings))
+    original: int = settings.integer(name, *CONTEXT, default=context_length(settings))
     return original
 
 
-def _attention_factor(settings: GGUFSettings, usual: float = 1.0) -> float:
-    """Return the factor of cos and sin. Conversions of yarn write the config's factor, which
-    replaces the usual one."""
+def _attention_factor(settings: GGUFSettings, default_factor: float = 1.0) -> float:
+    """Return the factor of cos and sin. `default_factor`: if the file does not have the
+    `attention_factor` of a yarn config."""
     factor: float = 1.0
-    for key, default in (("yarn_attn_factor", usual), ("attn_factor", 1.0)):
+    for key, default in (("yarn_attn_factor", default_factor), ("attn_factor", 1.0)):
         factor *= settings.number(f"rope.scaling.{key}", above=0.0, high=1e3, default=default)
     return factor
 
 
 def _factors(settings: GGUFSettings, tensor: str, dim: int) -> tuple[float, ...]:
-    """Return the divisor of each frequency, computed when the model was converted."""
+    """Return the divisors of the frequencies, one for each pair of rotated channels. The converter
+    has computed them."""
     info = settings.file.tensors.get(tensor)
     if info is None:
         raise ModelError(

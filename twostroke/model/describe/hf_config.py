@@ -13,7 +13,7 @@ from twostroke.model.describe.hf_packed import PackedConfig, packed_config
 from twostroke.model.describe.hf_w8a8 import W8Config, w8_config
 from twostroke.model.describe.overrides import override_config
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import AlternativeSpec, TensorNames
+from twostroke.model.describe.tensor_names import SpecVariant, TensorNames
 from twostroke.model.fields import Fields, read_json, shown
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def fields_in_hf(config: Mapping[str, Any]) -> dict[str, str]:
     return {field: aliases.get(name, name) for field, name in named.items()}
 
 
-def alternative_specs(config: Mapping[str, Any]) -> Iterator[AlternativeSpec]:
+def spec_variants(config: Mapping[str, Any]) -> Iterator[SpecVariant]:
     """Yield the model with the other value of each boolean field, where that model exists."""
     where, family = "config.json", _family(config, "config.json")
     fields = Fields(where, config, aliases=family.aliases)
@@ -100,7 +100,7 @@ def alternative_specs(config: Mapping[str, Any]) -> Iterator[AlternativeSpec]:
         other = _with_entry(config, path, value)
         try:
             spec = family.spec(Fields(where, other, aliases=family.aliases))
-            yield AlternativeSpec(".".join(path), spec, names_in_hf(other))
+            yield SpecVariant(".".join(path), spec, names_in_hf(other))
         except ModelError:
             continue
 

@@ -28,8 +28,8 @@ from twostroke.model.describe.hf_names import (
     GRANITE_HYBRID_NAMES,
     GRANITE_MOE_NAMES,
     INTERNLM2_NAMES,
+    LLAMA_NAMES,
     MIXTRAL_NAMES,
-    NAMES,
     OLMO2_NAMES,
     PHI3_NAMES,
     PHI_NAMES,
@@ -111,7 +111,7 @@ def _ministral3(fields: Fields) -> ModelSpec:
             "configs, rope_scaling), which a model of this model_type has."
         )
     beta = given.number("llama_4_scaling_beta", high=MULTIPLIER_MAX)
-    span = parts.original_context(given, fields, parts.context(fields))
+    span = parts.original_context(given, fields, parts.context_length(fields))
     return with_query_scales(spec, beta, span)
 
 
@@ -370,7 +370,9 @@ def _gemma3_text(fields: Fields) -> ModelSpec:
         "gemma3_text",
         kinds=parts.layer_types(fields, parts.one_full_in(period, parts.num_layers(fields))),
         ropes=_gemma3_ropes(fields),
-        max_context=parts.context(fields),  # of the model as it is, its rope scaling included
+        max_context=parts.context_length(
+            fields
+        ),  # of the model as it is, its rope scaling included
         logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
         qk_norm="head",
     )
@@ -431,7 +433,7 @@ def _phi3(fields: Fields) -> ModelSpec:
     if parts.rope_kind(given) in ("su", "yarn"):  # earlier names of longrope
         given = given.overridden_by(Fields(given.where, {"rope_type": "longrope"}))
     head_dim = parts.heads(fields)[2]
-    rope, max_context = parts.rope_of(given, fields, head_dim, parts.context(fields))
+    rope, max_context = parts.rope_of(given, fields, head_dim, parts.context_length(fields))
     window = parts.window(fields, default=None)
     if window is not None and window >= max_context:
         window = None  # it hides nothing
@@ -619,7 +621,7 @@ def _minicpm3(fields: Fields) -> ModelSpec:
 
 class Family(NamedTuple):
     spec: Callable[[Fields], ModelSpec]
-    names: TensorNames | Callable[[Fields], TensorNames] = NAMES
+    names: TensorNames | Callable[[Fields], TensorNames] = LLAMA_NAMES
     aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
     reads: tuple[str, ...] = ()  # fields for which other families are refused
     quant_methods: tuple[str, ...] = ()  # of quantised files that are read

@@ -219,7 +219,7 @@ def one_full_in(period: int, count: int) -> list[str]:
 # Rope
 
 
-def context(fields: Fields) -> int:
+def context_length(fields: Fields) -> int:
     positions: int = fields.integer("max_position_embeddings", *CONTEXT)
     return positions
 
@@ -230,7 +230,7 @@ def rope(fields: Fields, head_dim: int, default_theta: float = 10000.0) -> tuple
     A config has `rope_parameters`, or `rope_theta` and `rope_scaling`.
     """
     rope_fields = fields.nested("rope_scaling").overridden_by(fields.nested("rope_parameters"))
-    return rope_of(rope_fields, fields, head_dim, context(fields), default_theta)
+    return rope_of(rope_fields, fields, head_dim, context_length(fields), default_theta)
 
 
 def rope_of(
@@ -272,7 +272,7 @@ def two_ropes(
     The ropes are in `rope_parameters`, or at the top level of older configs. The context has the
     scaling of the layers without a window.
     """
-    head_dim, positions = heads(fields)[2], context(fields)
+    head_dim, positions = heads(fields)[2], context_length(fields)
     given, nothing = fields.nested("rope_parameters"), Fields(fields.where, {})
     sliding = given.nested(SLIDING)
     full = fields.nested("rope_scaling").overridden_by(given.nested(FULL))

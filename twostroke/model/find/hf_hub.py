@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from twostroke.errors import ModelError
-from twostroke.model.find.on_disk import DISK_FULL, listed, nearest_on_disk
+from twostroke.model.find.on_disk import DISK_FULL, names_for_message, nearest_on_disk
 
 CONFIG_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*"]
 # Subfolders and `consolidated` files hold copies of the weights in formats we do not read.
@@ -45,8 +45,8 @@ def fetch_folder(repo: str, revision: str | None, allow_config_only: bool) -> Pa
         return folder
     if missing := _missing_shards(folder):
         raise ModelError(
-            f"{repo} is only partly downloaded: {listed(missing)} missing. Try again with a "
-            "network connection"
+            f"{repo} is only partly downloaded: {names_for_message(missing)} missing. Try again "
+            "with a network connection"
         )
     lacks = "*.safetensors" if (folder / "config.json").exists() else "config.json"
     raise ModelError(
@@ -104,7 +104,11 @@ def file_of_quant(repo: str, quant: str, revision: str | None) -> str:
         return found[0]
     raise ModelError(
         f"{repo} holds no GGUF file quantised to {quant}; "
-        + (f"name one of those it holds: {listed(ggufs)}" if ggufs else "it holds none at all")
+        + (
+            f"name one of those it holds: {names_for_message(ggufs)}"
+            if ggufs
+            else "it holds none at all"
+        )
     )
 
 

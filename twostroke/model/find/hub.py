@@ -20,7 +20,7 @@ from twostroke.model.find import hf_hub
 from twostroke.model.find.on_disk import (
     GGUF_MAGIC,
     SPLIT_NAME,
-    listed,
+    names_for_message,
     nearest_on_disk,
     split_files,
 )
@@ -206,11 +206,16 @@ def _from_folder(folder: Path, name: str, allow_config_only: bool) -> ModelFiles
         return _gguf(folder / models[0], Path(_gguf_name(models[0])).stem)
     if models:
         raise ModelError(
-            f"{folder} holds {len(models)} GGUF files; give the path of one: {listed(models)}"
+            f"{folder} holds {len(models)} GGUF files; give the path of one: "
+            f"{names_for_message(models)}"
         )
     if has_config:
         pickled = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
-        instead = f" (it has {listed(pickled)}; convert that to safetensors)" if pickled else ""
+        instead = (
+            f" (it has {names_for_message(pickled)}; convert that to safetensors)"
+            if pickled
+            else ""
+        )
         raise ModelError(f"{folder} holds config.json but no *.safetensors weights{instead}")
     raise ModelError(
         f"{folder} holds no model. A model folder holds config.json, *.safetensors and "

@@ -1,4 +1,4 @@
-"""Helpers for model files on a disk, and for messages about them."""
+"""Names of model files on a disk: split GGUF files, similar names and lists for error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def nearest_on_disk(path: Path) -> str:
         return ""
 
 
-def listed(files: list[str], max_names: int = 5) -> str:
+def names_for_message(files: list[str], max_names: int = 5) -> str:
+    """Return the first names, and the number of the others: `a, b and 3 more`."""
     more = f" and {len(files) - max_names} more" if len(files) > max_names else ""
     return ", ".join(files[:max_names]) + more
 
@@ -45,8 +46,9 @@ def split_files(file: str) -> list[str]:
     return [f"{part[1]}-{n:05}-of-{part[3]}{part[4]}" for n in range(1, count + 1)]
 
 
-def forget_pages(mapped: mmap.mmap, first: int, end: int) -> None:
-    """Release the memory of some bytes of a mapped file until the next read."""
+def release_pages(mapped: mmap.mmap, first: int, end: int) -> None:
+    """Release the memory of the bytes from `first` to `end` of a mapped file. The next access reads
+    them from the disk again."""
     if hasattr(mmap, "MADV_DONTNEED"):
         first = first // mmap.PAGESIZE * mmap.PAGESIZE
         with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from twostroke.errors import ModelError
 from twostroke.model.fields import shown
-from twostroke.model.find.on_disk import SPLIT_NAME, forget_pages, split_files
+from twostroke.model.find.on_disk import SPLIT_NAME, release_pages, split_files
 from twostroke.model.gguf.block_types import LAYOUTS, BlockType, num_bytes
 
 MAGIC = b"GGUF"
@@ -119,10 +119,10 @@ class GGUFFile:
         info = self.tensors[name]
         return self._data[info.file_index][info.offset : info.offset + info.num_bytes]
 
-    def forget(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Release the memory of a tensor's pages until the next read."""
         info = self.tensors[name]
-        forget_pages(self._buffers[info.file_index], info.offset, info.offset + info.num_bytes)
+        release_pages(self._buffers[info.file_index], info.offset, info.offset + info.num_bytes)
 
 
 def _read(path: Path, file_index: int) -> _OpenFile:

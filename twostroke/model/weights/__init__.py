@@ -1,6 +1,7 @@
 """Weight sources: one interface with three implementations (safetensors, gguf, dummy).
 
-The sources do not import torch. `tensors.py` makes tensors of their weights.
+The sources do not import torch and return numpy arrays. `tensors.py` converts the arrays to torch
+tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from twostroke.errors import ModelError
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import AlternativeSpecs
+from twostroke.model.describe.tensor_names import SpecVariants
 from twostroke.model.gguf.block_types import BlockType
 
 Floats = npt.NDArray[np.float32]
@@ -24,19 +25,19 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix as (out, bytes of a row). A row is a whole number of blocks of `type`."""
+    """A matrix in a block format. Each row is a whole number of blocks of `type`."""
 
     type: BlockType
-    shape: tuple[int, int]
-    rows: Bytes
+    shape: tuple[int, int]  # (out, in)
+    rows: Bytes  # [out, bytes of a row]
 
 
 class WeightSource(Protocol):
     """Weights under the canonical names of `ModelSpec.weight_shapes`.
 
-    `shape` reads headers only, so that a file is checked before memory is allocated. `floats`
-    returns a copy of some rows of a weight. Matrices are (out, in); the rows of q and k are in the
-    order that pairs the channels i and i + dim/2 for rope.
+    To check a file before memory is allocated, `shape` reads headers only. `floats` returns a copy
+    of some rows of a weight. Matrices are (out, in). Rope rotates the channels i and i + dim/2 of q
+    and k together, and the rows of q and k are in that order.
     """
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -44,7 +45,7 @@ class WeightSource(Protocol):
         ...
 
     def fused_with(self, name: str) -> Sequence[str]:
-        """Return the weights that share a stored tensor with this weight, itself included."""
+        """Return all weights in the stored tensor of this weight, including this weight."""
         ...
 
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
@@ -55,14 +56,15 @@ class WeightSource(Protocol):
         ...
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
-        """Return some rows of a matrix in blocks of its `stored_type`; None if it has none."""
+        """Return some rows of a matrix in blocks of its `stored_type`; None if the matrix has no
+        `stored_type`."""
         ...
 
     def label(self, name: str) -> str:
         """Return the file and the tensor name of a weight, for a message."""
         ...
 
-    def forget(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Release the memory of a weight that has been read."""
         ...
 
@@ -73,51 +75,59 @@ def check_weights(
     where: str,
     description: str = "its description",
     fields: Mapping[str, str] = {},
-    variants: AlternativeSpecs = tuple,
+    variants: SpecVariants = tuple,
 ) -> None:
     """Refuse a model whose tensors contradict its description, before memory is allocated.
 
-    `description`: the file of the spec. `fields`: field of the spec → its name in that file.
-    `variants`: specs with one field changed. A variant that fits the tensor names the wrong field.
+    The other arguments are for the message. `where`: the path of the weights. `description`: the
+    file that the spec was read from. `fields`: field of the spec → name of the field in that file.
+    `variants`: specs with one boolean field changed. If a variant has the shape that the tensor
+    has, the message names the variant's field.
     """
     for name, expected in spec.weight_shapes().items():
         found = source.shape(name)
         if found == expected:
             continue
-        shaped_by = [field for other in source.fused_with(name) for field in spec.shaped_by(other)]
-        deciding = [fields.get(n, n) for n in ("family", *shaped_by)]
-        deciding += [one.field for one in variants() if one.spec.weight_shapes().get(name) == found]
-        decides = ", ".join(dict.fromkeys(deciding))
+        causes = [
+            "family",
+            *(field for fused in source.fused_with(name) for field in spec.shaped_by(fused)),
+        ]
+        causes = [fields.get(field, field) for field in causes]
+        causes += [v.field for v in variants() if v.spec.weight_shapes().get(name) == found]
+        listed = ", ".join(dict.fromkeys(causes))
         if found is None:
             raise ModelError(
                 f"{where}: the weight {name!r} is missing. {description} asks for it with shape "
-                f"{expected} (by {decides}); the file is incomplete or belongs to another model."
+                f"{expected} (by {listed}); the file is incomplete or belongs to another model."
             )
         raise ModelError(
             f"{where}: the weight {name!r} has shape {found}, but {description} asks for "
-            f"{expected} (by {decides}). They belong to different models."
+            f"{expected} (by {listed}). They belong to different models."
         )
 
 
-def all_finite(data: npt.NDArray[np.uint8], type: str) -> bool:
-    """Return whether all stored floats are finite: NaN and infinity have the largest exponent.
+def all_finite(data: npt.NDArray[np.uint8], dtype: str) -> bool:
+    """Return whether all floats in `data` are finite. `dtype`: as safetensors names it.
 
-    The maximum of the bits as signed integers is the largest positive float, the maximum as
-    unsigned integers the largest negative one. Two maxima suffice and need no memory.
+    The bits of NaN and infinity, without the sign, are at least the bits of infinity. Read as
+    signed integers, the largest bits are those of a positive float; read as unsigned integers, the
+    largest bits are those of a negative float. Comparing these two maxima needs no copy of the
+    data.
     """
-    width, exponent = _EXPONENTS[type]
+    width, exponent = _EXPONENTS[dtype]
     sign = 1 << (8 * width - 1)
     signed, bits = data.view(f"<i{width}"), data.view(f"<u{width}")
     return bool(signed.max() < exponent and bits.max() < exponent | sign)
 
 
-# Type → bytes of a number, and the bits of infinity.
+# dtype → bytes of an element, and the bits of infinity.
 _EXPONENTS = {"F64": (8, 0x7FF << 52), "F32": (4, 0xFF << 23)}
 _EXPONENTS |= {"F16": (2, 0x1F << 10), "BF16": (2, 0xFF << 7)}
 
 
-def not_finite(source: WeightSource, name: str) -> ModelError:
-    """Return the error for a weight with NaN or infinity, which makes every output nonsense."""
+def not_finite_error(source: WeightSource, name: str) -> ModelError:
+    """Return the error for a weight with NaN or infinity. Every output of such a model would be
+    nonsense."""
     return ModelError(
         f"{source.label(name)} holds NaN or infinity. The file is damaged, or its conversion "
         "failed; download it again, or use another one."

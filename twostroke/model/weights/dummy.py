@@ -67,7 +67,7 @@ class DummyWeights:
     def label(self, name: str) -> str:
         return f"the dummy weight {name!r}"
 
-    def forget(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Do nothing: the source holds no memory."""
 
     def known_shape(self, name: str) -> tuple[int, ...]:

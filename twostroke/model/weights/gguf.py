@@ -24,7 +24,7 @@ class GGUFWeights:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         info = self._file.tensors.get(self._names.tensor(name))
-        return None if info is None else self._places[name].shape_in(info.shape)
+        return None if info is None else self._places[name].weight_shape(info.shape)
 
     def stored_type(self, name: str) -> BlockType:
         return self._info(name).type
@@ -35,8 +35,8 @@ class GGUFWeights:
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats:
         info, place = self._info(name), self._places[name]
         if place.dims == 1:
-            values = dequantize(self._part(info, place), info.type, place.part_shape(info.shape))
-            found: Floats = place.rows_in(values.reshape(-1), rows)
+            values = dequantize(self._part(info, place), info.type, place.expert_shape(info.shape))
+            found: Floats = place.select_rows(values.reshape(-1), rows)
             return found
         matrix = self.packed(name, rows)
         return dequantize(matrix.rows, matrix.type, matrix.shape)
@@ -44,25 +44,25 @@ class GGUFWeights:
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix:
         """Return a matrix in blocks: a read-only view of the file, or a copy of reordered rows."""
         info, place = self._info(name), self._places[name]
-        shape = place.part_shape(info.shape)
+        shape = place.expert_shape(info.shape)
         if len(shape) != 2:
             raise ModelError(
                 f"{self.label(name)} has shape {info.shape}, expected a matrix. "
                 "The file is damaged or belongs to another model."
             )
         stored = self._part(info, place).reshape(shape[0], -1)
-        found = place.rows_in(stored, rows)
+        found = place.select_rows(stored, rows)
         return PackedMatrix(info.type, (len(found), shape[1]), found)
 
     def label(self, name: str) -> str:
         tensor = self._names.tensor(name)
         return f"{self._file.path_of(tensor)}: the tensor {tensor!r}"
 
-    def forget(self, name: str) -> None:
-        self._file.forget(self._info(name).name)
+    def release(self, name: str) -> None:
+        self._file.release(self._info(name).name)
 
     def _part(self, info: TensorInfo, place: Place) -> Bytes:
-        return place.part_bytes(np.frombuffer(self._file.raw(info.name), np.uint8))
+        return place.expert_bytes(np.frombuffer(self._file.raw(info.name), np.uint8))
 
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(self._names.tensor(name))

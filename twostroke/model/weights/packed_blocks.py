@@ -13,7 +13,7 @@ from twostroke.errors import ModelError
 from twostroke.model.describe.tensor_parallel import WHOLE, Part
 from twostroke.model.gguf.block_types import LAYOUTS, BlockType
 from twostroke.model.gguf.dequant import grouped
-from twostroke.model.weights import ALL_ROWS, not_finite
+from twostroke.model.weights import ALL_ROWS, not_finite_error
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_format import PackedFormat, StoredCodes
 
@@ -61,5 +61,5 @@ def read_blocks(source: GGUFWeights, name: str, part: Part = WHOLE) -> StoredCod
         if offset is not None and found.offsets is not None:
             offset[own] = found.offsets.reshape(-1, groups)
     if not np.isfinite(scale).all() or not (offset is None or np.isfinite(offset).all()):
-        raise not_finite(source, name)
+        raise not_finite_error(source, name)
     return StoredCodes(format.bits, codes, scale, offsets=offset)

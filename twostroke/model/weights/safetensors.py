@@ -16,17 +16,17 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from twostroke.errors import ModelError
-from twostroke.model.describe.hf_names import NAMES
+from twostroke.model.describe.hf_names import LLAMA_NAMES
 from twostroke.model.describe.hf_packed import PackedConfig
 from twostroke.model.describe.hf_w8a8 import W8Config
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.describe.tensor_names import AlternativeSpecs, TensorNames
+from twostroke.model.describe.tensor_names import SpecVariants, TensorNames
 from twostroke.model.describe.tensor_parallel import WHOLE, Part
 from twostroke.model.fields import listed_names, read_json, shown
-from twostroke.model.find.on_disk import forget_pages
+from twostroke.model.find.on_disk import release_pages
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.dequant import Bytes, dequantize
-from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, not_finite
+from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix, not_finite_error
 from twostroke.model.weights.packed_checkpoints import ENDINGS, Module, kernel_group
 from twostroke.model.weights.packed_format import PackedFormat, StoredCodes
 from twostroke.model.weights.w8a8_checkpoints import (
@@ -89,8 +89,8 @@ class _File:
         first, end = self._place(name)
         return Stored(entry["dtype"], tuple(entry["shape"]), self._data[first:end])
 
-    def forget(self, name: str) -> None:
-        forget_pages(self._buffer, *self._place(name))
+    def release(self, name: str) -> None:
+        release_pages(self._buffer, *self._place(name))
 
     def _place(self, name: str) -> tuple[int, int]:
         first, end = self.entries[name]["data_offsets"]
@@ -108,16 +108,16 @@ class SafetensorsWeights:
         self,
         folder: Path,
         spec: ModelSpec,
-        names: TensorNames = NAMES,
+        names: TensorNames = LLAMA_NAMES,
         quantized: W8Config | PackedConfig | None = None,
-        variants: AlternativeSpecs = tuple,
+        variants: SpecVariants = tuple,
     ) -> None:
         self._folder = folder
         self._spec = spec
         self.quantized = quantized
         self._open_files: dict[Path, _File] = {}
         self.path, self._files = self._find_files()
-        self._names = names.as_stored(self._files)
+        self._names = names.resolve(self._files)
         self._places = self._names.places(spec)
         # If two tensors differ only in the prefix, the longer name counts.
         self._stored = {_without_prefix(name): name for name in sorted(self._files, key=len)}
@@ -130,13 +130,13 @@ class SafetensorsWeights:
             return None
         if stored is None and module is not None:
             module.check()
-            return self._places[name].shape_in(module.shape)
+            return self._places[name].weight_shape(module.shape)
         assert stored is not None
         shape = self._look(stored).shape
         if stored.endswith(BLOCKS):
             self._check_blocks(stored)
             shape = (*shape[:-2], BLOCK * shape[-2])
-        return self._places[name].shape_in(shape)
+        return self._places[name].weight_shape(shape)
 
     def is_changed(self, name: str) -> bool:
         """Return whether the weight differs from the stored numbers: reordered, offset or
@@ -158,9 +158,9 @@ class SafetensorsWeights:
         """Return a view of the mapped file, which must not be written to. Only for a weight that is
         not changed."""
         found, place = self._tensor(name), self._places[name]
-        shape, data = place.shape_in(found.shape), place.part_bytes(found.data)
-        if place.rows_of_others:
-            row_bytes = data.size // place.part_shape(found.shape)[0]
+        shape, data = place.weight_shape(found.shape), place.expert_bytes(found.data)
+        if place.other_rows:
+            row_bytes = data.size // place.expert_shape(found.shape)[0]
             first = place.first_row * row_bytes
             data = data[first : first + shape[0] * row_bytes]
         return Stored(found.type, shape, data)
@@ -197,12 +197,12 @@ class SafetensorsWeights:
         if isinstance(self.quantized, W8Config) and type == self._w8_type:
             return dequantize_w8(*self.w8(name, (rows,)), self.quantized.type)
         place = self._places[name]
-        shape, data = place.part_shape(whole), place.part_bytes(data)
+        shape, data = place.expert_shape(whole), place.expert_bytes(data)
         lines: Any = data.reshape(shape[0], -1)
         if place.transposed:
             lines = data.view(f"V{data.size // math.prod(shape)}").reshape(shape).T
-        stored = np.ascontiguousarray(place.rows_in(lines, rows)).view(np.uint8)
-        part = (len(stored), *place.shape_in(whole)[1:])
+        stored = np.ascontiguousarray(place.select_rows(lines, rows)).view(np.uint8)
+        part = (len(stored), *place.weight_shape(whole)[1:])
         if type == "F64":
             values = np.frombuffer(stored, "<f8").astype(np.float32).reshape(part)
         else:
@@ -231,10 +231,10 @@ class SafetensorsWeights:
         all_scales = row_scales(
             scale.data, scale.type, scale.shape, found.shape[0], self.quantized.block
         )
-        bits = place.rows_in(found.data.reshape(found.shape), rows)[:, columns]
-        scales = place.rows_in(all_scales, rows)
+        bits = place.select_rows(found.data.reshape(found.shape), rows)[:, columns]
+        scales = place.select_rows(all_scales, rows)
         if not w8_is_finite(bits, self.quantized.type):
-            raise not_finite(self, name)
+            raise not_finite_error(self, name)
         if not np.isfinite(scales).all():
             raise ModelError(f"{where} holds NaN or infinity. Download the model again.")
         if groups > 1:
@@ -290,7 +290,9 @@ class SafetensorsWeights:
 
     def _rows_of(self, module: Module, name: str, rows: slice) -> npt.NDArray[np.intp]:
         """Return the row numbers of a weight in its tensor."""
-        numbers: npt.NDArray[np.intp] = self._places[name].rows_in(np.arange(module.shape[0]), rows)
+        numbers: npt.NDArray[np.intp] = self._places[name].select_rows(
+            np.arange(module.shape[0]), rows
+        )
         return numbers
 
     def _module(self, name: str) -> Module | None:
@@ -325,9 +327,9 @@ class SafetensorsWeights:
             return None
         place, blocks, scales = self._places[name], self._look(stored), self._look(_scales(stored))
         lines = (
-            place.part_bytes(part.data).reshape(-1, *part.shape[2:]) for part in (blocks, scales)
+            place.expert_bytes(part.data).reshape(-1, *part.shape[2:]) for part in (blocks, scales)
         )
-        own, own_scales = (place.rows_in(part, rows) for part in lines)
+        own, own_scales = (place.select_rows(part, rows) for part in lines)
         codes = np.stack([own & 15, own >> 4], axis=-1).reshape(*own.shape[:-1], BLOCK)
         both = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
         packed = np.concatenate([own_scales[..., None], both], axis=-1)
@@ -342,7 +344,7 @@ class SafetensorsWeights:
         scales = f" (its scales are {_scales(stored)!r})" if stored.endswith(BLOCKS) else ""
         return f"{self._files.get(stored, self.path)}: the tensor {stored!r}{scales}"
 
-    def forget(self, name: str) -> None:
+    def release(self, name: str) -> None:
         stored = self._stored_name(name)
         tensors = set() if stored is None else {stored, _scales(stored)}
         if isinstance(self.quantized, PackedConfig):
@@ -350,7 +352,7 @@ class SafetensorsWeights:
             codes = self._stored.get(_without_prefix(stem + ENDINGS[self.quantized.layout].codes))
             tensors |= {codes} if codes else set()
         for tensor in tensors:
-            self._open(self._files[tensor]).forget(tensor)
+            self._open(self._files[tensor]).release(tensor)
 
     def _find_files(self) -> tuple[Path, dict[str, Path]]:
         """Return the file that lists the tensors, and the file of each tensor."""
@@ -443,7 +445,7 @@ class SafetensorsWeights:
     def _stored_name(self, name: str) -> str | None:
         return self._stored.get(_without_prefix(self._names.tensor(name)))
 
-    def _refuse_unknown_tensors(self, variants: AlternativeSpecs) -> None:
+    def _refuse_unknown_tensors(self, variants: SpecVariants) -> None:
         """Refuse a tensor of a layer in the spec that the spec does not contain.
 
         Unknown tensors outside these layers are ignored with a warning.
@@ -487,11 +489,11 @@ class SafetensorsWeights:
             count, names = len(unused), listed_names(unused)
             log.warning("%s: %d tensors are not used: %s", self.path, count, names)
 
-    def _deciding(self, tensor: str, variants: AlternativeSpecs) -> str:
+    def _deciding(self, tensor: str, variants: SpecVariants) -> str:
         """Return the fields of config.json that decide whether a layer has such a tensor."""
         found = ["model_type"]
         for field, spec, names in variants():
-            places = names.as_stored(self._files).places(spec).values()
+            places = names.resolve(self._files).places(spec).values()
             if any(_without_prefix(place.tensor) == tensor for place in places):
                 found.append(field)
         found += [fields for pattern, fields in DECIDING.items() if re.search(pattern, tensor)]

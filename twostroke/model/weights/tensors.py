@@ -11,7 +11,7 @@ from twostroke.errors import ModelError
 from twostroke.kernels.packed import Codes
 from twostroke.model.describe.hf_w8a8 import W8Config
 from twostroke.model.describe.tensor_parallel import WHOLE, Part
-from twostroke.model.weights import ALL_ROWS, WeightSource, all_finite, not_finite
+from twostroke.model.weights import ALL_ROWS, WeightSource, all_finite, not_finite_error
 from twostroke.model.weights.dummy import STD, TILE, DummyWeights, mean_of
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.packed_blocks import BLOCK_FORMATS, read_blocks
@@ -87,7 +87,7 @@ def _read_stored(
     shape, data = data.shape[:-1], np.ascontiguousarray(data).reshape(-1)
     data = data if data.ctypes.data % 8 == 0 else data.copy()
     if not all_finite(data, stored.type):
-        raise not_finite(source, name)
+        raise not_finite_error(source, name)
     mapped = torch.from_numpy(data).view(stored_dtype).view(shape)
     tensor = mapped.to(dtype, copy=True)  # a copy, because it may be the mapped file
     return tensor, torch.finfo(dtype).max < torch.finfo(stored_dtype).max
@@ -102,7 +102,7 @@ def _read_floats(source: WeightSource, name: str, dtype: torch.dtype, part: Part
         rows = slice(at, min(at + rows_per_part, end))
         values = np.ascontiguousarray(source.floats(name, rows)[(ALL_ROWS, *part[1:])])
         if not all_finite(values.view(np.uint8), "F32"):
-            raise not_finite(source, name)
+            raise not_finite_error(source, name)
         dense[rows.start - first : rows.stop - first].copy_(torch.from_numpy(values))
     return dense
 

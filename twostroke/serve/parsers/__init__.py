@@ -1,6 +1,6 @@
 """Parsers that split a model's output into content, reasoning and tool calls.
 
-Each format is a class over `Scanner`.
+Each format has a class that inherits from `Scanner`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
     "openai": Harmony,
 }
 REASONING_PARSERS: Final = tuple(FORMATS)
-# Texts of chat templates that identify a format of calls, the most specific first.
-_SHOWN: Final = (
+# (text, parser): a chat template that contains the text uses the format of the parser. The first
+# match counts, so a text that occurs in several formats comes after the texts of one format only.
+_TEMPLATE_TEXTS: Final = (
     ("[TOOL_CALLS]", "mistral"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
@@ -69,11 +70,13 @@ _SHOWN: Final = (
 
 
 def choose_parser(chat_template: str | None) -> str:
-    """Return the name of the parser for the calls that a chat template shows."""
+    """Return the name of the parser for the tool calls in a chat template; "hermes" if no format is
+    recognised."""
     template = chat_template or ""
     if is_harmony(template):
         return "openai"
-    name = next((name for text, name in _SHOWN if text in template), "hermes")
+    name = next((name for text, name in _TEMPLATE_TEXTS if text in template), "hermes")
+    # DeepSeek V3 writes the arguments in a fence, V3.1 does not. Both use the same tags.
     if name == "deepseek_v3" and "```json" not in template:
         return "deepseek_v31"
     return name
