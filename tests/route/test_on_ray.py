@@ -317,7 +317,7 @@ def test_impossible_demands_on_a_cluster_are_refused(
         assert [one.config.threads for one in several] == [2, 2, 2]
         assert [one.config.engines_on_host for one in several] == [2, 2, 2]
         text = refusal(EngineConfig(model=str(folder), threads=CORES + 1))
-        assert "no room for decode-0 within 1 s: it takes 5 CPU of one node, and 8 CPU" in text
+        assert "no room for decode-0 within 1 s: the engine needs 5 CPU on one node" in text
         wanting = PoolSettings(
             prefill_engines=1, decode_engines=1, ray=address, decode_resources={"fast_memory": 1}
         ).engines(EngineConfig(model=str(folder), threads=1))[1]

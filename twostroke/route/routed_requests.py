@@ -43,8 +43,8 @@ MAX_DEATHS = 4  # after so many deaths of its engines a request is failed: it ma
 class RoutedRequests:
     """All requests of the server that have not ended, and the engines that they were sent to.
 
-    A request with n > 1 is sent as n engine requests, its completions. All request ids here are ids of
-    engine requests."""
+    A request with n > 1 is sent as n engine requests, its completions. All request ids here are ids
+    of engine requests."""
 
     def __init__(
         self, outputs: OutputProcessor, records: Records, on_ended: Callable[[], None]
@@ -118,8 +118,8 @@ class RoutedRequests:
                 self._rescue(routed, "the engine was removed")
 
     def _begin(self, completions: Sequence[RoutedRequest]) -> None:
-        """Send the completions of one request to the engine that will prefill them. If no engine is up,
-        the completions stay unplaced."""
+        """Send the completions of one request to the engine that will prefill them. If no engine is
+        up, the completions stay unplaced."""
         prompt = prompt_of(completions[0].request)
         placement = self.router.place(prompt)
         if placement is None:
@@ -290,7 +290,7 @@ class RoutedRequests:
 
     def _is_abandoned(self, request_id: str) -> bool:
         """Return whether the client needs no more output of a request."""
-        state = self._outputs.of(request_id)
+        state = self._outputs.state_of(request_id)
         return state.aborted or state.on_output is None or self._outputs.has_ended(request_id)
 
     def _send_ahead(self, routed: RoutedRequest, active: ActiveOffer) -> None:
@@ -317,7 +317,7 @@ class RoutedRequests:
     def on_refused(self, member: Member, request_ids: list[str], reason: Exception) -> None:
         if request_ids[0] not in self.routed:
             return
-        state = self._outputs.of(request_ids[0])
+        state = self._outputs.state_of(request_ids[0])
         for request_id in request_ids:
             self._note_left(self.routed[request_id])
         if state.aborted:
@@ -375,7 +375,7 @@ class RoutedRequests:
             self._end_unplaced([request_id])
         elif routed.num_deaths >= MAX_DEATHS:
             error = f"{routed.num_deaths} engines died while they ran this request ({reason})"
-            self._fail(self._outputs.of(request_id), error)
+            self._fail(self._outputs.state_of(request_id), error)
         else:
             self._continue(routed)
 

@@ -87,12 +87,12 @@ NAMES = TensorNames(
     alternatives={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
-PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
+PHI3_NAMES = NAMES.derive(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
 # Conversions of Llama reorder the rows of q and k; files of GLM and Cohere have this order anyway.
-LLAMA_NAMES = NAMES.but(rope_interleaved=True)
-GLM4_NAMES = NAMES.but(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
+LLAMA_NAMES = NAMES.derive(rope_interleaved=True)
+GLM4_NAMES = NAMES.derive(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
 _QKV_BIAS = "attn_qkv.bias"
-CHATGLM_NAMES = GLM4_NAMES.but(
+CHATGLM_NAMES = GLM4_NAMES.derive(
     rope_interleaved=True,
     q=_QKV,
     k=_QKV,
@@ -101,11 +101,11 @@ CHATGLM_NAMES = GLM4_NAMES.but(
     k_bias=_QKV_BIAS,
     v_bias=_QKV_BIAS,
 )
-FUSED_NAMES = NAMES.but(
+FUSED_NAMES = NAMES.derive(
     q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
 )
 # The norm before the MLP has the name of a norm after attention.
-POST_ATTENTION_NAMES = NAMES.but(mlp_norm="post_attention_norm.weight")
+POST_ATTENTION_NAMES = NAMES.derive(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
@@ -407,7 +407,7 @@ def _falcon_names(file: GGUFFile) -> TensorNames:
     if "blk.0.attn_norm_2.weight" not in file.tensors:
         return FUSED_NAMES
     norms = {"attn_norm": "attn_norm_2.weight", "attn_norm_bias": "attn_norm_2.bias"}
-    return FUSED_NAMES.but(norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias")
+    return FUSED_NAMES.derive(norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias")
 
 
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)

@@ -38,12 +38,12 @@ NAMES = TensorNames(
     layer_prefix="model.layers.{n}.",
     alternatives=_STACKED,
 )
-QWEN2_MOE_NAMES = NAMES.but(
+QWEN2_MOE_NAMES = NAMES.derive(
     {f"shared.{part}": f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")}
 )
 _SPARSE = "block_sparse_moe"
 MIXTRAL_NAMES = replace(
-    NAMES.but(
+    NAMES.derive(
         {
             "router": f"{_SPARSE}.gate.weight",
             "experts.gate": f"{_SPARSE}.experts.{{e}}.w1.weight",
@@ -55,7 +55,7 @@ MIXTRAL_NAMES = replace(
 )
 _INPUT = f"{_SPARSE}.input_linear.weight"
 GRANITE_MOE_NAMES = replace(
-    NAMES.but(
+    NAMES.derive(
         {
             "router": f"{_SPARSE}.router.layer.weight",
             "experts.gate": _INPUT,
@@ -72,29 +72,29 @@ GRANITE_MOE_NAMES = replace(
 )
 _SHARED = dict.fromkeys(("gate", "up"), "shared_mlp.input_linear.weight")
 _SHARED |= {"down": "shared_mlp.output_linear.weight"}
-GRANITE_HYBRID_NAMES = GRANITE_MOE_NAMES.but(
+GRANITE_HYBRID_NAMES = GRANITE_MOE_NAMES.derive(
     _SHARED | {f"shared.{part}": tensor for part, tensor in _SHARED.items()}
 )
-GEMMA_NAMES = NAMES.but(norm_offset=1.0)
-GEMMA2_NAMES = NAMES.but(
+GEMMA_NAMES = NAMES.derive(norm_offset=1.0)
+GEMMA2_NAMES = NAMES.derive(
     attn_post_norm="post_attention_layernorm.weight",
     mlp_norm="pre_feedforward_layernorm.weight",
     mlp_post_norm="post_feedforward_layernorm.weight",
     norm_offset=1.0,
 )
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
-PHI3_NAMES = NAMES.but(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
-COHERE_NAMES = NAMES.but(rope_interleaved=True)
-DEEPSEEK_NAMES = NAMES.but(rope_interleaved=True)
-GLM_NAMES = NAMES.but(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
-GLM4_NAMES = GLM_NAMES.but(
+PHI3_NAMES = NAMES.derive(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
+COHERE_NAMES = NAMES.derive(rope_interleaved=True)
+DEEPSEEK_NAMES = NAMES.derive(rope_interleaved=True)
+GLM_NAMES = NAMES.derive(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
+GLM4_NAMES = GLM_NAMES.derive(
     rope_interleaved=True,
     attn_post_norm="post_self_attn_layernorm.weight",
     mlp_post_norm="post_mlp_layernorm.weight",
 )
 _WQKV, _WQKV_BIAS = "attention.wqkv.weight", "attention.wqkv.bias"
 INTERNLM2_NAMES = replace(
-    NAMES.but(
+    NAMES.derive(
         attn_norm="attention_norm.weight",
         mlp_norm="ffn_norm.weight",
         o="attention.wo.weight",
@@ -112,11 +112,11 @@ INTERNLM2_NAMES = replace(
     model={**NAMES.model, "embed": "model.tok_embeddings.weight", "head": "output.weight"},
     grouped_qkv=True,
 )
-OLMO2_NAMES = NAMES.but(
+OLMO2_NAMES = NAMES.derive(
     attn_post_norm="post_attention_layernorm.weight",
     mlp_post_norm="post_feedforward_layernorm.weight",
 )
-STARCODER2_NAMES = NAMES.but(
+STARCODER2_NAMES = NAMES.derive(
     up="mlp.c_fc.weight",
     up_bias="mlp.c_fc.bias",
     down="mlp.c_proj.weight",
@@ -138,7 +138,7 @@ def _body(prefix: str, embed: str, final_norm: str, head: str = "lm_head") -> di
 _H_TO_4H = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 _FUSED = dict.fromkeys("qkv", "attention.query_key_value")
 GPT_NEOX_NAMES = replace(
-    NAMES.but(_biased(**_FUSED, **_H_TO_4H, o="attention.dense")),
+    NAMES.derive(_biased(**_FUSED, **_H_TO_4H, o="attention.dense")),
     model=_body("gpt_neox", "embed_in", "final_layer_norm", "embed_out"),
     layer_prefix="gpt_neox.layers.{n}.",
     grouped_qkv=True,
@@ -146,14 +146,14 @@ GPT_NEOX_NAMES = replace(
 _GPT2_LAYER = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "o": "attn.c_proj"}
 _GPT2_LAYER |= dict.fromkeys("qkv", "attn.c_attn") | {"up": "mlp.c_fc", "down": "mlp.c_proj"}
 GPT2_NAMES = replace(
-    NAMES.but(_biased(**_GPT2_LAYER)),
+    NAMES.derive(_biased(**_GPT2_LAYER)),
     model={**_body("transformer", "wte", "ln_f"), "positions": "transformer.wpe.weight"},
     layer_prefix="transformer.h.{n}.",
     transposed=("q", "k", "v", "o", "up", "down"),
 )
 _GPTJ_LAYER = {"attn_norm": "ln_1", "o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"}
 GPTJ_NAMES = replace(
-    NAMES.but(
+    NAMES.derive(
         {part: f"attn.{part}_proj.weight" for part in "qkv"} | _biased(**_GPTJ_LAYER),
         rope_interleaved=True,
     ),
@@ -161,11 +161,11 @@ GPTJ_NAMES = replace(
     layer_prefix="transformer.h.{n}.",
 )
 PHI_NAMES = replace(
-    NAMES.but(_biased(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2")),
+    NAMES.derive(_biased(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2")),
     model=_body("model", "embed_tokens", "final_layernorm"),
 )
 FALCON_NAMES = replace(
-    NAMES.but(
+    NAMES.derive(
         _biased(
             **dict.fromkeys("qkv", "self_attention.query_key_value"),
             **_H_TO_4H,
@@ -176,15 +176,18 @@ FALCON_NAMES = replace(
     layer_prefix="transformer.h.{n}.",
     grouped_qkv=True,
 )
-FALCON_TWO_NORMS_NAMES = FALCON_NAMES.but(_biased(attn_norm="ln_attn", mlp_norm="ln_mlp"))
+FALCON_TWO_NORMS_NAMES = FALCON_NAMES.derive(_biased(attn_norm="ln_attn", mlp_norm="ln_mlp"))
 # An expert's bias has the matrix's name with a suffix.
 _GPT_OSS_LAYER = {"sinks": "self_attn.sinks"} | _biased(router="mlp.router") | _STACKED
 _GPT_OSS_LAYER |= {f"{part}_bias": f"{tensor}_bias" for part, tensor in _STACKED.items()}
 GPT_OSS_NAMES = replace(
-    NAMES.but(_GPT_OSS_LAYER), gate_up_interleaved=True, transposed=tuple(_STACKED), alternatives={}
+    NAMES.derive(_GPT_OSS_LAYER),
+    gate_up_interleaved=True,
+    transposed=tuple(_STACKED),
+    alternatives={},
 )
 # As published: in MXFP4 blocks with their scales in another tensor.
 GPT_OSS_MXFP4_NAMES = replace(
-    GPT_OSS_NAMES.but({part: f"{tensor}_blocks" for part, tensor in _STACKED.items()}),
+    GPT_OSS_NAMES.derive({part: f"{tensor}_blocks" for part, tensor in _STACKED.items()}),
     transposed=(),
 )

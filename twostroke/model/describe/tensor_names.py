@@ -1,4 +1,5 @@
-"""The tensor names of a `ModelSpec`'s weights in a file, and each weight's place in its tensor."""
+"""`TensorNames` finds the tensor of each weight in a model file. `Place` locates the weight in this
+tensor, which may hold several weights."""
 
 from __future__ import annotations
 
@@ -22,33 +23,35 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Place(NamedTuple):
-    """The place of a weight: rows of a tensor, all of them unless the tensor holds several weights.
+    """The place of a weight: the tensor, and the weight's rows in the tensor.
 
-    For a tensor of all experts, [experts, …], the place refers to the part of one expert.
+    If the tensor has all experts, [experts, …], the rows are rows of one expert's part.
     """
 
     tensor: str
     first_row: int = 0
-    rows_of_others: int = 0
+    num_other_rows: int = 0  # rows of other weights in the tensor
     weights: tuple[str, ...] = ()  # all weights in the tensor
     # Indices of the weight's rows in the tensor, if they are not consecutive. Computed when needed,
     # because a config may claim any number of rows.
     order: Callable[[], Order] | None = None
-    transposed: bool = False  # the tensor is (in, out): its columns are our rows
-    dims: int = 2  # of the weight
+    transposed: bool = False  # the tensor is (in, out): its columns are the weight's rows
+    dims: int = 2  # number of dimensions of the weight
     expert: int = 0
-    num_experts: int = 0  # in the tensor; 0 unless it holds all experts
+    num_experts: int = 0  # experts in the tensor; 0: the tensor has at most one expert
 
     def part_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the expert's part of a tensor of shape `stored`. If the tensor is not
-        of all experts, return its own shape, with surplus leading dimensions joined to rows."""
+        """Return the shape of the expert's part in a tensor of shape `stored`. For a tensor without
+        several experts, return `stored`; if the tensor has more dimensions than the weight, its
+        first dimensions are merged."""
         if self.num_experts:
             return stored[1:]
         extra = len(stored) - self.dims
         return stored if extra <= 0 else (math.prod(stored[: extra + 1]), *stored[extra + 1 :])
 
     def part_bytes(self, data: Bytes) -> Bytes:
-        """Return the bytes of the expert's part of a tensor, or all bytes."""
+        """Return the bytes of the expert's part of a tensor. For a tensor without several experts,
+        return all bytes."""
         if not self.num_experts:
             return data
         size = data.size // self.num_experts
@@ -58,34 +61,35 @@ class Place(NamedTuple):
         """Return some of the weight's rows from all rows of the tensor."""
         if self.order is not None:
             return stored[self.order()[rows]]
-        num_rows = len(stored) - self.rows_of_others
+        num_rows = len(stored) - self.num_other_rows
         return stored[self.first_row : self.first_row + num_rows][rows]
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the weight's shape in a tensor of shape `stored`; fewer rows if the tensor has
-        fewer."""
+        """Return the shape that the weight has in a tensor of shape `stored`. It differs from the
+        expected shape of the weight if the tensor is too small, so the caller must compare them."""
         if self.num_experts and (len(stored) != self.dims + 1 or stored[0] != self.num_experts):
             return stored
         stored = self.part_shape(stored)
         stored = stored[::-1] if self.transposed else stored
-        if not self.rows_of_others or not stored:
+        if not self.num_other_rows or not stored:
             return stored
-        return (max(0, stored[0] - self.rows_of_others), *stored[1:])
+        return (max(0, stored[0] - self.num_other_rows), *stored[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Canonical name → tensor name in a file.
+    """The names of a model's tensors in a file, by canonical weight name.
 
-    Weights of a layer with the same tensor name lie in that tensor one after another, in the order
-    of the table: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. An expert's tensor name has {e} for its
-    number; without {e} one tensor holds all experts one after another.
+    If several weights of a layer have the same tensor name, the tensor has their rows one after
+    another, in the order of the table: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. In the tensor name
+    of an expert's weight, {e} stands for the number of the expert. A name without {e} means that
+    one tensor has all experts.
     """
 
     model: Mapping[str, str]
-    layer: Mapping[str, str]  # after `layer_prefix`
+    layer: Mapping[str, str]  # names without the prefix of the layer
     layer_prefix: str  # with {n} for the layer's number
-    norm_offset: float = 0.0  # added to norm weights: 1 if the file has w for 1 + w
+    norm_offset: float = 0.0  # added to norm weights; 1 if the model multiplies by 1 + weight
     # The rows of q and k (or of the latent projections) are in the order of interleaved rope, which
     # pairs the channels 2i and 2i + 1.
     rope_interleaved: bool = False
@@ -97,7 +101,8 @@ class TensorNames:
     alternatives: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, canonical: str) -> str:
-        """`layers.3.q` → `model.layers.3.self_attn.q_proj.weight`, or `blk.3.attn_q.weight`."""
+        """Return the tensor name of a weight, such as `model.layers.3.self_attn.q_proj.weight` or
+        `blk.3.attn_q.weight` for `layers.3.q`."""
         if canonical in self.model:
             return self.model[canonical]
         stem, expert = _split_expert(canonical)
@@ -113,30 +118,30 @@ class TensorNames:
 
     def places(self, spec: ModelSpec) -> dict[str, Place]:
         """Return the place of each weight of the model."""
-        order = {part: number for number, part in enumerate(self.layer)}
+        table_index = {stem: index for index, stem in enumerate(self.layer)}
         shapes = spec.weight_shapes()
-        inside: dict[str, list[str]] = defaultdict(list)
+        weights_of: dict[str, list[str]] = defaultdict(list)  # by tensor name
         for name in shapes:
-            inside[self.tensor(name)].append(name)
+            weights_of[self.tensor(name)].append(name)
         places = {}
-        for tensor, names in inside.items():
+        for tensor, names in weights_of.items():
             weights, by_expert = tuple(names), defaultdict(list)
             for name in names:
                 by_expert[_split_expert(name)[1]].append(name)
-            for expert, own in by_expert.items():
-                if len(own) > 1:
-                    own.sort(key=lambda name: order[_split_expert(name)[0]])
-                ends = list(accumulate(shapes[name][0] for name in own))
-                for number, (name, end) in enumerate(zip(own, ends, strict=True)):
+            for expert, together in by_expert.items():
+                if len(together) > 1:
+                    together.sort(key=lambda name: table_index[_split_expert(name)[0]])
+                ends = list(accumulate(shapes[name][0] for name in together))
+                for index, (name, end) in enumerate(zip(together, ends, strict=True)):
                     rows, dims = shapes[name][0], len(shapes[name])
                     row_order = self._order(name, spec, end - rows)
-                    if self.gate_up_interleaved and len(own) > 1 and ".experts." in name:
-                        row_order = partial(np.arange, number, ends[-1], len(own))
+                    if self.gate_up_interleaved and len(together) > 1 and ".experts." in name:
+                        row_order = partial(np.arange, index, ends[-1], len(together))
                     transposed = dims == 2 and _split_expert(name)[0] in self.transposed
                     places[name] = Place(
                         tensor,
                         first_row=end - rows,
-                        rows_of_others=ends[-1] - rows,
+                        num_other_rows=ends[-1] - rows,
                         weights=weights,
                         order=row_order,
                         transposed=transposed,
@@ -147,7 +152,7 @@ class TensorNames:
         return places
 
     def _experts_in_one(self, canonical: str, spec: ModelSpec) -> int:
-        """Return the number of experts in a weight's tensor; 0 if it does not hold all of them."""
+        """Return the number of experts in a weight's tensor; 0: the tensor has at most one."""
         stem = _split_expert(canonical)[0]
         if not stem.startswith("experts.") or "{e}" in self.layer[stem]:
             return 0
@@ -159,27 +164,27 @@ class TensorNames:
 
     def _order(self, canonical: str, spec: ModelSpec, first_row: int) -> Callable[[], Order] | None:
         """Return the order of a weight's rows in its tensor; None if they are consecutive."""
-        part = canonical.rpartition(".")[2].removesuffix("_bias")
-        interleaved = self.rope_interleaved and part in ("q", "k", "q_b", "kv_a")
-        grouped = self.grouped_qkv and part in ("q", "k", "v")
+        weight = canonical.rpartition(".")[2].removesuffix("_bias")
+        interleaved = self.rope_interleaved and weight in ("q", "k", "q_b", "kv_a")
+        grouped = self.grouped_qkv and weight in ("q", "k", "v")
         if not interleaved and not grouped:
             return None
         attention = spec.layers[int(canonical.split(".")[1])].attention
         heads = (attention.num_kv_heads, attention.group_size, attention.head_dim)
         if grouped:
-            return partial(rows_in_groups, part, *heads)
+            return partial(rows_in_groups, weight, *heads)
         if attention.latent is not None:
             shape = attention.num_heads, attention.head_dim
-            if part == "kv_a":
+            if weight == "kv_a":
                 shape = attention.cached_shape[:2]
             skipped = shape[1] - attention.rope.dim
             return partial(halves_from_interleaved, *shape, attention.rope.dim, first_row, skipped)
-        count = attention.num_heads if part == "q" else attention.num_kv_heads
+        count = attention.num_heads if weight == "q" else attention.num_kv_heads
         return partial(
             halves_from_interleaved, count, attention.head_dim, attention.rope.dim, first_row
         )
 
-    def but(
+    def derive(
         self,
         layer: Mapping[str, str] = MappingProxyType({}),
         /,
@@ -209,18 +214,20 @@ AlternativeSpecs = Callable[[], Iterable[AlternativeSpec]]  # called only for er
 
 
 def _split_expert(canonical: str) -> tuple[str, int]:
-    """`layers.3.experts.7.gate` → `experts.gate`, 7. Other weights have the number 0."""
-    part = canonical.split(".", 2)[-1]
-    found = re.match(r"experts\.(\d+)\.", part)
-    return (part, 0) if found is None else (f"experts.{part[found.end() :]}", int(found[1]))
+    """Return a weight's name in the tables and the number of its expert: `experts.gate` and 7 for
+    `layers.3.experts.7.gate`. The number is 0 for a weight that belongs to no expert."""
+    name = canonical.split(".", 2)[-1]
+    match = re.match(r"experts\.(\d+)\.", name)
+    return (name, 0) if match is None else (f"experts.{name[match.end() :]}", int(match[1]))
 
 
 def halves_from_interleaved(
     num_heads: int, head_dim: int, rope_dim: int, first_row: int = 0, skipped: int = 0
 ) -> Order:
-    """Return the row order that moves rope pairs from (2i, 2i + 1) to (i, i + rope_dim/2).
+    """Return the row order that converts interleaved rope to rope by halves: channels 2i and 2i + 1
+    of a head become channels i and i + rope_dim/2.
 
-    `skipped`: channels of a head before the rotated ones.
+    `skipped`: number of channels of a head before the rotated channels.
     """
     rows = first_row + np.arange(num_heads * head_dim).reshape(num_heads, head_dim)
     before, rotated, rest = np.split(rows, [skipped, skipped + rope_dim], axis=1)
@@ -228,10 +235,10 @@ def halves_from_interleaved(
     return np.concatenate(halves, axis=1).reshape(-1)
 
 
-def rows_in_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
-    """Return the rows of q, k or v in a tensor that has, for each KV head, its queries, its key and
-    its value."""
+def rows_in_groups(weight: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
+    """Return the rows of a weight (q, k or v) in a tensor of grouped q, k and v: for each KV head
+    the rows of its query heads, then of its key, then of its value."""
     rows = np.arange(num_kv_heads * (group_size + 2) * head_dim)
-    first = {"q": 0, "k": group_size, "v": group_size + 1}[part]
-    end = group_size if part == "q" else first + 1
+    first = {"q": 0, "k": group_size, "v": group_size + 1}[weight]
+    end = group_size if weight == "q" else first + 1
     return rows.reshape(num_kv_heads, group_size + 2, head_dim)[:, first:end].reshape(-1)

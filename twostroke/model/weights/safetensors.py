@@ -159,7 +159,7 @@ class SafetensorsWeights:
         not changed."""
         found, place = self._tensor(name), self._places[name]
         shape, data = place.shape_in(found.shape), place.part_bytes(found.data)
-        if place.rows_of_others:
+        if place.num_other_rows:
             row_bytes = data.size // place.part_shape(found.shape)[0]
             first = place.first_row * row_bytes
             data = data[first : first + shape[0] * row_bytes]
