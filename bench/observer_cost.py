@@ -41,7 +41,7 @@ from twostroke.measure.compare.arms import serving
 from twostroke.measure.compare.paired_comparison import compare
 from twostroke.measure.load.definitions import Sample
 from twostroke.measure.load.http_client import Connections, Endpoint
-from twostroke.measure.load.load_run import no_collections
+from twostroke.measure.load.load_run import gc_disabled
 from twostroke.measure.load.result import environment
 from twostroke.measure.load.sample_client import COMPLETIONS, OpenAIClient
 from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
@@ -154,7 +154,7 @@ async def _window(
                 raise SystemExit(sample.error)
             output = OUTPUT
 
-    with no_collections():
+    with gc_disabled():
         begin = perf_counter() + SETTLE_S
         users = [asyncio.create_task(user(number)) for number in range(num_users)]
         await asyncio.sleep(SETTLE_S)

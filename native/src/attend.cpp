@@ -112,7 +112,7 @@ void Model::attend(const Step& step, const Layer& layer, const Cache& cache, int
 // Compute one whole decode slot; or, if there are few slots, one part of its context for one group of
 // heads.
 void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task) {
-  const int each = splits(step, layer), groups = layer.groups_of_heads();
+  const int each = splits(step, layer), groups = layer.num_head_groups();
   // All heads of a part come before the next part, because the heads of a block are contiguous.
   auto at = [&](int slot, int n) { return (slot * groups + n % groups) * each + n / groups; };
   if (!step.whole) {
@@ -122,7 +122,7 @@ void Model::attend_slot(const Step& step, const Layer& layer, const Cache& cache
   const bool plain = layer.latent == nullptr;
   if (plain && !step.stored && step.one_each)
     for (int kv = 0; kv < layer.kv_heads(); kv++) rotate_and_store(step, layer, cache, task, kv);
-  const int parts = groups * own_splits(step, layer, task);
+  const int parts = groups * num_slot_splits(step, layer, task);
   prefetch_part(step, layer, cache, at(task, 0));
   for (int n = 0; n < parts; n++) {
     if (n + 1 < parts) prefetch_part(step, layer, cache, at(task, n + 1));
@@ -140,7 +140,7 @@ int Model::splits(const Step& step, const Layer& layer) const {
 }
 
 // The number of parts that are not empty for slot t.
-int Model::own_splits(const Step& step, const Layer& layer, int t) const {
+int Model::num_slot_splits(const Step& step, const Layer& layer, int t) const {
   const int end = step.index[t] + 1, window = layer.window(), size = split_size(layer);
   const int begin = window > 0 ? std::max(0, end - window) : 0;
   return ceil_div(end, size) - begin / size;
@@ -148,7 +148,7 @@ int Model::own_splits(const Step& step, const Layer& layer, int t) const {
 
 // Part n of the contexts of all decode slots, ordered by slot, group of heads, and place.
 Model::ContextPart Model::context_part(const Step& step, const Layer& layer, int n) const {
-  const int parts = splits(step, layer), groups = layer.groups_of_heads(), t = n / parts / groups;
+  const int parts = splits(step, layer), groups = layer.num_head_groups(), t = n / parts / groups;
   const int end = step.index[t] + 1, window = layer.window(), size = split_size(layer);
   const int begin = window > 0 ? std::max(0, end - window) : 0;
   const int place = begin / size + n % parts;
@@ -158,36 +158,36 @@ Model::ContextPart Model::context_part(const Step& step, const Layer& layer, int
 
 void Model::prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const {
   const ContextPart p = context_part(step, layer, n);
-  if (layer.latent == nullptr && !fetches_ahead(cache)) k_.prefetch_keys(cache, step.table(layer, p.t), p.from, p.to, p.group);
+  if (layer.latent == nullptr && !prefetches_keys(cache)) k_.prefetch_keys(cache, step.table(layer, p.slot), p.from, p.to, p.group);
 }
 
 void Model::attend_part(const Step& step, const Layer& layer, const Cache& cache, int n) {
-  const int together = layer.heads_together(), dim = layer.cached_dim();
+  const int together = layer.heads_per_task(), dim = layer.cached_dim();
   const ContextPart p = context_part(step, layer, n);
   if (p.from == p.to) return;
   float* acc = &partial_[static_cast<size_t>(n) * together * (dim + 2)];
   float *largest = acc + together * dim, *sum = largest + together;
-  const int32_t* table = step.table(layer, p.t);
+  const int32_t* table = step.table(layer, p.slot);
   const DecodeAttention attend_one = cache.is_int8  ? int8_attention(dim).decode
                                      : in_fp16(dim) ? k_.fp16.decode
                                                     : k_.decode;
   if (layer.latent != nullptr) {
     const int first = p.group * together, count = std::min(together, layer.heads() - first);
-    const float* queries = &latent_space_q_[(static_cast<size_t>(p.t) * layer.heads() + first) * dim];
+    const float* queries = &latent_space_q_[(static_cast<size_t>(p.slot) * layer.heads() + first) * dim];
     return attend_one(cache, table, queries, p.from, p.to, 0, count, layer.attention(), acc, largest, sum);
   }
-  const float* queries = &qkv_[static_cast<size_t>(p.t) * layer.qkv_size()];
-  if (!step.whole && !fetches_ahead(cache)) k_.prefetch_keys(cache, table, p.from, p.to, p.group);
+  const float* queries = &qkv_[static_cast<size_t>(p.slot) * layer.qkv_size()];
+  if (!step.whole && !prefetches_keys(cache)) k_.prefetch_keys(cache, table, p.from, p.to, p.group);
   attend_one(cache, table, queries, p.from, p.to, p.group, together, layer.attention(), acc, largest, sum);
 }
 
 // Merge the parts of one head into `cached_dim` channels.
 void Model::merge_head(const Step& step, const Layer& layer, int t, int head, float* out) {
-  const int together = layer.heads_together(), dim = layer.cached_dim();
-  const int num_parts = own_splits(step, layer, t);
+  const int together = layer.heads_per_task(), dim = layer.cached_dim();
+  const int num_parts = num_slot_splits(step, layer, t);
   const int group = head / together, g = head % together;
   const size_t size = static_cast<size_t>(together) * (dim + 2);
-  const float* parts = &partial_[static_cast<size_t>(t * layer.groups_of_heads() + group) * splits(step, layer) * size];
+  const float* parts = &partial_[static_cast<size_t>(t * layer.num_head_groups() + group) * splits(step, layer) * size];
   float largest = -INFINITY, total = 0;
   for (int p = 0; p < num_parts; p++)
     largest = std::max(largest, parts[p * size + together * dim + g]);

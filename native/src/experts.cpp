@@ -23,7 +23,7 @@ void Model::mix_experts(const Step& step, const Layer& layer, int worker) {
   const int rows = experts.router->packed().rows, each = experts.spec.routing.experts_per_token;
   const int tokens = step.tokens;
   const bool matrix_units = uses_matrix_units(tokens);
-  const Quantised& normed = step.small ? own_[worker] : normed_;
+  const Quantised& normed = step.small ? worker_normed_[worker] : normed_;
   const bool shared = layer.mlp.down != nullptr;
   if (shared) {
     gate_and_up(layer, view(normed, hidden_), tokens, worker);
@@ -40,10 +40,10 @@ void Model::mix_experts(const Step& step, const Layer& layer, int worker) {
       group_by_expert(layer, t0, t1, matrix_units);
     });
     for_each_token(t0 * each, t1 * each, [&](int n) {
-      const MLP& mlp = experts.each[chosen_[n]];
-      float* to = &expert_in_.values[static_cast<size_t>(place_[n]) * hidden_];
+      const MLP& mlp = experts.experts[chosen_[n]];
+      float* to = &expert_in_.values[static_cast<size_t>(expert_row_[n]) * hidden_];
       std::memcpy(to, &normed.values[static_cast<size_t>(n / each) * hidden_], hidden_ * sizeof(float));
-      quantise(expert_in_, place_[n], 0, hidden_, *mlp.gate_up);
+      quantise(expert_in_, expert_row_[n], 0, hidden_, *mlp.gate_up);
     });
     end_stage(kRoute, worker);
     const int inner = experts.inner(), units = ceil_div(inner, kBlock);
@@ -54,14 +54,14 @@ void Model::mix_experts(const Step& step, const Layer& layer, int worker) {
     thread_pool_.parallel_for(gate_tasks_, [&](int task) {
       const InUse& one = owner(task, &InUse::gate_task);
       const int from = (task - one.gate_task) * one.units_per_task;
-      gate_units(experts.each[one.expert], view(expert_in_, hidden_), one.first,
+      gate_units(experts.experts[one.expert], view(expert_in_, hidden_), one.first,
                  one.first + one.count, from, std::min(units, from + one.units_per_task), worker,
                  expert_inner_);
     });
     end_stage(kGateUp, worker);
     thread_pool_.parallel_for(down_tasks_, [&](int task) {
       const InUse& one = owner(task, &InUse::down_task);
-      const Packed& w = experts.each[one.expert].down->packed();
+      const Packed& w = experts.experts[one.expert].down->packed();
       const int from = (task - one.down_task) * one.groups_per_task;
       const int to = std::min(w.groups(), from + one.groups_per_task);
       float* out = &expert_out_[static_cast<size_t>(one.first) * hidden_ + from * w.lanes];
@@ -76,7 +76,7 @@ void Model::mix_experts(const Step& step, const Layer& layer, int worker) {
         for (int i = 0; i < hidden_; i++) sum[i] *= gate;
       }
       for (int n = t * each; n < (t + 1) * each; n++) {
-        const float* out = &expert_out_[static_cast<size_t>(place_[n]) * hidden_];
+        const float* out = &expert_out_[static_cast<size_t>(expert_row_[n]) * hidden_];
         const float share = share_[n];
         for (int i = 0; i < hidden_; i++) sum[i] += share * out[i];
       }
@@ -150,7 +150,7 @@ void Model::group_by_expert(const Layer& layer, int from, int to, bool matrix_un
     next[e] = rows;
     rows += ceil_div(in_use_.back().count, tile) * tile;
   }
-  for (int n = from * each; n < to * each; n++) place_[n] = next[chosen_[n]]++;
+  for (int n = from * each; n < to * each; n++) expert_row_[n] = next[chosen_[n]]++;
   const int units = ceil_div(experts.inner(), kBlock);
   // More tasks than workers: the few experts are rarely a multiple of the workers.
   const int tasks = std::max(num_tasks(std::min(to - from, kTile)), 4 * threads_);
@@ -158,7 +158,7 @@ void Model::group_by_expert(const Layer& layer, int from, int to, bool matrix_un
   for (InUse& one : in_use_) {
     const double share = static_cast<double>(cost_of(one.count)) * tasks / cost;  // share of the tasks
     auto split = [&](int parts) { return std::max(1, std::min(parts, static_cast<int>(parts / share))); };
-    const int groups = experts.each[one.expert].down->packed().groups();
+    const int groups = experts.experts[one.expert].down->packed().groups();
     one.units_per_task = split(units), one.groups_per_task = split(groups);
     one.gate_task = gate_tasks_, one.down_task = down_tasks_;
     gate_tasks_ += ceil_div(units, one.units_per_task);

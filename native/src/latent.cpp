@@ -77,7 +77,7 @@ void Model::attend_latent(const Step& step, const Layer& layer, const Cache& cac
   const int decoding = static_cast<int>(step.decode.size());
   if (decoding > 0) {
     thread_pool_.parallel_for(layer.heads(), [&](int head) { queries_to_latent_space(step, layer, worker, head); });
-    const int tasks = decoding * (step.whole ? 1 : splits(step, layer) * layer.groups_of_heads());
+    const int tasks = decoding * (step.whole ? 1 : splits(step, layer) * layer.num_head_groups());
     thread_pool_.parallel_for(tasks, [&](int n) { attend_slot(step, layer, cache, n); });
     thread_pool_.parallel_for(layer.heads(), [&](int head) { latents_to_values(step, layer, worker, head); });
   }

@@ -23,7 +23,7 @@ constexpr auto kOnes = [] {  // the factor in an MLP without a gate
 }();
 }  // namespace
 
-Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_prefill, bool exact)
+Model::Model(const Kernels& kernels, ModelData parts, int threads, int threads_prefill, bool exact)
     : k_(kernels),
       parts_(std::move(parts)),
       hidden_(parts_.hidden()),
@@ -42,7 +42,7 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
     any_fp16_ = any_fp16_ || is_f16(layer.qkv) || is_f16(layer.o);
     note_fp16(layer.mlp);
     if (layer.experts != nullptr) {
-      for (const MLP& mlp : layer.experts->each) note_fp16(mlp);
+      for (const MLP& mlp : layer.experts->experts) note_fp16(mlp);
       max_experts_ = std::max(max_experts_, layer.experts->router->packed().rows);
       max_expert_inner_ = std::max(max_expert_inner_, layer.experts->inner());
       max_per_token_ = std::max(max_per_token_, layer.experts->spec.routing.experts_per_token);
@@ -67,11 +67,11 @@ Model::Model(const Kernels& kernels, ModelParts parts, int threads, int threads_
       for (const PrefillAttention& tile : {k_.matrix_units.prefill, k_.matrix_units.int8_prefill})
         scratch = std::max(scratch, tile.scratch_floats(group, dim));
   }
-  own_.resize(thread_pool_.size());
-  both_.resize(thread_pool_.size());
+  worker_normed_.resize(thread_pool_.size());
+  gate_up_.resize(thread_pool_.size());
   head_in_.resize(thread_pool_.size());
   head_out_.resize(thread_pool_.size());
-  for (Quantised& own : own_) resize(own, kTile, hidden_);
+  for (Quantised& own : worker_normed_) resize(own, kTile, hidden_);
   scratch_.assign(thread_pool_.size(), std::vector<float>(scratch));
 }
 
@@ -90,7 +90,7 @@ size_t Model::num_bytes() const {
     }
     if (layer.experts == nullptr) continue;
     total += layer.experts->router->num_bytes();
-    for (const MLP& mlp : layer.experts->each) total += bytes(mlp);
+    for (const MLP& mlp : layer.experts->experts) total += bytes(mlp);
   }
   return total;
 }
@@ -187,7 +187,7 @@ void Model::reserve(int tokens) {
     router_.resize(padded * max_experts_);
     share_.resize(padded * max_per_token_);
     chosen_.resize(padded * max_per_token_);
-    place_.resize(padded * max_per_token_);
+    expert_row_.resize(padded * max_per_token_);
   }
 }
 
@@ -215,7 +215,7 @@ void Model::forward(const StepInput& input, const int32_t* which, int count, flo
   }
   plan(step, workers);
   if (!all) plan(wanted, workers);
-  kept_ = all ? step.tokens : 0;
+  num_kept_ = all ? step.tokens : 0;
   if (keeps_shares_) {
     share_slots_ = static_cast<int>(step.decode.size());
     share_parts_ = ceil_div(step.longest, kSplit);
@@ -224,7 +224,7 @@ void Model::forward(const StepInput& input, const int32_t* which, int count, flo
     shares_.assign(static_cast<size_t>(share_slots_) * share_heads_ * share_parts_, 0.0f);
   }
   reserve(step.tokens);
-  resize(last_, std::max(count, 1), hidden_);
+  resize(final_normed_, std::max(count, 1), hidden_);
   stage_start_ = std::chrono::steady_clock::now();
   thread_pool_.run(workers, [&](int worker) {
     for_each_token(0, step.tokens, [&](int t) {
@@ -240,18 +240,18 @@ void Model::forward(const StepInput& input, const int32_t* which, int count, flo
     end_stage(kEmbed, worker);
     for (const Layer& layer : parts_.layers) {
       const Cache cache = cache_of(step, layer);
-      project(step, layer, worker);
+      project_qkv(step, layer, worker);
       if (all || &layer != &parts_.layers.back()) {
         attend(step, layer, cache, worker);
-        finish(step, layer, worker);
+        finish_layer(step, layer, worker);
         continue;
       }
       store(step, layer, cache, 0, step.tokens);
       end_stage(kStore, worker);
       if (count == 0) break;
-      thread_pool_.parallel_for(1, [&](int) { pick(wanted, layer, which); });
+      thread_pool_.parallel_for(1, [&](int) { select_tokens(wanted, layer, which); });
       attend(wanted, layer, cache, worker);
-      finish(wanted, layer, worker);
+      finish_layer(wanted, layer, worker);
     }
     if (count > 0) head(all ? which : order.data(), count, out);
     end_stage(kHead, worker);
@@ -272,7 +272,7 @@ void Model::plan(Step& step, int workers) {
   for (int t = 0; t < decoding; t++) step.longest = std::max(step.longest, step.index[t] + 1);
   size_t floats = 0;
   for (const Layer& layer : parts_.layers) {
-    const size_t dim = layer.cached_dim(), heads = layer.groups_of_heads() * layer.heads_together();
+    const size_t dim = layer.cached_dim(), heads = layer.num_head_groups() * layer.heads_per_task();
     floats = std::max(floats, decoding * splits(step, layer) * heads * (dim + 2));
     if (layer.latent == nullptr) continue;
     const size_t among = decoding * layer.heads() * dim;
@@ -287,7 +287,7 @@ void Model::plan(Step& step, int workers) {
 }
 
 // Move the wanted tokens to the front; the rest of the step has those tokens only.
-void Model::pick(const Step& wanted, const Layer& layer, const int32_t* which) {
+void Model::select_tokens(const Step& wanted, const Layer& layer, const int32_t* which) {
   const size_t hidden = hidden_, line = layer.qkv_size();
   for (int n = 0; n < wanted.tokens; n++) {
     std::memmove(&x_[n * hidden], &x_[which[n] * hidden], hidden * sizeof(float));
@@ -320,7 +320,7 @@ Cache Model::cache_of(const Step& step, const Layer& layer) const {
 
 void Model::norm_all(const Step& step, const Norm& norm, const Matrix& next, bool with_residual,
                      int worker) {
-  Quantised& normed = step.small ? own_[worker] : normed_;
+  Quantised& normed = step.small ? worker_normed_[worker] : normed_;
   auto one = [&](int t) {
     norm_and_quantise(&x_[static_cast<size_t>(t) * hidden_], norm, normed, t, next, with_residual);
   };
@@ -333,10 +333,10 @@ void Model::norm_all(const Step& step, const Norm& norm, const Matrix& next, boo
 }
 
 // Compute the queries, keys and values of every token.
-void Model::project(const Step& step, const Layer& layer, int worker) {
+void Model::project_qkv(const Step& step, const Layer& layer, int worker) {
   const int width = layer.qkv_size(), q = layer.q_size(), kv = layer.kv_size();
   norm_all(step, layer.attn_norm, *layer.qkv, true, worker);
-  const Quantised& normed = step.small ? own_[worker] : normed_;
+  const Quantised& normed = step.small ? worker_normed_[worker] : normed_;
   multiply(*layer.qkv, view(normed, hidden_, true), step.tokens, qkv_.data(), width, false);
   if (layer.latent != nullptr) project_latent_queries(step, layer);
   if (layer.has_full_norms())
@@ -350,9 +350,9 @@ void Model::project(const Step& step, const Layer& layer, int worker) {
 
 // Compute the part of a layer after attention. A parallel MLP reads the same x as attention, through its
 // own norm or the norm of attention.
-void Model::finish(const Step& step, const Layer& layer, int worker) {
+void Model::finish_layer(const Step& step, const Layer& layer, int worker) {
   auto add_attention = [&] {
-    add_product(step, *layer.o, view(attended_, layer.output_size()), layer.attn_post_norm);
+    add_matmul(step, *layer.o, view(attended_, layer.output_size()), layer.attn_post_norm);
     end_stage(kOutput, worker);
   };
   if (!layer.spec.parallel) add_attention();
@@ -362,29 +362,29 @@ void Model::finish(const Step& step, const Layer& layer, int worker) {
   if (layer.experts != nullptr) {
     mix_experts(step, layer, worker);
   } else {
-    const Quantised& normed = step.small ? own_[worker] : normed_;
+    const Quantised& normed = step.small ? worker_normed_[worker] : normed_;
     gate_and_up(layer, view(normed, hidden_), step.tokens, worker);
     end_stage(kGateUp, worker);
   }
   if (layer.spec.parallel) add_attention();
   if (layer.experts != nullptr)
-    add_branch(step, mixed_, layer.mlp_post_norm);
+    add_to_residual(step, mixed_, layer.mlp_post_norm);
   else
-    add_product(step, *layer.mlp.down, view(inner_, layer.mlp.inner()), layer.mlp_post_norm);
+    add_matmul(step, *layer.mlp.down, view(inner_, layer.mlp.inner()), layer.mlp_post_norm);
   end_stage(kDown, worker);
 }
 
 // x += scale · norm(a · wᵀ), with the norm only if the layer has one there.
-void Model::add_product(const Step& step, const Matrix& w, const Activations& a,
+void Model::add_matmul(const Step& step, const Matrix& w, const Activations& a,
                         const Norm& post_norm) {
   const float scale = parts_.spec.residual_scale;
   if (post_norm.empty() && scale == 1)
     return multiply(w, a, step.tokens, x_.data(), hidden_, true);
   multiply(w, a, step.tokens, branch_.data(), hidden_, false);
-  add_branch(step, branch_, post_norm);
+  add_to_residual(step, branch_, post_norm);
 }
 
-void Model::add_branch(const Step& step, std::vector<float>& branch, const Norm& post_norm) {
+void Model::add_to_residual(const Step& step, std::vector<float>& branch, const Norm& post_norm) {
   const float scale = parts_.spec.residual_scale;
   for_each_token(0, step.tokens, [&](int t) {
     float* own = &branch[static_cast<size_t>(t) * hidden_];
@@ -416,7 +416,7 @@ void Model::gate_units(const MLP& mlp, const Activations& a, int first, int end,
                                                                    : k_.gelu_tanh_mul;
   const int g0 = from * unit_rows / w.lanes, g1 = std::min(w.groups(), to * unit_rows / w.lanes);
   const int stride = (to - from) * unit_rows;
-  std::vector<float>& both = both_[worker];
+  std::vector<float>& both = gate_up_[worker];
   const size_t needed = static_cast<size_t>(std::min(end - first, kPanel)) * stride;
   if (both.size() < needed) both.resize(needed);
   for (int t0 = first; t0 < end; t0 += kPanel) {
@@ -460,21 +460,21 @@ void Model::parallel(int count, const std::function<void(int)>& work) {
 // ── the head ────────────────────────────────────────────────────────────────────────────────────
 
 void Model::logits(const int32_t* which, int count, float* out) {
-  resize(last_, count, hidden_);
+  resize(final_normed_, count, hidden_);
   thread_pool_.run(threads_, [&](int) { head(which, count, out); });
 }
 
 void Model::head(const int32_t* which, int count, float* out) {
   for_each_token(0, count, [&](int n) {
     const float* x = &x_[static_cast<size_t>(which[n]) * hidden_];
-    norm_and_quantise(x, parts_.final_norm, last_, n, *parts_.head, true);
+    norm_and_quantise(x, parts_.final_norm, final_normed_, n, *parts_.head, true);
   });
   const Packed& w = parts_.head->packed();
   const int groups = w.groups(), per_task = std::max(1, ceil_div(groups, 64)), vocab = w.rows;
   thread_pool_.parallel_for(ceil_div(groups, per_task), [&](int task) {
     const int from = task * per_task, to = std::min(groups, from + per_task);
     float* logits = out + from * w.lanes;
-    k_.matmul(w, view(last_, hidden_, true), 0, count, from, to, logits, vocab, false);
+    k_.matmul(w, view(final_normed_, hidden_, true), 0, count, from, to, logits, vocab, false);
     const float scale = parts_.spec.logit_scale, cap = parts_.spec.logit_softcap;
     if (scale == 1 && cap == 0) return;
     const int rows = std::min(vocab, to * w.lanes) - from * w.lanes;

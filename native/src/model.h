@@ -22,7 +22,7 @@ struct Norm {
 
 struct MLP {
   MLPSpec spec;
-  // gate_up interleaves 32 rows of gate and 32 rows of up; without a gate it is up.
+  // gate_up has 32 rows of gate, 32 rows of up, and so on. In an MLP without a gate it has only up.
   std::shared_ptr<Matrix> gate_up, down;
 
   bool empty() const { return down == nullptr; }
@@ -33,24 +33,24 @@ struct MLP {
 struct Experts {
   ExpertsSpec spec;
   std::shared_ptr<Matrix> router;  // in fp32; the last row is the gate of the shared expert, if any
-  std::vector<float> correction;   // added to the scores for the choice; or empty
-  std::vector<MLP> each;
+  std::vector<float> correction;   // added to the scores that choose experts, not to weights; or empty
+  std::vector<MLP> experts;
 
   int count() const { return spec.num_experts; }
   int inner() const { return spec.expert.intermediate_size; }
 };
 
-// The rows of each head in the parts of kv_b begin at a multiple of `kHeadRows`, so that a matmul can
-// take the rows of one head.
+// `Latent::keys` and `Latent::values` have the rows of each head from a multiple of `kHeadRows` on, so
+// that a matmul can use the rows of one head.
 constexpr int kHeadRows = 32;
-constexpr int kLatentHeads = 4;  // heads of a decode task in a layer with latents
+constexpr int kLatentHeads = 4;  // heads that one decode task computes in a layer with latents
 
 // Multi-head latent attention.
 struct Latent {
   LatentSpec spec;
-  std::shared_ptr<Matrix> q_b;              // or null: queries are made from x
-  std::shared_ptr<Matrix> keys, values;     // parts of kv_b: expand latents for prefill
-  std::shared_ptr<Matrix> keys_transposed;  // moves queries to the space of the latents for decode
+  std::shared_ptr<Matrix> q_b;              // or null: qkv computes the queries directly
+  std::shared_ptr<Matrix> keys, values;     // the two halves of kv_b; prefill expands latents with them
+  std::shared_ptr<Matrix> keys_transposed;  // decode projects queries into the space of the latents
   std::vector<float> q_norm, kv_norm;       // norms of the latents; q_norm is empty without q_b
 
   int rank() const { return spec.kv_lora_rank; }
@@ -62,15 +62,16 @@ struct Latent {
 // A layer: its specification and its weights.
 struct Layer {
   LayerSpec spec;
-  std::shared_ptr<Matrix> qkv, o;          // with latents, qkv is q_a (or q) and kv_a
+  std::shared_ptr<Matrix> qkv, o;          // in a layer with latents, qkv stacks q_a (or q) and kv_a
   std::shared_ptr<const Latent> latent;    // or null
   MLP mlp;                                 // empty in a layer of experts without a shared expert
   std::shared_ptr<const Experts> experts;  // or null
   Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
-  std::vector<float> q_norm, k_norm;  // empty, over each head, or over all heads
-  // For an int8 cache: the divisor of each key channel and multiplier of each query channel,
-  // [kv_heads, dim], equal for channels that rope rotates together; or empty.
-  std::vector<float> key_scales, key_factors;  // key_factors = 1 / key_scales
+  // Weights of the norm of each head [dim], or of the norm over all heads [heads · dim]; or empty.
+  std::vector<float> q_norm, k_norm;
+  // For an int8 cache, [kv_heads, dim] or empty: keys are multiplied by key_factors = 1 / key_scales
+  // before they are stored, queries by key_scales. Two channels that rope rotates have equal scales.
+  std::vector<float> key_scales, key_factors;
   std::vector<float> sinks;                    // one score per head, or empty
 
   int heads() const { return spec.attention.num_heads; }
@@ -94,14 +95,14 @@ struct Layer {
   }
   int value_dim() const { return spec.attention.latent ? spec.attention.latent->value_dim : dim(); }
   int output_size() const { return heads() * value_dim(); }
-  // The vectors of a cached token that attention reads. A latent is one vector for all heads.
+  // Number and size of the vectors of one cached token. All heads share the vector of a latent.
   int cached_heads() const { return spec.attention.latent ? 1 : kv_heads(); }
   int cached_dim() const {
     return spec.attention.latent ? spec.attention.latent->kv_lora_rank + rope_dim() : dim();
   }
-  // Heads that one decode task computes: the heads of a KV head, or some of the heads that share latents.
-  int heads_together() const { return latent == nullptr ? heads_per_kv() : kLatentHeads; }
-  int groups_of_heads() const { return (heads() + heads_together() - 1) / heads_together(); }
+  // Query heads that one decode task computes: those of one KV head, or with latents kLatentHeads.
+  int heads_per_task() const { return latent == nullptr ? heads_per_kv() : kLatentHeads; }
+  int num_head_groups() const { return (heads() + heads_per_task() - 1) / heads_per_task(); }
   int nope_dim() const { return dim() - rope_dim(); }
   // Channels of the expanded keys and values of latents, a multiple of 8.
   int expanded_dim() const { return (std::max(dim(), value_dim()) + 7) / 8 * 8; }
@@ -118,11 +119,11 @@ struct Rope {  // cosines and sines, [positions, half] each
 // Layers that share a KV pool and block tables.
 struct KVGroup {
   int layers = 0, heads = 0, dim = 0;
-  int sides = 2;  // keys and values, or (1) latents
+  int sides = 2;  // 2: keys and values; 1: latents
 };
 
-// A model: its specification and its weights.
-struct ModelParts {
+// The specification and the weights of a model.
+struct ModelData {
   ModelSpec spec;
   std::vector<Layer> layers;
   std::vector<KVGroup> groups;
@@ -136,9 +137,10 @@ struct ModelParts {
   int max_len() const { return ropes[0].positions; }
 };
 
-// The position of a token is its place in the text: it selects the rope angles and the token id. The
-// index of a token is its place in the cache: it selects the cache slot, and attention counts indices.
-struct Slot {  // decode: compute the token at `position` of `row`. Drafts are further slots of the row.
+// The position of a token counts the tokens of the text; it selects the rope angles and the token id.
+// The index of a token counts the tokens in the cache, from which tokens may have been evicted; it
+// selects the cache slot and the attention mask.
+struct Slot {  // decode: compute the token at `position` of `row`. A row may have several slots.
   int32_t row, position, index;
 };
 
@@ -179,16 +181,18 @@ struct StepInput {
 
 class Model {
  public:
-  Model(const Kernels& kernels, ModelParts parts, int threads, int threads_prefill, bool exact);
+  Model(const Kernels& kernels, ModelData parts, int threads, int threads_prefill, bool exact);
 
-  // Compute decode slots, then chunks, and write the logits [count, vocab] of the tokens `which`, in
-  // ascending order. `keep_all`: keep the last hidden state of every token until the next step.
+  // Compute decode slots, then chunks, and write the logits [count, vocab] of some tokens. `which`:
+  // the indices of these tokens in the step, ascending. `keep_all`: keep the last hidden state of
+  // every token until the next step.
   void forward(const StepInput& input, const int32_t* which, int count, float* out, bool keep_all);
   // Write the logits of more tokens of the last step, whose hidden states were kept.
   void logits(const int32_t* which, int count, float* out);
 
-  // From now on, keep the share of attention that each decode slot gives to every kSplit cache entries,
-  // until the next step. Layers with latents are left out.
+  // Compute attention shares in all later steps: the part of its attention that a decode slot gives to
+  // each segment of kSplit cache entries. Shares are valid until the next step. Layers with latents
+  // have no shares.
   void keep_shares() { keeps_shares_ = true; }
   int share_slots() const { return share_slots_; }
   int share_parts() const { return share_parts_; }
@@ -198,26 +202,28 @@ class Model {
   // Call work(n) for n = 0 … count − 1 on the decode threads.
   void parallel(int count, const std::function<void(int)>& work);
 
-  int num_kept() const { return kept_; }
+  int num_kept() const { return num_kept_; }
   // Seconds of each stage since the model was created, measured by worker 0.
   const std::array<double, kStages>& stage_seconds() const { return stage_seconds_; }
-  const ModelParts& parts() const { return parts_; }
+  const ModelData& parts() const { return parts_; }
   const std::vector<KVGroup>& groups() const { return parts_.groups; }
   size_t num_bytes() const;
 
  private:
-  struct Quantised {  // activations of a step: fp32, and int8 blocks or (`uses_matrix_units`) bfloat16
+  // The activations of a step, in fp32 and in the type that the next matmul needs: int8 blocks, bfloat16
+  // tiles (if `uses_matrix_units`) or fp16.
+  struct Quantised {
     std::vector<float> values, scale, sum, half_sums;
     std::vector<int8_t> codes;
     std::vector<uint16_t> bf16_tiles;
     std::vector<uint16_t> fp16;  // for F16 matrices
     std::vector<float> fp16_scale;
-    std::vector<int32_t> residual_block;  // the block of each token whose residual is appended
+    std::vector<int32_t> residual_block;  // of each token, the block whose rounding error is appended
     bool uses_matrix_units = false;
   };
   struct Step;
-  struct ContextPart {  // a part of the context of decode slot t, for one group of heads
-    int t, group, from, to;
+  struct ContextPart {  // cache entries [from, to) of a decode slot, for one group of heads
+    int slot, group, from, to;
   };
 
   void reserve(int tokens);
@@ -228,8 +234,8 @@ class Model {
   // Return whether a step of `tokens` tokens runs on the matrix units.
   bool uses_matrix_units(int tokens) const;
   bool in_fp16(int dim) const { return !exact_ && k_.fp16.supports(dim); }
-  // Return whether decode attention prefetches keys itself.
-  bool fetches_ahead(const Cache& cache) const { return !cache.is_int8 && in_fp16(cache.dim); }
+  // Return whether the kernel of decode attention prefetches the keys.
+  bool prefetches_keys(const Cache& cache) const { return !cache.is_int8 && in_fp16(cache.dim); }
   const PrefillAttention& prefill_attention(int dim) const {
     return in_fp16(dim) ? k_.fp16.prefill : k_.prefill;
   }
@@ -239,18 +245,24 @@ class Model {
   void norm(const float* x, const Norm& norm, float* out) const;
   void norm_and_quantise(const float* x, const Norm& norm, Quantised& a, int t, const Matrix& next,
                          bool with_residual) const;
+  // Derive the layout of the work from the tokens of the step, and reserve its memory.
   void plan(Step& step, int workers);
   Cache cache_of(const Step& step, const Layer& layer) const;
   void norm_all(const Step& step, const Norm& norm, const Matrix& next, bool with_residual,
                 int worker);
-  void project(const Step& step, const Layer& layer, int worker);
-  void finish(const Step& step, const Layer& layer, int worker);
-  void add_branch(const Step& step, std::vector<float>& branch, const Norm& post_norm);
+  // Compute the queries, keys and values of every token.
+  void project_qkv(const Step& step, const Layer& layer, int worker);
+  // Compute the part of a layer after attention: output projection, then MLP or experts.
+  void finish_layer(const Step& step, const Layer& layer, int worker);
+  // x += scale · norm(branch), with the norm only if the layer has a norm there.
+  void add_to_residual(const Step& step, std::vector<float>& branch, const Norm& post_norm);
   void mix_experts(const Step& step, const Layer& layer, int worker);
   void route(const Experts& experts, int t);
   void group_by_expert(const Layer& layer, int from, int to, bool matrix_units);
-  void add_product(const Step& step, const Matrix& w, const Activations& a, const Norm& post_norm);
-  void pick(const Step& wanted, const Layer& layer, const int32_t* which);
+  // x += scale · norm(a · wᵀ), with the norm only if the layer has a norm there.
+  void add_matmul(const Step& step, const Matrix& w, const Activations& a, const Norm& post_norm);
+  // Move the wanted tokens to the front; the rest of the step has only those tokens.
+  void select_tokens(const Step& wanted, const Layer& layer, const int32_t* which);
   void gate_and_up(const Layer& layer, const Activations& a, int tokens, int worker);
   void gate_units(const MLP& mlp, const Activations& a, int first, int end,
                   int from, int to, int worker, Quantised& inner);
@@ -261,7 +273,8 @@ class Model {
   void attend(const Step& step, const Layer& layer, const Cache& cache, int worker);
   void attend_slot(const Step& step, const Layer& layer, const Cache& cache, int task);
   int splits(const Step& step, const Layer& layer) const;
-  int own_splits(const Step& step, const Layer& layer, int t) const;
+  // The number of splits of slot t that are not empty.
+  int num_slot_splits(const Step& step, const Layer& layer, int t) const;
   ContextPart context_part(const Step& step, const Layer& layer, int n) const;
   void prefetch_part(const Step& step, const Layer& layer, const Cache& cache, int n) const;
   void attend_part(const Step& step, const Layer& layer, const Cache& cache, int n);
@@ -285,22 +298,24 @@ class Model {
   template <typename F>
   void for_each_token(int from, int to, F&& work);
 
-  const Kernels& k_;
-  ModelParts parts_;
+  const Kernels& k_;  // the kernels of the chosen instruction set
+  ModelData parts_;
   int hidden_, max_output_ = 0, max_qkv_ = 0, max_inner_ = 0;  // the largest widths of all layers
   int max_experts_ = 0, max_per_token_ = 0, max_expert_inner_ = 0;
   int max_q_rank_ = 0, max_latent_q_ = 0;
-  bool exact_, any_fp16_ = false, any_branch_ = false;
+  bool exact_;  // compute in fp32: no quantised activations, no fp16, no matrix units
+  bool any_fp16_ = false;    // some matrix is F16
+  bool any_branch_ = false;  // some layer needs `branch_`
   int threads_, threads_prefill_;
   ThreadPool thread_pool_;
-  int kept_ = 0;
-  std::vector<float> x_, qkv_;
+  int num_kept_ = 0;            // tokens whose last hidden states are kept in `x_`
+  std::vector<float> x_, qkv_;  // of each token: the hidden state, and the output of `Layer::qkv`
   std::vector<float> branch_;  // output of attention or MLP, if a norm or a scale follows
-  Quantised normed_, attended_, inner_, last_;
-  // For the tokens of a layer of experts: the router's outputs, the chosen experts and their shares, the
-  // places of a token's rows among the rows of the experts, and the weighted sums.
+  Quantised normed_, attended_, inner_, final_normed_;  // inputs of qkv or MLP, of o, of down, of the head
+  // In a layer of experts, for each token: the router's outputs, the weights of its experts, the weighted
+  // sum; its experts, and its row in `expert_in_` and `expert_out_` for each of them.
   std::vector<float> router_, share_, mixed_;
-  std::vector<int32_t> chosen_, place_;
+  std::vector<int32_t> chosen_, expert_row_;
   // An expert in use, its rows, and its first task in both matmuls.
   struct InUse {
     int expert, first, count, gate_task, down_task, units_per_task, groups_per_task;
@@ -309,9 +324,10 @@ class Model {
   int gate_tasks_ = 0, down_tasks_ = 0;
   Quantised expert_in_, expert_inner_;
   std::vector<float> expert_out_;
-  std::vector<Quantised> own_;  // per worker: its copy of the normed tokens of a small step
-  std::vector<std::vector<float>> scratch_, both_;
-  std::vector<float> partial_;  // split decode attention: acc, largest, sum
+  std::vector<Quantised> worker_normed_;  // per worker: its copy of the normed tokens of a small step
+  std::vector<std::vector<float>> scratch_;  // per worker: for attention
+  std::vector<std::vector<float>> gate_up_;  // per worker: outputs of gate and up
+  std::vector<float> partial_;  // results of each split of decode attention: values, largest score, sum
   std::vector<float> shares_;  // [slots, heads, parts], summed over the layers
   int share_slots_ = 0, share_parts_ = 0, share_heads_ = 0;
   bool keeps_shares_ = false;

@@ -187,7 +187,7 @@ struct CheckedStep {
     return pool.shape(axis) == static_cast<size_t>(size);
   }
 
-  void require_run(const ModelParts& parts, int row, int start, int size, int index) const {
+  void require_run(const ModelData& parts, int row, int start, int size, int index) const {
     const int64_t end = static_cast<int64_t>(start) + size;
     const int64_t index_end = static_cast<int64_t>(index) + size;
     require(row >= 0 && static_cast<size_t>(row) < num_rows_, "there is no such row");

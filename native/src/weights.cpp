@@ -156,7 +156,7 @@ class LayerAssembler {
     require(experts->router->packed().format == Format::kF32, at_ + "router must have the format f32");
     if (routing.correction_bias) experts->correction = weights_.vector(at_ + "router_correction", count);
     for (int n = 0; n < count; n++)
-      experts->each.push_back(mlp(spec.expert, at_ + "experts." + std::to_string(n) + "."));
+      experts->experts.push_back(mlp(spec.expert, at_ + "experts." + std::to_string(n) + "."));
     return experts;
   }
 
@@ -205,11 +205,11 @@ void check_ropes(const std::vector<Rope>& ropes) {
 
 }  // namespace
 
-ModelParts assemble(ModelSpec spec, Weights weights, std::vector<Rope> ropes) {
+ModelData assemble(ModelSpec spec, Weights weights, std::vector<Rope> ropes) {
   check_ropes(ropes);
   require(spec.norm_eps >= 0 && spec.logit_softcap >= 0, "norm_eps or logit_softcap is negative");
   require(spec.vocab_size > 0 && spec.hidden_size > 0, "vocab_size and hidden_size must be positive");
-  ModelParts parts;
+  ModelData parts;
   const int hidden = spec.hidden_size;
   parts.embed = weights.matrix("embed", spec.vocab_size, hidden);
   parts.head = spec.tie_embeddings ? parts.embed : weights.matrix("head", spec.vocab_size, hidden, spec.head_bias);

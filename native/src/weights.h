@@ -44,6 +44,6 @@ class Weights {
 };
 
 // Throws std::invalid_argument if the specification is inconsistent or a weight has another shape.
-ModelParts assemble(ModelSpec spec, Weights weights, std::vector<Rope> ropes);
+ModelData assemble(ModelSpec spec, Weights weights, std::vector<Rope> ropes);
 
 }  // namespace twostroke

@@ -131,8 +131,8 @@ def run_stops(stops: list[str], include: bool, parts: list[str]) -> tuple[str, s
     machine, text = StopStrings(stops, include), ""
     for part in parts:
         text += machine.push(part)
-        if machine.hit is not None:
-            return text, machine.hit
+        if machine.found is not None:
+            return text, machine.found
     return text + machine.flush(), None
 
 
@@ -164,9 +164,9 @@ def test_overlapping_starts_are_held_and_released() -> None:
     machine = StopStrings(["aab"], include=False)
     assert [machine.push(c) for c in "aaaa"] == ["", "", "a", "a"]
     assert machine.push("c") == "aac"
-    assert machine.hit is None
+    assert machine.found is None
     assert machine.push("aab") == ""
-    assert machine.hit == "aab"
+    assert machine.found == "aab"
 
 
 def test_a_stop_string_that_hits_leaves_metrics_and_cached_tokens(folder: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support import narrow_isa
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke.engine import process
 from twostroke.engine.core import EngineCore
-from twostroke.engine.process import EngineServer, Heart
+from twostroke.engine.process import EngineServer, HeartbeatThread
 from twostroke.engine.wire import Release, encode
 from twostroke.kernels import cpu
 
@@ -67,7 +67,7 @@ def test_a_stalled_engine_hears_that_its_blocks_are_free_however_busy_the_machin
 ) -> None:
     """On a busy machine the time for messages is always up when the engine looks at the clock."""
     core, number = stalled_core(tiny_folder(tmp_path / "tiny"))
-    heart = Heart(sockets["beats"])
+    heart = HeartbeatThread(sockets["beats"])
     server = EngineServer(core, heart, sockets["inbox"], sockets["outbox"])
     clock = count()
     monkeypatch.setattr(process, "monotonic", lambda: float(next(clock)))

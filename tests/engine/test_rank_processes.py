@@ -122,9 +122,9 @@ def test_a_rank_that_ends_before_the_meeting_is_named(folder: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "COME_S", 0.0)
+    monkeypatch.setattr(rank_processes, "JOIN_TIMEOUT_S", 0.0)
     others = RankProcesses(EngineConfig(model=str(folder), **RANKS))
-    with pytest.raises(EngineError, match="rank 1 has not come within 0 s"), others.starting():
+    with pytest.raises(EngineError, match="rank 1 was not ready within 0 s"), others.starting():
         others.wait_for_all()
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_is_stopped_later_is_killed_and_named(folder: Path) -> None:
     rank._process.send_signal(signal.SIGSTOP)
     while not rank.has_ended:
         assert time.monotonic() < until
-        rank.heard_s -= 3600  # its last heartbeats may still be on their way
+        rank.last_message_s -= 3600  # its last heartbeats may still be on their way
         time.sleep(0.01)
     with pytest.raises(EngineError, match=r"^rank 1 .*sent nothing for .* while running steps, so"):
         written(llm)

@@ -16,7 +16,7 @@ from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.native_executor import NativeExecutor, NativeForwardHandle
 from twostroke.exec.rows import HostRows
 from twostroke.exec.token_mask import Mask, mask_of
-from twostroke.exec.torch_sampling import as_tensors, sample, to_token_logprobs
+from twostroke.exec.torch_sampling import mask_tensors, sample, to_token_logprobs
 from twostroke.kernels import cpu
 from twostroke.kernels.reference_sampling import token_logprobs
 from twostroke.plan import (
@@ -62,7 +62,7 @@ class Draws:
 
     def torch(self, masks: dict[int, Mask]) -> StepResult:
         lines = torch.from_numpy(self.lines.copy())
-        allowed = as_tensors(masks, VOCAB, torch.device("cpu"))
+        allowed = mask_tensors(masks, VOCAB, torch.device("cpu"))
         drawn = sample(lines, self.rows, self.positions, self.tensors, allowed)
         logprobs = {n: to_token_logprobs(found) for n, found in drawn.logprobs.items()}
         return StepResult(drawn.tokens.tolist(), logprobs, {}, 0.0)

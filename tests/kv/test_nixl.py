@@ -134,9 +134,9 @@ def test_more_than_can_be_on_their_way_are_refused(made: Made, offer: Offer) -> 
 @needs_nixl
 def test_what_is_no_address_of_nixl_s_is_unreachable(made: Made, offer: Offer) -> None:
     *_, fetching = made
-    reach = nixl._decode(offer.addresses[0].more)
+    reach = nixl._decode(offer.addresses[0].data)
     broken = nixl._encode(nixl.Reach(b"nothing", reach.pools, reach.slots))
-    address = offer.addresses[0]._replace(at="another", more=broken)
+    address = offer.addresses[0]._replace(endpoint="another", data=broken)
     with pytest.raises(UnreachableError, match="NIXL does not reach the sender"):
         fetching.fetch(offer._replace(addresses=(address,)), ALL)
 

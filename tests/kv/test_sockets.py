@@ -229,7 +229,7 @@ def test_only_who_knows_the_key_is_sent_anything(engines: Engines) -> None:
     (transport,) = engines.fetching._transports
     assert isinstance(transport, Sockets)
     transport._timeout_s = 0.2
-    stranger = offer._replace(addresses=(address._replace(more=b"?" * 16),))
+    stranger = offer._replace(addresses=(address._replace(data=b"?" * 16),))
     with pytest.raises(StalledError):
         fetch(engines.fetching, stranger, ALL)
     with pytest.raises(StalledError):  # nor blocks that the offer does not have
@@ -364,5 +364,5 @@ def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
 
 def test_an_engine_that_has_one_way_says_which_ones_it_would_need(engines: Engines) -> None:
     _, _, _, by_memory = pools()
-    with pytest.raises(UnreachableError, match=r"sockets at tcp://.*this engine has memory"):
+    with pytest.raises(UnreachableError, match=r"sockets at tcp://.*this engine supports memory"):
         by_memory.fetch(engines.offer(), ALL)

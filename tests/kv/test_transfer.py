@@ -18,13 +18,13 @@ from twostroke.kv.prefix import seed_digest
 from twostroke.kv.shared_memory import SLOTS, SharedMemory, SharedPools
 from twostroke.kv.transfer import (
     Address,
+    BlockPairs,
     DamagedError,
     HostBlocks,
     KVTransfer,
     MismatchedError,
     Offer,
     OfferWithdrawnError,
-    Places,
     ReceiverFullError,
     SenderGoneError,
     TruncatedError,
@@ -53,21 +53,22 @@ def pools(
 
 
 def test_memory_is_made_ready_and_stays_as_it_was(monkeypatch) -> None:
-    monkeypatch.setattr("twostroke.kv.transfer.TOUCH_BYTES", 8192)
+    monkeypatch.setattr("twostroke.kv.transfer.PREPARED_BYTES_PER_CALL", 8192)
     pool = bytearray(os.urandom(20000))
     before = bytes(pool)
     blocks = HostBlocks([memoryview(pool)], [64], 4)
     told = [
-        host_transfer(blocks, None, TransportConfig(receives=True)).make_ready() for _ in range(4)
+        host_transfer(blocks, None, TransportConfig(receives=True)).prepare_memory()
+        for _ in range(4)
     ]
     assert told == [True, True, True, False]
     assert pool == before
-    assert not host_transfer(blocks, None, TransportConfig()).make_ready()  # nothing will come
+    assert not host_transfer(blocks, None, TransportConfig()).prepare_memory()  # nothing will come
 
 
-def fetch(transfer: KVTransfer, offer: Offer, places: Places) -> int:
+def fetch(transfer: KVTransfer, offer: Offer, pairs: BlockPairs) -> int:
     """All of it; how many bytes."""
-    fetching, until = transfer.fetch(offer, places), monotonic() + 60
+    fetching, until = transfer.fetch(offer, pairs), monotonic() + 60
     while not fetching.advance():
         assert monotonic() < until
         sleep(0.001)
@@ -144,7 +145,7 @@ def test_memory_that_is_no_pool_is_refused(tmp_path) -> None:
     _, _, sending, fetching = pools()
     (tmp_path / "short").write_bytes(b"x" * 10)
     offer = sending.offer([[3], [4]], 4)
-    short = offer.addresses[0]._replace(at=str(tmp_path / "short"))
+    short = offer.addresses[0]._replace(endpoint=str(tmp_path / "short"))
     offer = offer._replace(addresses=(short,))
     with pytest.raises(TruncatedError):
         fetch(fetching, offer, [[(0, 1)], [(0, 1)]])
@@ -157,15 +158,17 @@ def test_blocks_of_another_size_are_refused_by_name() -> None:
     with pytest.raises(MismatchedError, match="blocks of 4 tokens"):
         other.fetch(offer, [[(0, 1)], [(0, 1)]])
     of_another_type = offer._replace(layout="float32, tokens first")
-    with pytest.raises(MismatchedError, match=r"float32.* were offered, and here .*float16"):
+    with pytest.raises(
+        MismatchedError, match=r"the sender offers .*float32.*, but this engine has .*float16"
+    ):
         fetching.fetch(of_another_type, [[(0, 1)], [(0, 1)]])
 
 
 def test_memory_of_another_machine_is_not_tried() -> None:
     _, _, sending, fetching = pools()
     offer = sending.offer([[3], [4]], 4)
-    elsewhere = offer.addresses[0]._replace(reach="another machine")
-    with pytest.raises(UnreachableError, match="reached by memory at /proc/"):
+    elsewhere = offer.addresses[0]._replace(scope="another machine")
+    with pytest.raises(UnreachableError, match="offers memory at /proc/"):
         fetching.fetch(offer._replace(addresses=(elsewhere,)), [[(0, 1)], [(0, 1)]])
 
 

@@ -39,7 +39,7 @@ def run(core: EngineCore, stall_at: int = -1) -> dict[str, RequestRecord]:
         for update in core.step():
             if update.record is not None:
                 records[update.request_id] = update.record
-                core.records.tell_request(update.record)
+                core.records.notify_listeners(update.record)
         count += 1
         if count == stall_at:
             time.sleep(STALL_S)

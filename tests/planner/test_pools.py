@@ -37,7 +37,7 @@ def test_the_second_token_waits_for_the_blocks_of_the_prompt(bytes_per_s: float)
         engine.scheduler.audit()
         assert not engine.scheduler.has_requests
         assert engine.scheduler.kv.num_held == 0  # offers are released once they are fetched
-    prefill, decode = (engine.use for engine in engines)
+    prefill, decode = (engine.usage for engine in engines)
     assert (prefill.prefill_tokens, prefill.decode_tokens) == (200, 0)
     assert (decode.prefill_tokens, decode.decode_tokens) == (0, 4)
 

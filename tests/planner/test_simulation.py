@@ -12,7 +12,7 @@ from twostroke.measure.load.traces import TraceRequest, synthetic
 from twostroke.plan import PhaseWork
 from twostroke.planner.engine import SimulatedEngine
 from twostroke.planner.layout import EngineLayout, EngineShape
-from twostroke.planner.predict import OUTSIDE_DRIFT, predict
+from twostroke.planner.predict import BEYOND_MEASURED_DRIFT, predict
 from twostroke.planner.simulate import VirtualClock, simulate
 from twostroke.planner.steptimes import MeasuredRange, StepModel
 
@@ -85,8 +85,8 @@ def test_steps_beyond_what_was_measured_widen_the_interval_and_are_told() -> Non
     trace = [TraceRequest(float(n), 200, 2) for n in range(5)]
     small = StepModel(Linear(), "", 0.1, 0.0, 0.0, range=MeasuredRange(100, 100, 1e6))
     found = predict(trace, EngineLayout(1, SHAPE), small, NO_GOALS)
-    assert 0.5 < found.outside_share < 1.0
-    drift = 0.1 + OUTSIDE_DRIFT * found.outside_share
+    assert 0.5 < found.beyond_measured_share < 1.0
+    drift = 0.1 + BEYOND_MEASURED_DRIFT * found.beyond_measured_share
     ttft = found.figures["p50_ttft_ms"]
     assert ttft.high == pytest.approx((1 + drift) * ttft.expected)
     assert "larger than all measured steps" in found.notes[0]

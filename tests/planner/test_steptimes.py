@@ -60,7 +60,7 @@ def test_measured_steps_are_learnt_with_their_error() -> None:
     assert MIN_DRIFT <= model.drift < 0.06
     assert model.host_s == pytest.approx(HOST_S)
     assert model.start_s == pytest.approx(0.008)
-    assert model.outside_s == 0.001
+    assert model.client_s == 0.001
     assert "400 measured steps" in model.source
 
 
@@ -79,9 +79,9 @@ def test_work_beyond_the_largest_measured_step_is_counted_as_outside() -> None:
     model = measured_model(records(), "a test")
     cost = NoisyCost(model)
     cost.seconds(PhaseWork(), PhaseWork(16, 16, 4000, 4000))
-    assert cost.outside_s == 0.0
+    assert cost.beyond_measured_s == 0.0
     taken = cost.seconds(PhaseWork(), PhaseWork(64, 64, 4000, 4000))
-    assert cost.outside_s == taken
+    assert cost.beyond_measured_s == taken
 
 
 @pytest.mark.parametrize(

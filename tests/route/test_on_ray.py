@@ -164,7 +164,7 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
         config = EngineConfig(
             model=str(folder), max_num_seqs=32, num_gpu_blocks_override=512, exact=True, threads=1
         )
-        engines = cluster.placed(settings.engines(config))
+        engines = cluster.adapt(settings.engines(config))
         async with await RoutedEngine.start(
             engines, restart_limit=1000, placement=cluster
         ) as engine:
@@ -213,7 +213,7 @@ def test_200_requests_survive_every_death_and_change_of_the_pools(
         "ended_once_with_the_tokens_of_an_undisturbed_run": len(answers),
         "deaths": deaths,
         "requests_that_lost_an_engine": sum("died" in route for route in routes),
-        "requests_moved_from_an_engine_that_left": sum("which leaves" in one for one in routes),
+        "requests_moved_from_an_engine_that_left": sum("was removed" in one for one in routes),
         "transfers_computed_again": sum("computed again" in route for route in routes),
         "audits": "clean on all engines",
     }
@@ -295,7 +295,7 @@ def test_impossible_demands_on_a_cluster_are_refused(
     from twostroke.route import on_ray
 
     config = EngineConfig(model=str(folder), num_gpu_blocks_override=64)
-    cluster = on_ray.RayCluster(address, patience_s=1)
+    cluster = on_ray.RayCluster(address, placement_timeout_s=1)
 
     async def start(engine: PooledEngine) -> None:
         launcher = cluster.launcher(engine)
@@ -313,13 +313,13 @@ def test_impossible_demands_on_a_cluster_are_refused(
 
     try:
         many = PoolSettings(data_parallel_size=9).engines(config)
-        with pytest.raises(ConfigError, match="9 engines want at least one CPU each, and the"):
-            cluster.placed(many)
-        several = cluster.placed(PoolSettings(data_parallel_size=3).engines(config))
+        with pytest.raises(ConfigError, match="9 engines need at least one CPU each, and the"):
+            cluster.adapt(many)
+        several = cluster.adapt(PoolSettings(data_parallel_size=3).engines(config))
         assert [one.config.threads for one in several] == [2, 2, 2]
         assert [one.config.engines_on_host for one in several] == [2, 2, 2]
         text = refusal(EngineConfig(model=str(folder), threads=CORES + 1))
-        assert "no room for decode-0 within 1 s: it takes 5 CPU of one node, and 8 CPU" in text
+        assert "no room for decode-0 within 1 s: the engine needs 5 CPU on one node" in text
         wanting = PoolSettings(
             prefill_engines=1, decode_engines=1, ray=address, decode_resources={"fast_memory": 1}
         ).engines(EngineConfig(model=str(folder), threads=1))[1]
@@ -328,7 +328,7 @@ def test_impossible_demands_on_a_cluster_are_refused(
         with monkeypatch.context() as other:
             other.setattr(on_ray, "__version__", "0.0.1")
             text = refusal(EngineConfig(model=str(folder), threads=1))
-        assert f"decode-0 has twostroke {__version__}, and the server 0.0.1" in text
+        assert f"decode-0 runs twostroke {__version__}, but the server runs 0.0.1" in text
         text = refusal(EngineConfig(model="/nowhere", threads=1))
         assert "decode-0 on node 127.0.0." in text
         assert "/nowhere" in text
@@ -340,9 +340,9 @@ def test_impossible_demands_on_a_cluster_are_refused(
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("ray://127.0.0.2:10001", "is an address of Ray's client"),
+        ("ray://127.0.0.2:10001", "is an address for Ray Client"),
         ("127.0.0.2", "expected HOST:PORT"),
-        ("127.0.0.2:1", "nothing answers there"),
+        ("127.0.0.2:1", "no connection to this address"),
     ],
 )
 def test_an_address_without_a_cluster_is_refused(address: str, says: str) -> None:

@@ -153,7 +153,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     options = serve_options(args)
-    if args.find_rate and not options.goals.given:
+    if args.find_rate and not options.goals.any_set:
         raise ConfigError("--find-rate needs goals, such as --goodput ttft:200 tpot:50")
     check_output(args.html)
     from twostroke.measure.load.bench import run_serve

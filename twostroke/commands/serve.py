@@ -63,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
         from twostroke.route.on_ray import RayCluster
 
         cluster = RayCluster(args.pools.ray, args.pools.ray_timeout_s)
-        engines = cluster.placed(engines)
+        engines = cluster.adapt(engines)
     from twostroke.engine.remote import RemoteEngine
     from twostroke.serve.server import HttpServer, serve
 

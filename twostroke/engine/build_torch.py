@@ -92,7 +92,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         others = RankProcesses(replace(config, model=str(model.files.path), revision=None))
         with others.starting():
             others.wait_for_all()
-            ranks = join_ranks(config, 0, others.meeting_place, others.check)
+            ranks = join_ranks(config, 0, others.store_path, others.check)
             built = build_executor(config, model, rank_device(config, device, 0), ranks)
             ranks.all_gather_numbers([0])  # wait for all ranks
         executor = RanksExecutor(built.executor, others)
@@ -155,7 +155,7 @@ def check_gpus(config: EngineConfig, device: str) -> None:
 def join_ranks(
     config: EngineConfig,
     rank: int,
-    meeting_place: str,
+    store_path: str,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
     """Wait for the other ranks of an engine, which run in other processes. `check`: raises if one
@@ -164,7 +164,7 @@ def join_ranks(
 
     found = find_device(config)
     device, own = torch.device(rank_device(config, found, rank)), have_own_gpus(config, found)
-    return join_group(rank, config.tensor_parallel_size, meeting_place, device, own, check)
+    return join_group(rank, config.tensor_parallel_size, store_path, device, own, check)
 
 
 def run_rank(

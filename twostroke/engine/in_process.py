@@ -119,7 +119,7 @@ def _note_ends(engine: Engine, updates: Iterable[Update]) -> None:
     """Tell the listeners of the records about requests that have ended."""
     for update in updates:
         if update.record is not None:
-            engine.core.records.tell_request(update.record)
+            engine.core.records.notify_listeners(update.record)
 
 
 class AsyncEngine(RequestClient):

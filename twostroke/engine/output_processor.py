@@ -1,10 +1,11 @@
-"""`OutputProcessor`: makes `RequestOutput`s from the updates of the engine.
+"""`OutputProcessor` turns the updates of an engine into `RequestOutput`s.
 
-Text and stop strings are on this side, token ids on the side of the engine. It has no engine and no
-lock: its client (`request_client.py`) carries requests to the engine and updates back. No torch.
+The engine knows only token ids. The output processor detokenises them and searches for stop
+strings. Its client (`request_client.py`) sends the requests to the engine, passes the updates of
+the engine to the output processor, and holds a lock if several threads use it.
 
-    add(EngineRequest) ─▶ RequestState, n EngineRequests to send      (`n > 1` is n requests)
-    process(updates)   ─▶ detokenise, stop strings ─▶ RequestOutput   (a stop string is an abort)
+    add(EngineRequest) ─▶ RequestState, and an EngineRequest for each of the n completions
+    process(updates)   ─▶ detokenise, stop strings ─▶ RequestOutput, and requests to abort
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class StopStrings:
-    """Finds stop strings in streamed text. Text that may be the start of a stop string is held.
+    """Finds stop strings in streamed text. Text that may begin a stop string is held back.
 
-    The stop string that is complete first wins; if several end at the same character, the longest
-    wins. So the result does not depend on the pieces in which the text arrives.
+    If the text contains several stop strings, the one with the first end counts; of those that end
+    at the same character, the longest. So the result does not depend on the pieces in which the
+    text arrives.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -39,29 +41,31 @@ class StopStrings:
         self._include = include
         self._longest = max((len(stop) for stop in stops), default=0)
         self._held = ""
-        self.hit: str | None = None
+        self.found: str | None = None  # the stop string that has ended the text
 
     def push(self, text: str) -> str:
-        """Add text; return the text that can be released now. Empty after a hit."""
+        """Add text. Return the text that can be delivered now, which is empty after a stop
+        string."""
         if not self._stops:
             return text
-        if self.hit is not None:
+        if self.found is not None:
             return ""
         text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            at, self.hit = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
+        hits = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if hits:
+            at, self.found = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._held = ""
-            return text[: at + len(self.hit)] if self._include else text[:at]
-        keep = self._possible_start(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: at + len(self.found)] if self._include else text[:at]
+        num_held = self._num_held_back(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
     def flush(self) -> str:
+        """Return the text that was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
-    def _possible_start(self, text: str) -> int:
+    def _num_held_back(self, text: str) -> int:
         """Return the number of characters at the end that may begin a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[-size:]
@@ -72,9 +76,9 @@ class StopStrings:
 
 @dataclass(slots=True)
 class CompletionState:
-    """One of a request's n continuations while it is written."""
+    """One of a request's n completions, which is one engine request, while it is written."""
 
-    engine_id: str  # the id of its engine request
+    engine_request_id: str
     output: CompletionOutput
     detokenizer: Detokenizer | None
     stops: StopStrings
@@ -82,24 +86,24 @@ class CompletionState:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request from its acceptance until the engine has ended all its continuations."""
+    """A request from its acceptance until the engine has ended all its completions."""
 
     request_id: str
-    request: EngineRequest  # as accepted; the engine gets a copy for each continuation
-    on_output: OnOutput | None  # None: no listener
+    request: EngineRequest  # as accepted; the engine gets a copy for each completion
+    on_output: OnOutput | None  # called with each output; None: the output is not needed
     on_error: OnError | None
-    output: RequestOutput = field(init=False)  # grows
+    output: RequestOutput = field(init=False)  # the output so far
     completions: list[CompletionState] = field(default_factory=list)
-    num_in_engine: int = 0  # continuations whose end the engine has not reported
+    num_in_engine: int = 0  # completions whose end the engine has not reported
     deltas: Deltas = field(default_factory=Deltas)
-    started: bool = False  # some of its output has been delivered
-    aborted: bool = False  # the engine has been asked to end it
-    attempts: int = 0  # engine processes it has been sent to
+    started: bool = False  # a part of the output has been delivered
+    aborted: bool = False  # the engine has been asked to end the request
+    attempts: int = 0  # number of engine processes that the request was sent to
 
 
 class OutputProcessor:
-    """The requests of one client. A request's id is in use from `add` until its state is dropped:
-    when the last output has been delivered, or by `close`."""
+    """The requests of one client. A request id is in use from `add` until the last output has been
+    delivered, or until `close`."""
 
     def __init__(self, tokenizer: Tokenizer | None, seed: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -107,11 +111,12 @@ class OutputProcessor:
         self._seed = seed
         self._count = 0
         self._states: dict[str, RequestState] = {}  # by request id
-        # By engine request, while the engine has it:
+        # By engine request id, until the engine has reported the end:
         self._running: dict[str, tuple[RequestState, CompletionState]] = {}
 
     def warm(self) -> None:
-        """Make the detokenizer's table now, so that the first request does not wait for it."""
+        """Create the token table of the detokenizer, so that the first request does not have to
+        wait for the table."""
         if self._tokenizer is not None:
             self._tokenizer.detokenizer()
 
@@ -127,18 +132,18 @@ class OutputProcessor:
     def get(self, request_id: str) -> RequestState | None:
         return self._states.get(request_id)
 
-    def of(self, engine_id: str) -> RequestState:
+    def state_of(self, engine_request_id: str) -> RequestState:
         """Return the state of the request that an engine request belongs to."""
-        return self._running[engine_id][0]
+        return self._running[engine_request_id][0]
 
-    def written(self, engine_id: str) -> list[int]:
+    def written(self, engine_request_id: str) -> list[int]:
         """Return the tokens of an engine request so far."""
-        return self._running[engine_id][1].output.token_ids
+        return self._running[engine_request_id][1].output.token_ids
 
-    def has_ended(self, engine_id: str) -> bool:
+    def has_ended(self, engine_request_id: str) -> bool:
         """Return whether the output of an engine request is complete. A stop string may complete
         it while the engine still computes the request."""
-        return self._running[engine_id][1].output.finish_reason is not None
+        return self._running[engine_request_id][1].output.finish_reason is not None
 
     # ── requests ────────────────────────────────────────────────────────────────────────────
 
@@ -156,27 +161,30 @@ class OutputProcessor:
         return state, self.restart(state)
 
     def restart(self, state: RequestState) -> list[EngineRequest]:
-        """Begin a request again, for a new engine process; return the engine requests to send."""
-        self._forget_engine(state)
+        """Reset a request to an empty output, at its start or for a new engine process. Return the
+        engine requests to send."""
+        self._forget_engine_requests(state)
         request, request_id, params = state.request, state.request_id, state.request.params
         ids = request.prompt_token_ids
         state.output = RequestOutput(request_id, request.prompt, list(ids), [])
         state.completions = []
-        # The log-probabilities of the prompt are computed once, for the first continuation.
-        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+        # The log-probabilities of the prompt are computed once, for the first completion.
+        other_params = params
+        if params.prompt_logprobs is not None:
+            other_params = replace(params, prompt_logprobs=None)
         sent = []
         for index in range(params.n):
-            engine_id = _engine_id(request_id, index, params.n)
-            completion = self._new_completion(engine_id, index, request)
+            engine_request_id = _engine_request_id(request_id, index, params.n)
+            completion = self._new_completion(engine_request_id, index, request)
             state.completions.append(completion)
             state.output.outputs.append(completion.output)
-            self._running[engine_id] = state, completion
+            self._running[engine_request_id] = state, completion
             sent.append(
                 replace(
                     request,
-                    request_id=engine_id,
+                    request_id=engine_request_id,
                     prompt=None,
-                    params=others if index else params,
+                    params=other_params if index else params,
                     seed=self._request_seed(params, index),
                     family=request_id if params.n > 1 else "",
                 )
@@ -186,55 +194,58 @@ class OutputProcessor:
         return sent
 
     def _new_completion(
-        self, engine_id: str, index: int, request: EngineRequest
+        self, engine_request_id: str, index: int, request: EngineRequest
     ) -> CompletionState:
         params = request.params
         output = CompletionOutput(index)
         if params.logprobs is not None:
-            named = bool(params.logprob_token_ids)
-            output.logprobs, output.cumulative_logprob = Logprobs(self._token_text, named), 0.0
+            output.logprobs = Logprobs(self._token_text, named=bool(params.logprob_token_ids))
+            output.cumulative_logprob = 0.0
         detokenizer = None
         if params.detokenize and self._tokenizer is not None:
             skip = params.skip_special_tokens
             detokenizer = self._tokenizer.detokenizer(skip, after=request.prompt_token_ids)
         stops = StopStrings(tuple(params.stop or ()), params.include_stop_str_in_output)
-        return CompletionState(engine_id, output, detokenizer, stops)
+        return CompletionState(engine_request_id, output, detokenizer, stops)
 
     def _free_id(self, request_id: str | None, n: int) -> str:
-        """Return an unused id whose engine ids are unused, too."""
+        """Return the given id, or a new one if `request_id` is None. Raise `RequestError` if the id
+        or one of its engine request ids is in use."""
         if request_id is None:
             number = self._count
             while f"req-{number}" in self._states:
                 number += 1
             request_id = f"req-{number}"
-        names = (_engine_id(request_id, index, n) for index in range(n))
+        names = (_engine_request_id(request_id, index, n) for index in range(n))
         if request_id in self._states or any(name in self._running for name in names):
             raise RequestError(f"a request with the id {request_id!r} is already running")
         return request_id
 
     def _request_seed(self, params: SamplingParams, index: int) -> int:
-        """Return the user's seed plus the index. If the user gave none, return a seed made from the
-        engine's seed and a counter."""
+        """Return the request's seed plus the index of the completion. If the request has no seed,
+        return a seed from the engine's seed and the number of earlier requests."""
         if params.seed is not None:
             return (params.seed + index) % 2**64
+        # 2**64 divided by the golden ratio: different engine seeds give sequences far apart.
         return (self._seed * 0x9E3779B97F4A7C15 + self._count * 1024 + index) % 2**64
 
     # ── updates ─────────────────────────────────────────────────────────────────────────────
 
     def process(self, updates: Sequence[Update]) -> tuple[list[RequestOutput], list[str]]:
-        """Deliver updates to the listeners. Return the outputs that changed, and the engine
-        requests to abort, because a stop string ended them or their listener failed.
+        """Deliver updates to the clients. Return the outputs that changed, and the ids of engine
+        requests to abort: a stop string was found, or `on_output` raised an exception.
 
-        Pass the updates of these aborts to `process`, too: the last output of a request is
-        delivered when the engine has reported every end, so that its metrics are complete.
+        The client must also pass the final updates of the aborted requests to `process`. The last
+        output of a request is delivered when the engine has reported the end of all its
+        completions, because the records with the metrics come with these ends.
         """
         changed: dict[str, RequestState] = {}
         aborts = []
         for update in updates:
-            found = self._running.get(update.request_id)
-            if found is None:  # a request that has been closed
+            running = self._running.get(update.request_id)
+            if running is None:  # `close` has removed the request
                 continue
-            state, completion = found
+            state, completion = running
             ended = update.finish_reason is not None
             if completion.output.finish_reason is None:
                 changed[state.request_id] = state
@@ -245,7 +256,7 @@ class OutputProcessor:
                     if not ended:
                         aborts.append(update.request_id)
             elif not ended:
-                continue  # tokens that were on their way when a stop string was found
+                continue  # the engine sent these tokens before it received the abort
             else:
                 if update.record is not None:
                     update.record.finish_reason = FinishReason.STOP
@@ -258,7 +269,7 @@ class OutputProcessor:
                     self._add_record(state, update.record)
         for state in changed.values():
             if not self._deliver(state):
-                aborts += [one.engine_id for one in state.completions if not one.output.finished]
+                aborts += [c.engine_request_id for c in state.completions if not c.output.finished]
         return [state.output for state in changed.values()], aborts
 
     def _add_record(self, state: RequestState, record: RequestRecord) -> None:
@@ -276,6 +287,7 @@ class OutputProcessor:
         completion: CompletionState,
         update: Update,
     ) -> None:
+        """Add the tokens of an update to the output, and set the finish reason at the end."""
         output, detokenizer, stops = completion.output, completion.detokenizer, completion.stops
         output.token_ids.extend(update.tokens)
         if update.progress:
@@ -283,9 +295,9 @@ class OutputProcessor:
         if update.logprobs:
             self._add_logprobs(output, update)
         if update.prompt_logprobs is not None:
-            of_prompt = request_output.prompt_logprobs = Logprobs(self._token_text)
+            prompt_logprobs = request_output.prompt_logprobs = Logprobs(self._token_text)
             for entry in (None, *update.prompt_logprobs):
-                of_prompt.add(entry)
+                prompt_logprobs.add(entry)
         if detokenizer is not None:
             tokens = update.tokens
             stopped_by_token = update.finish_reason is FinishReason.STOP
@@ -294,10 +306,10 @@ class OutputProcessor:
             text = detokenizer.push(tokens)
             if update.finish_reason is not None:
                 text += detokenizer.flush()
-            early = len(output.token_ids) < params.min_tokens
-            output.text += text if early else stops.push(text)
-            if stops.hit is not None:
-                output.finish_reason, output.stop_reason = "stop", stops.hit
+            below_minimum = len(output.token_ids) < params.min_tokens
+            output.text += text if below_minimum else stops.push(text)
+            if stops.found is not None:
+                output.finish_reason, output.stop_reason = "stop", stops.found
                 return
         if update.finish_reason is not None:
             output.text += stops.flush()
@@ -317,18 +329,19 @@ class OutputProcessor:
     # ── listeners ───────────────────────────────────────────────────────────────────────────
 
     def _deliver(self, state: RequestState) -> bool:
-        """Give the listener its output, in the requested kind; return False if it failed."""
+        """Call `on_output` if there is new output for it, in the form of `params.output_kind`.
+        Return False if `on_output` raised an exception."""
         output, params = state.output, state.request.params
         if output.finished:
             if state.num_in_engine:
-                return True  # a stop string ended it; its records will come
+                return True  # a stop string ended the output; wait for the engine's records
             self._states.pop(state.request_id, None)
         if state.on_output is None:
             return True
         if not output.finished:
             written = state.started or any(c.token_ids or c.finish_reason for c in output.outputs)
             if written and params.prompt_logprobs is not None and output.prompt_logprobs is None:
-                return True  # the log-probabilities of the prompt come first
+                return True  # wait: the log-probabilities of the prompt are delivered first
             if params.output_kind == "final_only":
                 return True
             state.started = state.started or written
@@ -342,11 +355,11 @@ class OutputProcessor:
         return True
 
     def close(self, state: RequestState, reason: Exception | None = None) -> list[str]:
-        """Drop a request and give its listener the reason, if there is one. Return its engine
-        requests that the engine may still have."""
+        """Remove a request, and call its `on_error` with `reason` if that is given. Return the ids
+        of its engine requests that may still be in the engine."""
         if state not in self:
             return []
-        left = self._forget_engine(state)
+        left = self._forget_engine_requests(state)
         del self._states[state.request_id]
         on_error, state.on_output, state.on_error = state.on_error, None, None
         if reason is not None and on_error is not None:
@@ -357,27 +370,28 @@ class OutputProcessor:
         return left
 
     def end_if_unneeded(self, state: RequestState) -> bool:
-        """End a request of a dead engine if its output is complete, it was aborted, or it has no
-        listener; return False if the request is still needed."""
+        """Handle a request whose engine has died. If the output is complete, the request was
+        aborted, or `on_output` is None, end the request. Otherwise return False: the request is
+        still needed."""
         if not (state.output.finished or state.aborted or state.on_output is None):
             return False
-        left = self.in_engine(state)
-        self.process([Update(name, (), finish_reason=FinishReason.ABORT) for name in left])
+        ids = self.in_engine(state)
+        self.process([Update(one, (), finish_reason=FinishReason.ABORT) for one in ids])
         return True
 
     def in_engine(self, state: RequestState) -> list[str]:
-        """Return the engine requests whose end the engine has not reported."""
-        names = [completion.engine_id for completion in state.completions]
-        return [name for name in names if self._running.get(name, (None,))[0] is state]
+        """Return the ids of the engine requests whose end the engine has not reported."""
+        ids = [completion.engine_request_id for completion in state.completions]
+        return [one for one in ids if self._running.get(one, (None,))[0] is state]
 
-    def _forget_engine(self, state: RequestState) -> list[str]:
-        left = self.in_engine(state)
-        for name in left:
-            del self._running[name]
+    def _forget_engine_requests(self, state: RequestState) -> list[str]:
+        ids = self.in_engine(state)
+        for engine_request_id in ids:
+            del self._running[engine_request_id]
         state.num_in_engine = 0
-        return left
+        return ids
 
 
-def _engine_id(request_id: str, index: int, n: int) -> str:
-    """Return the id of the engine request of one continuation."""
+def _engine_request_id(request_id: str, index: int, n: int) -> str:
+    """Return the id of the engine request for one completion."""
     return request_id if n == 1 else f"{request_id}/{index}"

@@ -1,8 +1,12 @@
-"""The engine's own process: `python -m twostroke.engine.process SEND_TO BUILDER`, the settings as
-a line of JSON on stdin. `remote.py` starts it; `wire.py` has the messages.
+"""The process of an engine: `python -m twostroke.engine.process SEND_TO BUILDER`.
 
-Between steps it handles the messages that have arrived; without work it waits for messages. It ends
-on `Shutdown`, or when stdin is closed because its parent has ended.
+SEND_TO is the address for messages to the parent process. BUILDER is the function "module:name"
+that builds the engine. The process reads its settings as a line of JSON from stdin. `remote.py`
+starts the process, and `wire.py` defines the messages.
+
+Between steps the process handles the messages that have arrived. If there is no work, the process
+waits for messages. The process ends on `Shutdown`, or when stdin is closed because the parent has
+ended.
 """
 
 from __future__ import annotations
@@ -79,15 +83,16 @@ log = logging.getLogger(__name__)
 
 ORPHAN_CHECK_MS = 1000  # how often an idle engine checks that its parent lives
 LINGER_MS = 5000  # how long the parent may take to read the last messages
-STALLED_MS = 20  # poll interval while all requests wait for other engines to fetch blocks
+# Poll intervals while no request can run:
+FETCHING_MS = 1  # because this engine is fetching the blocks of a request
+STALLED_MS = 20  # because other engines must fetch this engine's blocks before blocks are free
 TIDY_S = 1.0  # how often memory of ended engines is released
-FETCHING_MS = 1  # poll interval while all requests wait for blocks that are being fetched
-RECEIVE_S = 0.005  # how long messages are handled while there is work
+HANDLE_S = 0.005  # time for handling messages between two steps
 
 
-class Heart:
-    """A thread that sends `Heartbeat`s on a socket of its own. It starts before the engine is built
-    and runs until the process ends, so that the parent can tell a long step from a stopped
+class HeartbeatThread:
+    """A thread that sends `Heartbeat`s on a socket of its own. The thread starts before the engine
+    is built and runs until the process ends, so that the parent can tell a long step from a stopped
     process."""
 
     def __init__(self, outbox: zmq.Socket[bytes]) -> None:
@@ -101,7 +106,7 @@ class Heart:
         while True:
             began_s, now_s = self.step_began_s, monotonic()
             message = Heartbeat(now_s - began_s if began_s else 0.0, now_s)
-            with contextlib.suppress(zmq.Again):  # the parent does not read: it hangs
+            with contextlib.suppress(zmq.Again):  # the parent hangs and reads no messages
                 self._outbox.send(encode(message), zmq.NOBLOCK)
             if self._ending.wait(HEARTBEAT_S):
                 break
@@ -113,37 +118,42 @@ class Heart:
 
 
 class EngineServer:
-    """Runs a core's loop for the parent at the other end of the sockets."""
+    """Runs the loop of an engine core, and exchanges messages with the parent over sockets."""
 
     def __init__(
         self,
         core: EngineCore,
-        heart: Heart,
+        heartbeats: HeartbeatThread,
         inbox: zmq.Socket[bytes],
         outbox: zmq.Socket[bytes],
         is_on_network: bool = False,
     ) -> None:
-        """`inbox`: a socket that listens. `is_on_network`: other machines can reach it."""
-        self._core, self._heart = core, heart
+        """`inbox`: the listening socket for messages of the parent. `is_on_network`: other machines
+        can connect to `inbox`."""
+        self._core, self._heartbeats = core, heartbeats
         self._inbox, self._outbox = inbox, outbox
-        self._handles: dict[str, int] = {}
-        self._names: dict[int, str] = {}
-        self._unhandled: deque[ToEngine] = deque()
-        self._aborted: set[int] = set()  # handles of requests whose `Add` may be in `_unhandled`
-        self._ended: list[Update] = []  # of aborted requests; not sent yet
+        self._handles: dict[str, int] = {}  # numbers of the requests in messages, by request id
+        self._request_ids: dict[int, str] = {}  # by handle
+        self._messages: deque[ToEngine] = deque()  # received, not handled yet
+        self._aborted: set[int] = set()  # handles of requests whose `Add` may be in `_messages`
+        self._ended: list[Update] = []  # last updates of aborted requests, not sent yet
         self._ahead: dict[str, int] = {}  # handles of fetches ahead, by request id
         self._parent = os.getppid()
         self._dropped = dict.fromkeys((UNREADABLE_MESSAGE, ENDLESS), 0)  # messages, by reason
         self._watch: ConnectionWatch | None = None
         if is_on_network:
-            self._watch = ConnectionWatch(inbox, MAX_UNFINISHED_BYTES, self._on_cut)
+            self._watch = ConnectionWatch(inbox, MAX_UNFINISHED_BYTES, self._on_connection_closed)
         self._sent_load = self.load()
         self._sent_step = -1
         self._tidied_s = 0.0
 
-    def _on_cut(self) -> None:
+    def _on_connection_closed(self) -> None:
+        """Count a connection that was closed because its message was larger than allowed."""
         self._dropped[ENDLESS] += 1
-        log.warning("a connection to the engine was closed: its message did not end")
+        log.warning(
+            "a connection to the engine was closed: its message is longer than %d bytes",
+            MAX_UNFINISHED_BYTES,
+        )
 
     def close(self) -> None:
         if self._watch is not None:
@@ -158,29 +168,30 @@ class EngineServer:
 
     def run(self) -> None:
         while self._take_messages():
-            self._heart.step_began_s = monotonic()
+            self._heartbeats.step_began_s = monotonic()
             updates = self._core.step()
-            self._heart.step_began_s = 0.0
+            self._heartbeats.step_began_s = 0.0
             self._send_fetched()
             self._send_step(updates)
 
     def _take_messages(self) -> bool:
-        """Handle messages, and wait for one if there is no work; return False to shut down."""
+        """Handle messages between two steps. If there is no work, wait for a message. Return False
+        to shut down."""
         self._tidy()
-        if not self._unhandled:  # the last call has left no message
+        if not self._messages:
             if self._core.awaits_fetch:
                 self._inbox.poll(FETCHING_MS)
             elif self._core.is_stalled:
                 self._inbox.poll(STALLED_MS)
-        until = monotonic() + RECEIVE_S
+        deadline_s = monotonic() + HANDLE_S
         while True:
             self._receive()
-            # Every call handles a message if there is one: on a busy machine the time may be up at
-            # once, and what the engine waits for may be in a message.
-            if self._unhandled:
-                if not self._handle(self._unhandled.popleft()):
+            # Every call handles at least one message, even after the deadline: a stalled engine may
+            # wait for this message.
+            if self._messages:
+                if not self._handle(self._messages.popleft()):
                     return False
-                if not self._core.has_work or monotonic() <= until:
+                if not self._core.has_work or monotonic() <= deadline_s:
                     continue
             self._send_ended()
             if self._core.has_work:
@@ -211,8 +222,8 @@ class EngineServer:
                 for handle in message.handles:
                     self._abort(handle)
             else:
-                self._unhandled.append(message)
-        if not self._unhandled:
+                self._messages.append(message)
+        if not self._messages:
             self._aborted.clear()
 
     def _receive_one(self) -> bytes | memoryview:
@@ -267,16 +278,16 @@ class EngineServer:
             self._send(Refused(message.first, len(message.requests), *pack_error(error)))
             return
         for handle, name in enumerate(added, message.first):
-            self._handles[name], self._names[handle] = handle, name
+            self._handles[name], self._request_ids[handle] = handle, name
             if handle in self._aborted:
                 self._abort(handle)
 
     def _abort(self, handle: int) -> None:
         """Abort a request, or note that it must be aborted as soon as it is added."""
-        if handle not in self._names:
+        if handle not in self._request_ids:
             self._aborted.add(handle)
             return
-        end = self._core.abort(self._names[handle])
+        end = self._core.abort(self._request_ids[handle])
         if end is not None:
             self._ended.append(end)
 
@@ -317,7 +328,7 @@ class EngineServer:
         self._send(pack_step(updates, self._handles, load, steps))
         for update in updates:
             if update.finish_reason is not None:
-                del self._names[self._handles.pop(update.request_id)]
+                del self._request_ids[self._handles.pop(update.request_id)]
 
     def _send_fetched(self) -> None:
         for fetched in self._core.scheduler.received.take_fetched():
@@ -330,13 +341,13 @@ class EngineServer:
                     seconds=fetched.seconds,
                     problem=fetched.problem,
                     waited_s=fetched.waited_s,
-                    way=fetched.way,
+                    transport=fetched.transport,
                 )
             )
 
     def _new_steps(self) -> list[StepRecord]:
-        """Return the records of steps since the last message, without their slots: these grow with
-        the batch, and the parent does not use them."""
+        """Return the records of the steps since the last message. The field `slots` is left out: it
+        grows with the batch, and the parent does not use it."""
         new: list[StepRecord] = []
         for record in reversed(self._core.records.steps):
             if record.step <= self._sent_step:
@@ -352,7 +363,7 @@ class EngineServer:
 
 
 def main(send_to: str, builder: str) -> int:
-    # Only the parent ends this process, because it may let running requests finish first.
+    # Only the parent ends this process: the parent may let running requests finish first.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     log_lines.configure()
@@ -368,30 +379,34 @@ def run_engine(
     builder: str,
     send_to: str,
     listen_at: str,
-    where: str = "",
+    host_name: str = "",
     secret: str | None = None,
 ) -> int:
-    """Build an engine and run it until it is told to end; return the exit code. `send_to`: the
-    address for its messages. `listen_at`: the address of its inbox; the port may be *. `where`: the
-    name of this machine in errors, if the parent runs on another machine. `secret`: the secret of
-    the sockets, if other users can reach them."""
+    """Build an engine and run it until a `Shutdown` message; return the exit code.
+
+    `send_to`: the address for messages to the parent. `listen_at`: the address for messages to the
+    engine; port "*" chooses a free port. `host_name`: the name of this machine in error messages,
+    if the parent runs on another machine. `secret`: authenticates the peers of the sockets, if the
+    sockets are on a network."""
     context = zmq.Context()
     outbox, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    beats = context.socket(zmq.PUSH)
-    outbox.sndhwm, inbox.rcvhwm, beats.sndhwm = STEPS_AHEAD, 0, 1
+    heartbeat_socket = context.socket(zmq.PUSH)
+    outbox.sndhwm, inbox.rcvhwm, heartbeat_socket.sndhwm = STEPS_AHEAD, 0, 1
     outbox.linger = inbox.linger = LINGER_MS
-    beats.linger = 0
+    heartbeat_socket.linger = 0
     protect_listener(inbox, secret)
-    for connector in (outbox, beats):
+    for connector in (outbox, heartbeat_socket):
         protect_connector(connector, secret)
     outbox.connect(send_to)
-    beats.connect(send_to)
-    heart = Heart(beats)
+    heartbeat_socket.connect(send_to)
+    heartbeats = HeartbeatThread(heartbeat_socket)
     server: EngineServer | None = None
     try:
         engine = _build(config, builder)
         inbox.bind(listen_at)
-        server = EngineServer(engine.core, heart, inbox, outbox, is_on_network=secret is not None)
+        server = EngineServer(
+            engine.core, heartbeats, inbox, outbox, is_on_network=secret is not None
+        )
         endpoint = inbox.get_string(zmq.LAST_ENDPOINT)
         ready = Ready(
             engine.info(),
@@ -404,19 +419,20 @@ def run_engine(
         )
         outbox.send(encode(ready))
         engine.core.warm()
-        gc.freeze()  # these objects stay; a full collection would stop every stream
+        # Exclude the engine's objects from collections: scanning them would delay all streams.
+        gc.freeze()
         server.run()
         code = 0
     except Exception as error:
         kind, message = pack_error(error)
         if not kind:  # an unexpected error
-            with contextlib.suppress(OSError):  # a full disk must not cost the last message
+            with contextlib.suppress(OSError):  # if stderr cannot be written, still send `Failed`
                 traceback.print_exc()
-        outbox.send(encode(Failed(kind, f"{where}: {message}" if where else message)))
+        outbox.send(encode(Failed(kind, f"{host_name}: {message}" if host_name else message)))
         code = 1
     if server is not None:
         server.close()
-    heart.stop()
+    heartbeats.stop()
     context.destroy()
     return code
 
@@ -442,7 +458,8 @@ def _read_line(file: int) -> bytes:
 
 
 def _end_with_parent(folder: str | None) -> None:
-    # Not through sys.stdin: a thread that holds its lock would disturb the interpreter's exit.
+    # Not through `sys.stdin`: this thread would hold the lock of `sys.stdin`, which the interpreter
+    # needs at its exit.
     while os.read(0, 1):
         pass
     if folder is not None:

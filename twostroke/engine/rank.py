@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from twostroke import log_lines
 from twostroke.config import EngineConfig
-from twostroke.engine.rank_processes import BEAT_S, IMPORTING, read_frame
+from twostroke.engine.rank_processes import HEARTBEAT_S, IMPORTING, read_frame
 from twostroke.engine.wire import pack_error
 
 
@@ -60,7 +60,7 @@ def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
     first = read_frame(stdin)
     if not first:
         raise SystemExit("no settings on stdin; this process is started by twostroke itself")
-    settings, rank, meeting_place = json.loads(first)
+    settings, rank, store_path = json.loads(first)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_frames, args=(stdin, frames), daemon=True).start()
     from twostroke.engine.build_torch import join_ranks, run_rank  # imports torch
@@ -68,7 +68,7 @@ def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
     config = EngineConfig(**settings)
     say({"stage": "meeting the other ranks"})
     say("here")
-    ranks = join_ranks(config, rank, meeting_place)
+    ranks = join_ranks(config, rank, store_path)
     say({"stage": "loading its part of the model"})
     run_rank(config, ranks, _taken(frames), started=partial(say, {"stage": ""}))
 
@@ -77,7 +77,7 @@ def _beat(say: Callable[[Any], None]) -> None:
     with contextlib.suppress(OSError):  # the first rank has ended
         while True:
             say("beat")
-            sleep(BEAT_S)
+            sleep(HEARTBEAT_S)
 
 
 def _read_frames(stdin: BinaryIO, frames: queue.SimpleQueue[bytes]) -> None:

@@ -1,10 +1,12 @@
 """`RankProcesses`: the processes (`rank.py`) of the ranks other than the first.
 
-to a rank     frames on its stdin: its settings, then a plan a step; closing stdin ends the rank
-from a rank   lines of JSON on its stdout: heartbeats with the stage of its start, that it is ready
-              to meet, or why it ends
+to a rank     frames on its stdin: the settings, then one plan for each step; a rank whose stdin is
+              closed ends
+from a rank   lines of JSON on its stdout: "beat" (a heartbeat), {"stage": the stage of its start,
+              "" once it runs steps}, "here" (ready to join the other ranks), or [class, message] of
+              the error that ends the rank
 
-A rank that is silent is killed, in every stage of its start and after it: then the other ranks
+A rank that sends nothing for too long is killed, during its start and afterwards. The other ranks
 notice its end, and the engine ends with the reason.
 """
 
@@ -29,26 +31,28 @@ from twostroke.errors import EngineError, TwostrokeError
 from twostroke.owned_folder import OwnedFolder
 
 MODULE = "twostroke.engine.rank"
-HEADER_BYTES = 8  # the length of a frame, before it
-COME_S = 300.0  # for importing torch on a busy machine
-START_SILENCE_S = 300.0  # an import may keep the interpreter from sending heartbeats for so long
+HEADER_BYTES = 8  # the size of a frame's header, which has the length of the frame
+JOIN_TIMEOUT_S = 300.0  # from the start until a rank is ready; importing torch may take minutes
+START_SILENCE_S = 300.0  # a starting rank may be silent: an import can block its heartbeats
 IMPORTING = "importing its modules"  # the first stage of a rank's start
-BEAT_S = 0.5  # between two heartbeats of a rank
+HEARTBEAT_S = 0.5  # between two heartbeats of a rank
 GRACE_S = 5.0  # a step may notice the end of a rank before its process has ended
-STACKS_S = 0.2
-POLL_S = 0.01
+DUMP_STACKS_S = 0.2  # a rank's time for writing its stacks
+POLL_S = 0.01  # between two checks for a rank that has ended
 
 
 class RankProcess:
+    """The process of one rank, with a thread that reads the messages of the rank."""
+
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.rank, self._process = rank, process
-        self.has_come = threading.Event()  # it is ready to meet, or has ended
-        self.noticed_s: float | None = None  # when it reported its end, or ended
-        self.kind = ""  # the class of its last error, if that is meant for the user
-        self.stage = IMPORTING  # of its start; "" once it runs steps
-        self.heard_s = monotonic()  # when it sent its last message
+        self.number, self._process = rank, process
+        self.ready_or_ended = threading.Event()  # the rank can join the others, or has ended
+        self.end_noticed_s: float | None = None  # when the rank reported an error, or ended
+        self.error_class = ""  # class of the rank's last error; "": an unexpected error
+        self.stage = IMPORTING  # stage of the rank's start; "" once the rank runs steps
+        self.last_message_s = monotonic()  # when the last message arrived
         self._killed_because = ""
-        self._last_words = ""
+        self._last_error = ""
         threading.Thread(target=self._listen, name=f"twostroke-rank-{rank}", daemon=True).start()
 
     def send(self, data: bytes) -> None:
@@ -59,30 +63,30 @@ class RankProcess:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.heard_s = monotonic()
+            self.last_message_s = monotonic()
             match json.loads(line):
                 case "here":
-                    self.has_come.set()
+                    self.ready_or_ended.set()
                 case {"stage": str(stage)}:
                     self.stage = stage
-                case [str(kind), str(message)]:
-                    self.kind, self._last_words = kind, message
-                    self.noticed_s = monotonic()
+                case [str(error_class), str(message)]:
+                    self.error_class, self._last_error = error_class, message
+                    self.end_noticed_s = monotonic()
         self._process.wait()
-        self.noticed_s = self.noticed_s or monotonic()
-        self.has_come.set()
+        self.end_noticed_s = self.end_noticed_s or monotonic()
+        self.ready_or_ended.set()
 
     @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
     def kill_if_silent(self, timeout_s: float) -> None:
-        """Kill the rank if it has sent nothing for too long. A rank that starts has more time,
-        unless it is stopped."""
+        """Kill the rank if it has sent nothing for `timeout_s`. During its start a rank has at
+        least `START_SILENCE_S`, unless the process is stopped by a signal."""
         stopped = child_process.is_stopped(self._process.pid)
         if self.stage and not stopped:
             timeout_s = max(timeout_s, START_SILENCE_S)
-        silent_s = monotonic() - self.heard_s
+        silent_s = monotonic() - self.last_message_s
         if silent_s <= timeout_s or self.has_ended:
             return
         if stopped:
@@ -90,18 +94,19 @@ class RankProcess:
         else:
             what, advice = "", "raise --engine-hang-timeout-s if the machine is only slow"
         self._killed_because = (
-            f"rank {self.rank} {what}sent nothing for {silent_s:.0f} s while "
+            f"rank {self.number} {what}sent nothing for {silent_s:.0f} s while "
             f"{self.stage or 'running steps'}, so its process was killed; {advice}"
         )
         self._process.kill()
 
     def dump_stacks(self) -> None:
-        """Have it write the stacks of its threads to stderr, and wait for that."""
+        """Make the rank write the stacks of its threads to stderr, and wait a moment."""
         if hasattr(signal, "SIGUSR1"):
             self._process.send_signal(signal.SIGUSR1)
-            sleep(STACKS_S)
+            sleep(DUMP_STACKS_S)
 
     def how_it_ended(self) -> str:
+        """Return the reason of the rank's end, as a message for the user."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
         if self._killed_because:
@@ -112,66 +117,75 @@ class RankProcess:
             status = f"was ended by signal {-code}{memory}"
         else:
             status = f"ended with exit code {code}"
-        words = f": {self._last_words}" if self._last_words else ""
-        return f"rank {self.rank} {status}{words}"
+        error = f": {self._last_error}" if self._last_error else ""
+        return f"rank {self.number} {status}{error}"
 
 
 class RankProcesses:
+    """The processes of all ranks but the first. The first rank runs in this process."""
+
     def __init__(self, config: EngineConfig, module: str = MODULE) -> None:
         """Start the processes without waiting. `config.model`: the path of the model's files."""
         folder = OwnedFolder("twostroke-ranks-")
-        self.meeting_place = os.path.join(folder.path, "store")
+        self.store_path = os.path.join(folder.path, "store")
         processes = [_spawn(module) for _ in range(1, config.tensor_parallel_size)]
         self._finalizer = weakref.finalize(self, _end, processes, folder)
         self.ranks = [RankProcess(n, process) for n, process in enumerate(processes, 1)]
         if config.hang_timeout_s:
-            watch = (self.ranks, config.hang_timeout_s)  # not `self`, which ends the ranks
-            threading.Thread(target=_watch, args=watch, name="ranks", daemon=True).start()
+            # The thread has no reference to `self`, so that `self` can be collected and finalized.
+            args = (self.ranks, config.hang_timeout_s)
+            threading.Thread(target=_watch, args=args, name="ranks", daemon=True).start()
         settings = dataclasses.asdict(config)
-        for one in self.ranks:
-            with contextlib.suppress(OSError):  # `wait_for_all` tells that it has ended
-                one.send(json.dumps([settings, one.rank, self.meeting_place]).encode())
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):  # the rank has ended: `wait_for_all` raises
+                rank.send(json.dumps([settings, rank.number, self.store_path]).encode())
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks are about to meet at the `meeting_place`; raise if one has ended or
-        does not come."""
-        until = monotonic() + COME_S
-        for one in self.ranks:
-            if not one.has_come.wait(until - monotonic()):
-                one.dump_stacks()
+        """Wait until all ranks are ready to join at the store of `store_path`. Raise if a rank has
+        ended or is not ready in time."""
+        deadline_s = monotonic() + JOIN_TIMEOUT_S
+        for rank in self.ranks:
+            if not rank.ready_or_ended.wait(deadline_s - monotonic()):
+                rank.dump_stacks()
                 raise EngineError(
-                    f"rank {one.rank} has not come within {COME_S:.0f} s of its start: it is still "
-                    f"{one.stage}; its stacks are on stderr, as far as it can write them. Start "
-                    "again when the machine and the disk of the Python packages are less busy"
+                    f"rank {rank.number} was not ready within {JOIN_TIMEOUT_S:.0f} s of its start: "
+                    f"the rank is still {rank.stage}. Its stacks are on stderr if the rank could "
+                    "write them. Start again when the machine and the disk of the Python packages "
+                    "are less busy"
                 )
         self.check()
 
     def check(self) -> None:
         """Raise the reason if a rank has ended."""
-        if any(one.noticed_s for one in self.ranks):
+        if any(rank.end_noticed_s for rank in self.ranks):
             raise self._error()
 
     def send(self, data: bytes) -> None:
-        for one in self.ranks:
-            one.send(data)
+        for rank in self.ranks:
+            rank.send(data)
 
     def failure(self) -> str:
+        """Return the reason of the first rank's end; if no rank has ended, return "" after every
+        rank has written its stacks to stderr."""
         first = self._first_to_end()
         if first is not None:
             return first.how_it_ended()
-        for one in self.ranks:
-            one.dump_stacks()
+        for rank in self.ranks:
+            rank.dump_stacks()
         return ""
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """A block that all ranks run. If it fails because a rank ended, raises why it ended."""
+        """Run a part of the start in all ranks. End the ranks if this part raises an exception. If
+        the exception is unexpected and a rank has ended, raise the reason of the rank's end."""
         try:
             yield
         except BaseException as error:
             try:
-                ours = isinstance(error, TwostrokeError) or not isinstance(error, Exception)
-                if not ours and self._first_to_end() is not None:
+                is_unexpected = isinstance(error, Exception) and not isinstance(
+                    error, TwostrokeError
+                )
+                if is_unexpected and self._first_to_end() is not None:
                     raise self._error() from None
                 raise
             finally:
@@ -181,29 +195,32 @@ class RankProcesses:
         self._finalizer()
 
     def _first_to_end(self) -> RankProcess | None:
-        """Return the rank whose end made the others end."""
-        until = monotonic() + GRACE_S
-        while not (ended := [one for one in self.ranks if one.noticed_s]) and monotonic() < until:
+        """Wait up to `GRACE_S` for a rank that has ended. Return the rank that ended first, which
+        is the reason why other ranks end; None if no rank has ended."""
+        deadline_s = monotonic() + GRACE_S
+        while not (ended := [rank for rank in self.ranks if rank.end_noticed_s]):
+            if monotonic() >= deadline_s:
+                return None
             sleep(POLL_S)
-        return min(ended, key=lambda one: one.noticed_s or 0.0, default=None)
+        return min(ended, key=lambda rank: rank.end_noticed_s or 0.0)
 
     def _error(self) -> TwostrokeError:
         first = self._first_to_end()
         assert first is not None
-        return unpack_error(first.kind, first.how_it_ended(), "the engine could not start")
+        return unpack_error(first.error_class, first.how_it_ended(), "the engine could not start")
 
 
 def _watch(ranks: Sequence[RankProcess], timeout_s: float) -> None:
     """Kill ranks that are silent, until all ranks have ended."""
     slept_from = monotonic()
-    while not all(one.has_ended for one in ranks):
+    while not all(rank.has_ended for rank in ranks):
         sleep(min(1.0, timeout_s / 4))
         now = monotonic()
         overslept, slept_from = now - slept_from > timeout_s / 2, now
-        for one in ranks:
-            if overslept:  # this process was stopped itself, and has not read the heartbeats
-                one.heard_s = now
-            one.kill_if_silent(timeout_s)
+        for rank in ranks:
+            if overslept:  # this process was itself stopped: heartbeats of the ranks are unread
+                rank.last_message_s = now
+            rank.kill_if_silent(timeout_s)
 
 
 def _spawn(module: str) -> subprocess.Popen[bytes]:
@@ -226,7 +243,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], folder: OwnedFolder) -> N
 
 
 def read_frame(file: BinaryIO) -> bytes:
-    """Read a frame of `RankProcess.send`; b"": the first rank has ended."""
+    """Read a frame of `RankProcess.send`. Return b"" if the first rank has closed the file."""
     header = file.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:
         return b""

@@ -159,7 +159,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
                 self._some_ended.set()
 
     def on_refused(self, names: list[str], reason: Exception) -> None:
-        state = self._outputs.of(names[0])
+        state = self._outputs.state_of(names[0])
         if state.aborted:
             self._outputs.end_if_unneeded(state)
         else:

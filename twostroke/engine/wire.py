@@ -201,7 +201,7 @@ class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
     seconds: float
     problem: str  # why the blocks must be recomputed; "": they were fetched
     waited_s: float = 0.0  # for room in the receiving engine, before the fetch
-    way: str = ""  # the transport: memory, device, sockets
+    transport: str = ""  # memory, device, nixl or sockets
 
 
 FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat | FetchedOffer

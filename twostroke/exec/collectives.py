@@ -42,16 +42,16 @@ TIMED_ROUNDS = 20
 def join_group(
     rank: int,
     size: int,
-    meeting_place: str,
+    store_path: str,
     device: torch.device,
     own: bool,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
-    """Join the group of ranks; return when all ranks have joined. `meeting_place`: a new file for
+    """Join the group of ranks; return when all ranks have joined. `store_path`: a new file for
     the rendezvous. `own`: this rank has a GPU of its own. `check`: called while this rank waits for
     the others; raises if one of them has ended."""
     kind = NcclRanks if device.type == "cuda" and own else GlooRanks
-    return kind(rank, size, meeting_place, device, check=check)
+    return kind(rank, size, store_path, device, check=check)
 
 
 def _meet(store: Any, rank: int, size: int, check: Callable[[], None]) -> None:
@@ -78,13 +78,13 @@ class GroupRanks(Ranks):
         self,
         rank: int,
         size: int,
-        meeting_place: str,
+        store_path: str,
         device: torch.device,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(rank, size)
         self.alone = False
-        self._device, self._store = device, c10d.FileStore(meeting_place, size)
+        self._device, self._store = device, c10d.FileStore(store_path, size)
         _meet(self._store, rank, size, check)
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -119,13 +119,13 @@ class GlooRanks(GroupRanks):
         self,
         rank: int,
         size: int,
-        meeting_place: str,
+        store_path: str,
         device: torch.device,
         staged: bool | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`staged`: use these buffers; by default only on a GPU."""
-        super().__init__(rank, size, meeting_place, device, check)
+        super().__init__(rank, size, store_path, device, check)
         on_gpu = device.type == "cuda"
         self.ranks_per_device = size if on_gpu else 1
         self._staged = on_gpu if staged is None else staged
@@ -237,18 +237,18 @@ class NcclRanks(GroupRanks):
         self,
         rank: int,
         size: int,
-        meeting_place: str,
+        store_path: str,
         device: torch.device,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(rank, size, meeting_place, device, check)
+        super().__init__(rank, size, store_path, device, check)
         torch.cuda.set_device(device)
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = STEP_TIMEOUT
         store = c10d.PrefixStore("nccl", self._store)
         self.num_recorded = 0  # collectives in captured graphs
         self._times_s = [0.0] * len(TIMED_BYTES)
-        log_of = f"{meeting_place}.nccl.{{}}".format
+        log_of = f"{store_path}.nccl.{{}}".format
         with logging_to(log_of(rank)):
             self._nccl: Any = c10d.ProcessGroupNCCL(store, rank, size, options)
             # The group is kept until the process ends. Its destructor would wait for the graphs

@@ -31,7 +31,7 @@ FOREVER = 2**31 - 1
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32 | np.uint32 | np.int64 | np.float32]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class SamplingKernels(Protocol):
@@ -60,7 +60,7 @@ class SamplingKernels(Protocol):
 
     def token_logprobs(
         self, logits: torch.Tensor, which: torch.Tensor, tokens: torch.Tensor, count: int
-    ) -> Triple: ...
+    ) -> LogprobTensors: ...
 
 
 class Drawn(NamedTuple):
@@ -219,7 +219,7 @@ class DeviceSampler:
             if row in self.rows:
                 index = int(which[n])
                 own = {0: masks[index]} if index in masks else None
-                allowed = torch_sampling.as_tensors(own, self._vocab_size, self._device)
+                allowed = torch_sampling.mask_tensors(own, self._vocab_size, self._device)
                 line = adjusted[n : n + 1]
                 line.copy_(logits[index])
                 torch_sampling.adjust(line, [row], [int(positions[n])], self, allowed)
@@ -230,7 +230,7 @@ class DeviceSampler:
 
     def logprobs(
         self, logits: torch.Tensor, which: Ints, tokens: torch.Tensor, count: int
-    ) -> Triple:
+    ) -> LogprobTensors:
         """Return `token_logprobs` of the lines `which` of raw logits, on the device."""
         host = self._pinned(len(which))
         host.numpy()[:] = which

@@ -1,28 +1,31 @@
-"""A summary of the paths between GPUs from NCCL's log, with a warning for each slow path.
+"""The paths between GPUs, read from the log of NCCL, with a warning for each slow path.
 
-    … NCCL INFO Pattern 4, …, nChannels 12, bw 20.0/20.0, type NVL/PIX, …   links of the rings
-    … NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read              path of two ranks
-    … NCCL INFO 24 coll channels, 0 collnet channels, 16 nvls channels, …   rings, and NVLink SHARP
+Three kinds of lines are read. NCCL's subsystem GRAPH writes the first, INIT the others:
 
-The log is enabled while a communicator is created, unless the user has set NCCL_DEBUG. The patterns
-belong to NCCL's subsystem GRAPH, the other lines to INIT.
+    … NCCL INFO Pattern 4, …, nChannels 12, bw 20.0/20.0, type NVL/PIX, …   number and link of rings
+    … NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read              transport of two ranks
+    … NCCL INFO 24 coll channels, 0 collnet channels, 16 nvls channels, …   numbers of channels
+
+`logging_to` enables the log while a communicator is created, unless the user has set NCCL_DEBUG.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-ASKED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH"}
-RING, TREES = "4", ("1", "2", "3")  # patterns
-VIA = re.compile(r"NCCL INFO (?:Channel|Ring) \S+ : (\d+)\[\S*?\] -> (\d+)\[\S*?\].* via (\S+)")
+LOG_SETTINGS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,GRAPH"}
+RING_PATTERN, TREE_PATTERNS = "4", ("1", "2", "3")  # numbers in "Pattern 4"
+CONNECTION = re.compile(
+    r"NCCL INFO (?:Channel|Ring) \S+ : (\d+)\[\S*?\] -> (\d+)\[\S*?\].* via (\S+)"
+)
 PATTERN = re.compile(r"Pattern (\d), crossNic \d, nChannels (\d+), bw ([\d.]+)/[\d.]+, type (\w+)/")
 CHANNELS = re.compile(r"(\d+) coll channels,(?: \d+ collnet channels,)?(?: (\d+) nvls channels)?")
 VERSION = re.compile(r"NCCL version ([\d.]+)")
-# Types of paths between GPUs, from near to far, as NCCL and `nvidia-smi topo` name them.
+# Links between GPUs by the names of NCCL and `nvidia-smi topo`, the fastest first.
 LINKS = {
     "NVL": "NVLink",
     "NVB": "NVLink over another GPU",
@@ -33,78 +36,78 @@ LINKS = {
     "SYS": "PCIe, from one CPU to the other",
 }
 FAST = ("NVL", "NVB", "C2C")
+NO_RDMA = "network, through the host"
+SLOW = {  # advice by kind of transport, after "ranks 0 and 1 talk"
+    "SHM": "through the host's memory, twice over PCIe, because their GPUs cannot access each "
+    "other's memory. `nvidia-smi topo -p2p r` shows the reason. NCCL_P2P_DISABLE, NCCL_P2P_LEVEL, "
+    "some containers and PCIe switches with ACS also prevent this access",
+    "Socket": "over TCP, by far the slowest path: NCCL found neither peer access nor an RDMA "
+    "network, or NCCL_SHM_DISABLE and NCCL_P2P_DISABLE are set",
+    NO_RDMA: "over a network without GPUDirect RDMA, which copies through the host's memory. Check "
+    "whether the kernel module nvidia-peermem is loaded",
+}
 
 
 @dataclass
 class Paths:
-    """The paths between the GPUs of a communicator."""
+    """The paths between the GPUs of a communicator, and the channels that use these paths."""
 
     version: str = ""
-    link: str = ""  # NCCL's name for the link of the rings
-    ring_gb_s: float = 0.0  # of all rings, NCCL's estimate
+    ring_link: str = ""  # the link between the GPUs of a ring, a key of `LINKS`
+    ring_gb_s: float = 0.0  # NCCL's estimate of the bandwidth of all rings together
     rings: int = 0
     trees: int = 0
     nvls: int = 0  # channels that reduce in the NVLink switch
-    via: dict[tuple[int, int], str] = field(default_factory=dict)  # sender, receiver: transport
+    transports: dict[tuple[int, int], str] = field(default_factory=dict)  # by sender and receiver
 
     def __str__(self) -> str:
         parts = [f"{self.rings} rings", f"{self.trees} trees" if self.trees else ""]
         parts.append(f"{self.nvls} channels of NVLink SHARP" if self.nvls else "")
-        over = sorted({_in_words(one, self.link) for one in self.via.values()})
+        used = sorted({_description(name, self.ring_link) for name in self.transports.values()})
         name = f"NCCL {self.version}" if self.version else "NCCL"
-        return f"{name}: {', '.join(filter(None, parts))}; over {' and '.join(over) or 'nothing'}"
+        return f"{name}: {', '.join(filter(None, parts))}; over {' and '.join(used) or 'nothing'}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield a warning for each path slower than the best between GPUs of one machine."""
-        pairs: dict[str, list[tuple[int, int]]] = {}
-        for pair, transport in sorted(self.via.items()):
-            pairs.setdefault(_kind(transport), []).append(pair)
-        for kind, of in pairs.items():
+        """Yield a warning for each kind of path that is slower than NVLink."""
+        pairs_by_kind: dict[str, list[tuple[int, int]]] = {}
+        for pair, transport in sorted(self.transports.items()):
+            pairs_by_kind.setdefault(_kind(transport), []).append(pair)
+        for kind, pairs in pairs_by_kind.items():
             advice = SLOW.get(kind)
-            if kind == "P2P" and self.link and self.link not in FAST:
+            if kind == "P2P" and self.ring_link and self.ring_link not in FAST:
                 advice = (
-                    f"over {_in_words('P2P', self.link)}, not NVLink, which is several times as "
-                    "fast; fewer ranks send less"
+                    f"over {_description('P2P', self.ring_link)}, not over NVLink, which is "
+                    "several times as fast; use fewer ranks to send less data"
                 )
             if advice:
-                yield f"{_named(of)} talk {advice}"
-
-
-SLOW = {
-    "SHM": "through the host's memory, twice over PCIe: their GPUs cannot reach each other's "
-    "memory. `nvidia-smi topo -p2p r` says why; NCCL_P2P_DISABLE and NCCL_P2P_LEVEL forbid it, and "
-    "so do some containers and PCIe switches with ACS",
-    "Socket": "over TCP, by far the slowest path: NCCL found neither peer access nor an RDMA "
-    "network, or NCCL_SHM_DISABLE and NCCL_P2P_DISABLE are set",
-    "network, through the host": "over a network that copies through the host's memory: without "
-    "GPUDirect RDMA (is nvidia-peermem loaded?)",
-}
+                yield f"{_pair_names(pairs)} talk {advice}"
 
 
 def read_paths(text: str) -> Paths | None:
-    """Return the paths, or None if the log has none."""
-    paths, found = Paths(), False
+    """Return the paths in a log; None if the log has no line about paths."""
+    paths, has_paths = Paths(), False
     for line in text.splitlines():
         if "NCCL" not in line:
             continue
-        if match := VIA.search(line):
+        if match := CONNECTION.search(line):
             sender, receiver, transport = match.groups()
-            paths.via[int(sender), int(receiver)] = transport
-            found = True
+            paths.transports[int(sender), int(receiver)] = transport
+            has_paths = True
         elif match := PATTERN.search(line):
             pattern, channels, bandwidth, link = match.groups()
-            if pattern == RING:
-                paths.link, paths.ring_gb_s = link, int(channels) * float(bandwidth)
+            if pattern == RING_PATTERN:
+                paths.ring_link, paths.ring_gb_s = link, int(channels) * float(bandwidth)
+                # A "coll channels" line, if it came first, has the final number.
                 paths.rings = paths.rings or int(channels)
-            elif pattern in TREES:
+            elif pattern in TREE_PATTERNS:
                 paths.trees = max(paths.trees, int(channels))
-            found = True
+            has_paths = True
         elif match := CHANNELS.search(line):
             paths.rings, paths.nvls = int(match[1]), int(match[2] or 0)
-            found = True
+            has_paths = True
         elif match := VERSION.search(line):
             paths.version = match[1]
-    return paths if found else None
+    return paths if has_paths else None
 
 
 def _kind(transport: str) -> str:
@@ -117,36 +120,34 @@ def _kind(transport: str) -> str:
     return "network" if any(part.startswith("GDRDMA") for part in rest) else NO_RDMA
 
 
-NO_RDMA = "network, through the host"
-
-
-def _in_words(transport: str, link: str) -> str:
+def _description(transport: str, link: str) -> str:
+    """Return a transport in words for the user. `link`: the link that P2P uses."""
     kind = _kind(transport)
     if kind == "P2P":
         return LINKS.get(link, "peer access")
     return {"SHM": "the host's memory", "Socket": "TCP"}.get(kind, kind)
 
 
-def _named(pairs: list[tuple[int, int]]) -> str:
-    """Return the names of the pairs, each once in either direction."""
-    each = sorted({(min(pair), max(pair)) for pair in pairs})
-    named = ", ".join(f"{first} and {second}" for first, second in each[:4])
-    return f"ranks {named}{' and others' if len(each) > 4 else ''}"
+def _pair_names(pairs: list[tuple[int, int]]) -> str:
+    """Return the ranks of up to four pairs as text. The two directions of a pair count once."""
+    unordered = sorted({(min(pair), max(pair)) for pair in pairs})
+    names = ", ".join(f"{first} and {second}" for first, second in unordered[:4])
+    return f"ranks {names}{' and others' if len(unordered) > 4 else ''}"
 
 
 @contextmanager
-def logging_to(path: str, environ: Mapping[str, str] = os.environ) -> Iterator[bool]:
+def logging_to(path: str) -> Iterator[bool]:
     """Write NCCL's log to a file inside the context. Yield False if the user has set NCCL_DEBUG."""
-    if "NCCL_DEBUG" in environ:
+    if "NCCL_DEBUG" in os.environ:
         yield False
         return
-    given = ASKED | {"NCCL_DEBUG_FILE": path}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    settings = LOG_SETTINGS | {"NCCL_DEBUG_FILE": path}
+    previous = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield True
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

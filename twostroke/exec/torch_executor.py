@@ -34,7 +34,7 @@ from twostroke.kernels.records import DrawParams
 from twostroke.model.describe.tensor_parallel import Comm
 from twostroke.plan import StepPlan, StepResult, TokenLogprobs
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DeviceEvent(Protocol):
@@ -76,7 +76,7 @@ class TopLogprobs(NamedTuple):
 
     which: Ints  # samples of the step
     counts: Ints  # requested number of best tokens of each sample
-    best: Triple
+    best: LogprobTensors
     requested: list[RequestedLogprobs]
 
 
@@ -98,7 +98,7 @@ class InFlight:
 
     tokens: torch.Tensor
     top_logprobs: TopLogprobs | None
-    prompt_logprobs: Mapping[int, list[Triple]]
+    prompt_logprobs: Mapping[int, list[LogprobTensors]]
     before: DeviceEvent | None
     start: DeviceEvent
     end: DeviceEvent
@@ -294,9 +294,9 @@ class TorchExecutor:
                 requested.append(RequestedLogprobs(sample, tuple(token_ids), at_host))
         return TopLogprobs(which, counts, self._fetch(best), requested)
 
-    def _prompt_logprobs(self, handle: ForwardHandle) -> dict[int, list[Triple]]:
+    def _prompt_logprobs(self, handle: ForwardHandle) -> dict[int, list[LogprobTensors]]:
         """Compute the log-probability of each prompt token after the first."""
-        found: dict[int, list[Triple]] = {}
+        found: dict[int, list[LogprobTensors]] = {}
         for part, logits in self._prompt_logits(handle):
             entries = found.setdefault(part.row, [])
             if logits is not None:
@@ -326,7 +326,7 @@ class TorchExecutor:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _fetch(self, found: Triple) -> Triple:
+    def _fetch(self, found: LogprobTensors) -> LogprobTensors:
         """Start copies to the host. They are complete when the step has been waited for."""
         ids, values, rank = (part.to("cpu", non_blocking=True) for part in found)
         return ids, values, rank
@@ -337,7 +337,7 @@ class TorchExecutor:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _split(found: Triple, counts: Sequence[int] | None = None) -> list[TokenLogprobs]:
+def _split(found: LogprobTensors, counts: Sequence[int] | None = None) -> list[TokenLogprobs]:
     """Return one entry per line, with at most `counts` best tokens."""
     ids, values, ranks = (part.tolist() for part in found)
     ends = [None] * len(ranks) if counts is None else [1 + count for count in counts]

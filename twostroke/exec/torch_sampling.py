@@ -6,8 +6,9 @@
         ├─▶ greedy rows: argmax
         └─▶ other rows: ÷ temperature · min-p · top-k · top-p · largest of logit + Gumbel noise
 
-`device_sampling.py` computes the same without a loop over requests and without waiting for the
-device. Requests that exceed its tables are adjusted here.
+`device_sampling.py` computes the same tokens without a loop over requests and without waiting for
+the device. If a request's lists exceed the tables of `device_sampling.py`, its logits are adjusted
+here.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from twostroke.kernels.records import DrawParams
 from twostroke.kernels.reference_sampling import NEVER, penalise
 from twostroke.plan import NewRow, TokenLogprobs
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token ids, values, rank
 
 
-class Rows(Protocol):
-    """The row state that sampling reads."""
+class SamplerState(Protocol):
+    """The state of the requests that sampling reads."""
 
-    rows: dict[int, NewRow]
-    tokens: torch.Tensor  # [rows, positions]
+    rows: dict[int, NewRow]  # the request of each row
+    tokens: torch.Tensor  # [rows, positions]: the prompt and the sampled tokens of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +43,22 @@ class Sampled:
     """Sampled tokens with their log-probabilities."""
 
     tokens: torch.Tensor  # [S]
-    logprobs: dict[int, Triple]  # index → ids, values, rank
+    logprobs: dict[int, LogprobTensors]  # by index in `tokens`
 
 
 def sample(
     logits: torch.Tensor,
     rows: Sequence[int],
     positions: Sequence[int],
-    state: Rows,
+    state: SamplerState,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> Sampled:
-    """Sample one token for each row of `logits` [S, V] fp32 (overwritten); -1 where the logits are
-    NaN or infinite. `rows` and `positions`: the request's row in `state` and the position of each
-    sampled token. `masks`: the tokens that a grammar allows, by index in `logits`."""
+    """Sample one token from each line of `logits` [S, V] fp32, which is overwritten. The token is
+    -1 if the logits are NaN or infinite. `rows`: the row in `state` of each line. `positions`: the
+    position of each sampled token. `masks`: the tokens that a grammar allows, by line."""
     requests, device = [state.rows[row] for row in rows], logits.device
-    asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
-    raw = logits[asked] if asked else None
+    with_logprobs = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+    raw_logits = logits[with_logprobs] if with_logprobs else None
     adjust(logits, rows, positions, state, masks)
     params = [request.params for request in requests]
 
@@ -78,29 +79,32 @@ def sample(
         key1=key1,
     )
     tokens = reference_sampling.sample(logits, draw_params)
-    if raw is None:
+    if raw_logits is None:
         return Sampled(tokens, {})
-    counts = [params[index].logprobs or 0 for index in asked]
-    lines = torch.arange(len(asked), device=device)
-    found = reference_sampling.token_logprobs(raw, lines, tokens[asked], max(counts))
-    results = zip(asked, counts, *found, strict=True)
-    return Sampled(
-        tokens, {index: (ids[: 1 + n], v[: 1 + n], rank) for index, n, ids, v, rank in results}
+    counts = [params[index].logprobs or 0 for index in with_logprobs]
+    raw_lines = torch.arange(len(with_logprobs), device=device)
+    ids, values, ranks = reference_sampling.token_logprobs(
+        raw_logits, raw_lines, tokens[with_logprobs], max(counts)
     )
+    logprobs: dict[int, LogprobTensors] = {}
+    for n, (index, count) in enumerate(zip(with_logprobs, counts, strict=True)):
+        logprobs[index] = ids[n, : 1 + count], values[n, : 1 + count], ranks[n]
+    return Sampled(tokens, logprobs)
 
 
-def as_tensors(
+def mask_tensors(
     masks: Masks | None, vocab_size: int, device: torch.device
 ) -> dict[int, torch.Tensor]:
-    """Return grammar masks as tensors for `sample`."""
+    """Return grammar masks as boolean tensors, for `sample`."""
     return {
         index: torch.from_numpy(unpack_mask(mask, vocab_size)).to(device)
         for index, mask in (masks or {}).items()
     }
 
 
-def to_token_logprobs(parts: Triple) -> TokenLogprobs:
-    ids, values, rank = parts
+def to_token_logprobs(tensors: LogprobTensors) -> TokenLogprobs:
+    """Copy the log-probabilities of one token to the host."""
+    ids, values, rank = tensors
     return TokenLogprobs(tuple(ids.tolist()), tuple(values.tolist()), int(rank))
 
 
@@ -111,7 +115,7 @@ def adjust(
     logits: torch.Tensor,
     rows: Sequence[int],
     positions: Sequence[int],
-    state: Rows,
+    state: SamplerState,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
     """Apply masks, bans, biases and penalties in place."""
@@ -127,29 +131,28 @@ def _apply_bans(
     requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
-    state: Rows,
+    state: SamplerState,
 ) -> None:
     for index, request in enumerate(requests):
         params = request.params
-        row = logits[index]
+        line = logits[index]
         if params.logit_bias:
-            row[list(params.logit_bias)] += torch.tensor(
-                list(params.logit_bias.values()), device=row.device
+            line[list(params.logit_bias)] += torch.tensor(
+                list(params.logit_bias.values()), device=line.device
             )
         if params.allowed_token_ids is not None:
-            allowed = torch.zeros_like(row, dtype=torch.bool)
+            allowed = torch.zeros_like(line, dtype=torch.bool)
             allowed[list(params.allowed_token_ids)] = True
-            row.masked_fill_(~allowed, NEVER)
-        written = positions[index] - request.num_prompt
-        if written < params.min_tokens and request.stop_ids:
-            row[list(request.stop_ids)] = NEVER
-        for word in request.bad_words_ids:
-            before = len(word) - 1
-            if before <= written:
+            line.masked_fill_(~allowed, NEVER)
+        num_output = positions[index] - request.num_prompt
+        if num_output < params.min_tokens and request.stop_ids:
+            line[list(request.stop_ids)] = NEVER
+        for *first_ids, last_id in request.bad_words_ids:  # a bad word is searched in the output
+            if len(first_ids) <= num_output:
                 end = positions[index]
-                tail = state.tokens[rows[index], end - before : end]
-                same = (tail == torch.tensor(word[:-1], device=tail.device)).all()
-                row[word[-1]] = torch.where(same, NEVER, row[word[-1]])
+                newest_ids = state.tokens[rows[index], end - len(first_ids) : end]
+                matches = (newest_ids == torch.tensor(first_ids, device=newest_ids.device)).all()
+                line[last_id] = torch.where(matches, NEVER, line[last_id])
 
 
 def _apply_penalties(
@@ -157,7 +160,7 @@ def _apply_penalties(
     requests: Sequence[NewRow],
     rows: Sequence[int],
     positions: Sequence[int],
-    state: Rows,
+    state: SamplerState,
 ) -> None:
     penalised = [i for i, r in enumerate(requests) if r.params.penalised]
     if not penalised:
@@ -170,19 +173,19 @@ def _apply_penalties(
     longest = max(positions[i] for i in penalised)
     history = state.tokens[[rows[i] for i in penalised], :longest].long()
     position = torch.arange(longest, device=device)
-    known = position < column([positions[i] for i in penalised])
-    output = known & (position >= column([requests[i].num_prompt for i in penalised]))
+    in_sequence = position < column([positions[i] for i in penalised])
+    in_output = in_sequence & (position >= column([requests[i].num_prompt for i in penalised]))
 
     def count(mask: torch.Tensor) -> torch.Tensor:
+        """Count each token of the vocabulary at the positions of a mask."""
         counts = torch.zeros(len(penalised), vocab, device=device)
         return counts.scatter_add_(1, history, mask.float())
 
     params = [requests[i].params for i in penalised]
-    seen, written = count(known) > 0, count(output)
     logits[penalised] = penalise(
         logits[penalised],
-        seen,
-        written,
+        count(in_sequence) > 0,
+        count(in_output),
         column([p.repetition_penalty for p in params]),
         column([p.frequency_penalty for p in params]),
         column([p.presence_penalty for p in params]),

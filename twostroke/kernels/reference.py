@@ -1,9 +1,10 @@
-"""The kernels in plain torch: short, obviously right, and the definition of every other backend.
+"""The operations of the decoder in plain torch. They are written for clarity and define the results
+that every other backend must compute.
 
-Shapes: T tokens in a step, H query heads in groups that share one of K key/value heads, D channels
-a head. The records that calls are given are in `records.py`. Latent attention (`LatentSpec`): the
-cache of a layer is `keys`, [blocks, block_size, 1, R + rope], whose first R channels are the
-latents and the `values`.
+Shapes: T tokens in a step, H query heads, K key/value heads (each shared by a group of query
+heads), D channels in a head. `records.py` defines the records that the operations take. With latent
+attention (`LatentSpec`) the cache of a layer is one tensor, `keys`, [blocks, block_size, 1,
+R + rope]. Its first R channels are the latents, which are also the values.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from twostroke.kernels.w8a8 import QuantizedActivations, W8Weight, dequantised, 
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
 NEVER = float("-inf")
-TINY = 1e-20  # the smallest divisor of scores
+MIN_DIVISOR = 1e-20  # for the sum of routing weights, against division by zero
 
-# Attention over the keys, values and sinks of one layer, bound to a step
+# A call that computes attention of a step, given the keys, values and sinks of one layer.
 Attend = Callable[[Tensor, Tensor, Tensor | None], object]
 
 
 class Kernels:
-    """The operations of a forward, each over all tokens of a step.
+    """The operations of a forward pass, each over all tokens of a step.
 
-    Fused operations are compositions of the plain ones here; a backend overrides what it does
-    better. An operation must not read a value from the device where the backend is recorded in
-    CUDA graphs. A decode row of length 0 and a slot below 0 are padding.
+    This class implements each fused operation with plain operations. A backend overrides the
+    operations that it has faster kernels for. If a backend's operations are recorded in CUDA
+    graphs, they must not copy values from the device to the host. A decode row of length 0 and a
+    slot below 0 are padding.
     """
 
     def rms_norm(
@@ -64,15 +66,15 @@ class Kernels:
         *,
         to: torch.dtype | None = None,
     ) -> Tensor | QuantizedActivations:
-        """Add x to the residual in place, and return the norm of the sum. `to`: the type that the
-        norm is quantised to."""
+        """Add x to the residual in place, and return the norm of the sum. `to`: return the norm
+        quantised to this type."""
         residual += x
         normed = self.rms_norm(residual, weight, eps, context)
         return normed if to is None else self.quantise_activations(normed, to, context)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Norm over the last dimension, in fp32 inside; rounded to the type of the weight and the
-        bias."""
+        """Normalise the last dimension, with fp32 arithmetic and a result in the type of x. The
+        input is first converted to the type of the weight and the bias."""
         x, dtype = x.to(weight.dtype), x.dtype
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
 
@@ -99,7 +101,7 @@ class Kernels:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x @ weight.T"""
+        """Return the matrix product x @ weight.T."""
         return torch.mm(x, weight.t(), out=out)
 
     def gated_product(
@@ -109,7 +111,7 @@ class Kernels:
         activation: Activation,
         context: StepContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        """`act_and_mul` of the product."""
+        """Return `act_and_mul` of `product`."""
         return self.act_and_mul(self.product(x, weight), activation)
 
     # Weights in fp8 or int8, activations in 16 or 8 bits: see `w8a8.py`.
@@ -122,9 +124,9 @@ class Kernels:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return x @ dequantised weight, transposed; x is not quantised."""
-        wide = dequantised(weight.values, weight.scale, torch.float32)
-        return _to(x.float() @ wide.t(), x.dtype, out)
+        """Return x @ W.T, where W is the dequantised weight. x is not quantised."""
+        weight_fp32 = dequantised(weight.values, weight.scale, torch.float32)
+        return _cast(x.float() @ weight_fp32.t(), x.dtype, out)
 
     def w8_gated_product(
         self,
@@ -133,13 +135,13 @@ class Kernels:
         activation: Activation,
         context: StepContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        """`act_and_mul` of `w8_product`."""
+        """Return `act_and_mul` of `w8_product`."""
         return self.act_and_mul(self.w8_product(x, weight), activation)
 
     def quantise_activations(
         self, x: Tensor, to: torch.dtype, context: StepContext = DEFAULT_CONTEXT
     ) -> QuantizedActivations:
-        """Quantise activations, [T, N], token by token."""
+        """Quantise activations, [T, N], with one scale for each token."""
         return QuantizedActivations(*quantised(x, to), x.dtype)
 
     def w8a8_product(
@@ -150,10 +152,10 @@ class Kernels:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the product of quantised activations with a weight that has one scale a row. In
-        fp64, which has every sum of int8 exactly."""
+        """Return x @ weight.T for quantised activations and a weight with one scale for each row.
+        The sums are computed in fp64, in which sums of int8 products are exact."""
         sums = x.values.double() @ weight.values.double().t()
-        return _to(sums * x.scale.unsqueeze(1) * weight.scale.t(), x.dtype, out)
+        return _cast(sums * x.scale.unsqueeze(1) * weight.scale.t(), x.dtype, out)
 
     def w8a8_gated_product(
         self,
@@ -164,9 +166,10 @@ class Kernels:
         *,
         to: torch.dtype | None = None,
     ) -> Tensor | QuantizedActivations:
-        """`act_and_mul` of `w8a8_product`. `to`: the type that it is quantised to."""
-        acted = self.act_and_mul(self.w8a8_product(x, weight), activation)
-        return acted if to is None else self.quantise_activations(acted, to)
+        """Return `act_and_mul` of `w8a8_product`. `to`: return the result quantised to this
+        type."""
+        activated = self.act_and_mul(self.w8a8_product(x, weight), activation)
+        return activated if to is None else self.quantise_activations(activated, to)
 
     # Weights of 4 or 8 bits: see `packed.py`.
 
@@ -178,9 +181,9 @@ class Kernels:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return x @ dequantised weight, transposed."""
-        wide = packed.dequantised(weight, torch.float32)
-        return _to(x.float() @ wide.t(), x.dtype, out)
+        """Return x @ W.T, where W is the dequantised weight."""
+        weight_fp32 = packed.dequantised(weight, torch.float32)
+        return _cast(x.float() @ weight_fp32.t(), x.dtype, out)
 
     def packed_gated_product(
         self,
@@ -189,7 +192,7 @@ class Kernels:
         activation: Activation,
         context: StepContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        """`act_and_mul` of `packed_product`."""
+        """Return `act_and_mul` of `packed_product`."""
         return self.act_and_mul(self.packed_product(x, weight), activation)
 
     def route(
@@ -201,23 +204,23 @@ class Kernels:
         rule: RoutingRule,
         context: StepContext = DEFAULT_CONTEXT,
     ) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token. Returns their numbers, best first, and the factors of
-        their outputs: [T, experts_per_token] each. In fp32: a rounding could choose another
-        expert."""
+        """Choose the experts of each token. Return the numbers of the experts, best first, and the
+        weights of their outputs, both [T, experts_per_token]. The arithmetic is in fp32, because
+        rounding could change the choice."""
         logits = F.linear(x.float(), router.float(), bias)
         scores = logits.sigmoid() if rule.scoring == "sigmoid" else logits.softmax(-1)
-        choice = scores if correction is None else scores + correction
+        choice_scores = scores if correction is None else scores + correction
         if rule.num_groups > rule.groups_used:
-            grouped = torch.unflatten(choice, -1, (rule.num_groups, -1))
-            best = 2 if rule.group_score == "top2_sum" else 1
-            of_group = grouped.topk(best, dim=-1).values.sum(-1)
-            used = torch.zeros_like(of_group, dtype=torch.bool)
-            used.scatter_(-1, of_group.topk(rule.groups_used, dim=-1).indices, True)
-            choice = grouped.masked_fill(~used.unsqueeze(-1), NEVER).flatten(-2)
-        chosen = choice.topk(rule.experts_per_token, dim=-1).indices
+            grouped = torch.unflatten(choice_scores, -1, (rule.num_groups, -1))
+            num_best = 2 if rule.group_score == "top2_sum" else 1
+            group_scores = grouped.topk(num_best, dim=-1).values.sum(-1)
+            is_used = torch.zeros_like(group_scores, dtype=torch.bool)
+            is_used.scatter_(-1, group_scores.topk(rule.groups_used, dim=-1).indices, True)
+            choice_scores = grouped.masked_fill(~is_used.unsqueeze(-1), NEVER).flatten(-2)
+        chosen = choice_scores.topk(rule.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if rule.normalised:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(MIN_DIVISOR)
         return chosen, weights * rule.scale
 
     def experts(
@@ -229,26 +232,27 @@ class Kernels:
         context: StepContext = DEFAULT_CONTEXT,
     ) -> Tensor:
         """Return Σ weight · mlp(x) over the experts that `route` has chosen: [T, hidden], added up
-        in fp32, best expert first.
+        in fp32, best expert first. `stacked`: the weights of all experts.
 
-        Tokens are sorted by expert, and each expert in use multiplies its tokens in one product.
-        This reads the number of tokens of each expert from the device; a backend that is recorded
-        in CUDA graphs has an implementation of its own."""
+        Tokens are sorted by expert, so that each expert computes all its tokens at once. This
+        implementation reads the number of tokens of each expert from the device; a backend that is
+        recorded in CUDA graphs has an implementation of its own."""
         per_token = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
         sorted_x = x[order // per_token]
         counts = torch.bincount(chosen.flatten(), minlength=len(stacked.down)).tolist()
-        parts = []
-        for expert, part in enumerate(torch.split(sorted_x, counts)):
-            if not len(part):
+        expert_outputs = []
+        for expert, expert_x in enumerate(torch.split(sorted_x, counts)):
+            if not len(expert_x):
                 continue
             bias = None if stacked.gate_up_bias is None else stacked.gate_up_bias[expert]
-            inner = F.linear(part, stacked.gate_up[expert], bias)
+            inner = F.linear(expert_x, stacked.gate_up[expert], bias)
             act = self.act_and_mul if stacked.gated else self.activate
+            activated = act(inner, stacked.activation)
             bias = None if stacked.down_bias is None else stacked.down_bias[expert]
-            parts.append(F.linear(act(inner, stacked.activation), stacked.down[expert], bias))
+            expert_outputs.append(F.linear(activated, stacked.down[expert], bias))
         outputs = torch.empty_like(sorted_x)
-        outputs[order] = torch.cat(parts)
+        outputs[order] = torch.cat(expert_outputs)
         by_token = torch.unflatten(outputs, 0, (-1, per_token)).float()
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
@@ -260,10 +264,10 @@ class Kernels:
         kv: KVView,
         context: StepContext = DEFAULT_CONTEXT,
     ) -> Tensor:
-        """Norm and rotate the heads of [T, (H + 2K) · D] in place and store keys and values in the
-        cache: [T, H + 2K, D]. With a cache of an 8-bit type the returned keys and values are
-        rounded as the cache has them (`kv_types.py`). Queries are multiplied by the scale of their
-        position after they are rotated and rounded."""
+        """Normalise and rotate the heads of `qkv`, [T, (H + 2K) · D], in place, store keys and
+        values in the cache, and return all heads, [T, H + 2K, D]. If the cache has an 8-bit type,
+        the returned keys and values are rounded to this type (`kv_types.py`). Queries are
+        multiplied by the scale of their position after rotation and rounding."""
         num_kv_heads, dim = kv.keys.shape[2:]
         heads = qkv.view(len(qkv), -1, dim)
         num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -293,18 +297,18 @@ class Kernels:
         out: Tensor,
         chunk_kv: Tensor,
     ) -> Tensor:
-        """Attention of all prefill chunks, [T, H, D]. `chunk_kv`: the keys and values of the same
-        tokens, [T, 2K, D]; they are in the cache too."""
+        """Compute attention of all prefill chunks, [T, H, D]. `chunk_kv`: the keys and values of
+        the same tokens, [T, 2K, D], which are also in the cache."""
         chunks = zip(
             work.rows.tolist(), work.starts.tolist(), pairwise(work.cu_tokens.tolist()), strict=True
         )
         for row, start, (first, end) in chunks:
-            until = start + end - first
-            since = 0 if rule.window is None else max(0, start - rule.window + 1)
+            stop = start + end - first  # of the chunk's positions
+            first_key = 0 if rule.window is None else max(0, start - rule.window + 1)
             table, tokens = kv.tables[row], slice(first, end)
-            k, v = (gather(x, table, since, until, q.dtype) for x in (kv.keys, kv.values))
-            query = torch.arange(start, until, device=q.device).unsqueeze(1)
-            key = torch.arange(since, until, device=q.device).unsqueeze(0)
+            k, v = (gather(x, table, first_key, stop, q.dtype) for x in (kv.keys, kv.values))
+            query = torch.arange(start, stop, device=q.device).unsqueeze(1)
+            key = torch.arange(first_key, stop, device=q.device).unsqueeze(0)
             out[tokens] = attention(q[tokens], k, v, visible(query, key, rule.window), rule)
         return out
 
@@ -318,13 +322,13 @@ class Kernels:
         out: Tensor,
         chunk_kv: Tensor,
     ) -> Attend:
-        """Prepare `prefill_attention` for many layers of a step, so that the host looks only once
-        at what these layers have in common. Keys, values and sinks given here are those of any
-        layer of the same kind."""
+        """Prepare `prefill_attention` for several layers of a step. The host then processes the
+        arguments that these layers share only once. `kv` and `rule` may be those of any of the
+        layers: the returned call replaces keys, values and sinks."""
 
         def attend(keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-            layer, own = replace(kv, keys=keys, values=values), replace(rule, sinks=sinks)
-            return self.prefill_attention(q, layer, own, work, out=out, chunk_kv=chunk_kv)
+            layer_kv, layer_rule = replace(kv, keys=keys, values=values), replace(rule, sinks=sinks)
+            return self.prefill_attention(q, layer_kv, layer_rule, work, out=out, chunk_kv=chunk_kv)
 
         return attend
 
@@ -338,34 +342,35 @@ class Kernels:
         *,
         out: Tensor,
     ) -> Tensor:
-        """Attention of the decode rows, [rows · queries, H, D]. Query j of a row sees the first
-        `length` − (queries − 1 − j) entries of its context. A row of length 0 gives zeros."""
+        """Compute attention of the decode rows, [rows · queries, H, D]. The queries of a row are
+        its last tokens: query j attends to all entries but the last queries − 1 − j. The result of
+        a row of length 0 is zero."""
         size, queries = kv.keys.shape[1], work.queries
         blocks = -(-int(work.lengths.max()) // size)
-        at_once = max(1, GATHER_TOKENS // max(1, blocks * size))
+        batch = max(1, GATHER_TOKENS // max(1, blocks * size))  # rows that are gathered at one time
         key = torch.arange(blocks * size, device=q.device)
-        of_row = torch.arange(queries, device=q.device)
-        rows_of_q, rows_of_out = (torch.unflatten(x, 0, (-1, queries)) for x in (q, out))
-        for at in range(0, len(work.lengths), at_once):
-            part = slice(at, at + at_once)
-            lengths, table = work.lengths[part], kv.tables[work.rows[part].long(), :blocks].long()
-            query = lengths.unsqueeze(1) - queries + of_row
+        query_index = torch.arange(queries, device=q.device)
+        q_by_row, out_by_row = (torch.unflatten(x, 0, (-1, queries)) for x in (q, out))
+        for first in range(0, len(work.lengths), batch):
+            rows = slice(first, first + batch)
+            lengths, table = work.lengths[rows], kv.tables[work.rows[rows].long(), :blocks].long()
+            query = lengths.unsqueeze(1) - queries + query_index
             seen = visible(query.unsqueeze(2), key, rule.window)
             k, v = (kv_types.load(x, table, q.dtype).flatten(1, 2) for x in (kv.keys, kv.values))
             has_one_key = k.shape[-2] == 1 and rule.sinks is None
             attend = attention_of_one_key if has_one_key else attention
-            found = attend(rows_of_q[part], k, v, seen, rule)
-            rows_of_out[part] = found.masked_fill_((lengths == 0)[:, None, None, None], 0)
+            attended = attend(q_by_row[rows], k, v, seen, rule)
+            out_by_row[rows] = attended.masked_fill_((lengths == 0)[:, None, None, None], 0)
         return out
 
     def bind_decode_attention(
         self, q: Tensor, kv: KVView, rule: AttentionRule, work: DecodeWork, *, out: Tensor
     ) -> Attend:
-        """Prepare `decode_attention` for many layers, as `bind_prefill_attention` does."""
+        """Prepare `decode_attention` for several layers, like `bind_prefill_attention`."""
 
         def attend(keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-            layer, own = replace(kv, keys=keys, values=values), replace(rule, sinks=sinks)
-            return self.decode_attention(q, layer, own, work, out=out)
+            layer_kv, layer_rule = replace(kv, keys=keys, values=values), replace(rule, sinks=sinks)
+            return self.decode_attention(q, layer_kv, layer_rule, work, out=out)
 
         return attend
 
@@ -381,8 +386,8 @@ class Kernels:
         *,
         out: Tensor,
     ) -> Tensor:
-        """`rope_store`, then `decode_attention`. Each token is the last of its sequence, and the
-        block that it is stored in is in no other table."""
+        """Call `rope_store`, then `decode_attention`. Each token is the last token of its sequence,
+        and its block is not shared with another sequence."""
         stored = self.rope_store(qkv, rope, positions, kv, context)
         return self.decode_attention(stored[:, : out.shape[1]], kv, rule, work, context, out=out)
 
@@ -399,15 +404,15 @@ class Kernels:
         *,
         out: Tensor,
     ) -> None:
-        """Rotate the last channels of q, [T, H, D], in place. Norm the first R channels of
-        `projected`, [T, R + rope], and rotate the others; write both to `out`, which may be
-        `projected`, and to the cache."""
+        """Rotate the last channels of q, [T, H, D], in place. Normalise the first R channels of
+        `projected`, [T, R + rope], and rotate its other channels. Write all channels to the cache
+        and to `out`, which may be `projected` itself."""
         assert rope.k_norm is not None
-        rank, turned = len(rope.k_norm), 2 * rope.cos.shape[-1]
+        rank, rope_dim = len(rope.k_norm), 2 * rope.cos.shape[-1]
         cos, sin = rope.cos[positions], rope.sin[positions]
         out[:, :rank] = self.rms_norm(projected[:, :rank].contiguous(), rope.k_norm, rope.norm_eps)
         out[:, None, rank:] = rotate(projected[:, None, rank:], cos, sin)
-        q[..., -turned:] = rotate(q[..., -turned:], cos, sin)
+        q[..., -rope_dim:] = rotate(q[..., -rope_dim:], cos, sin)
         stored, size = kv.slots >= 0, kv.keys.shape[1]
         at = kv.slots[stored] // size, kv.slots[stored] % size
         kv.keys[at] = out[stored].unsqueeze(1).to(kv.keys.dtype)
@@ -423,17 +428,17 @@ class Kernels:
         out: Tensor,
         chunk_kv: Tensor,
     ) -> Tensor:
-        """`prefill_attention` over the keys and values that `kv_b`, [H, key + value, R], makes of
-        the latents that each chunk sees. `chunk_kv`: the latents and rope keys of the chunks'
-        tokens, [T, R + rope]; they are in the cache too."""
+        """Compute `prefill_attention` with keys and values that are expanded from the latents by
+        `kv_b`, [H, key + value, R]. `chunk_kv`: the latents and rope keys of the chunks' tokens,
+        [T, R + rope], which are also in the cache."""
         chunks = zip(work.rows.tolist(), work.spans, work.cu_tokens.tolist(), strict=False)
-        for row, (start, until), first in chunks:
-            since = 0 if rule.window is None else max(0, start - rule.window + 1)
-            entries = gather(kv.keys, kv.tables[row], since, until, q.dtype).squeeze(1)
+        for row, (start, stop), first in chunks:
+            first_key = 0 if rule.window is None else max(0, start - rule.window + 1)
+            entries = gather(kv.keys, kv.tables[row], first_key, stop, q.dtype).squeeze(1)
             k, v = expand_latents(entries, kv_b, q.shape[-1])
-            query = torch.arange(start, until, device=q.device).unsqueeze(1)
-            key = torch.arange(since, until, device=q.device).unsqueeze(0)
-            tokens = slice(first, first + until - start)
+            query = torch.arange(start, stop, device=q.device).unsqueeze(1)
+            key = torch.arange(first_key, stop, device=q.device).unsqueeze(0)
+            tokens = slice(first, first + stop - start)
             out[tokens] = attention(q[tokens], k, v, visible(query, key, rule.window), rule)
         return out
 
@@ -448,24 +453,27 @@ class Kernels:
         *,
         out: Tensor,
     ) -> Tensor:
-        """`decode_attention` with queries in the latents' space, [.., H, R], and the queries with
-        rope, [.., H, rope]; `out` is [.., H, R]."""
-        whole, layer = torch.cat([q, q_rope], -1), replace(kv, values=kv.keys[..., : q.shape[-1]])
-        return Kernels.decode_attention(self, whole, layer, rule, work, out=out)
+        """Compute `decode_attention` on the latents. `q`: queries projected into the space of the
+        latents, [.., H, R]. `q_rope`: the rotated channels of the queries, [.., H, rope]. `out` is
+        [.., H, R]."""
+        joined = torch.cat([q, q_rope], -1)
+        latent_kv = replace(kv, values=kv.keys[..., : q.shape[-1]])
+        return Kernels.decode_attention(self, joined, latent_kv, rule, work, out=out)
 
     def latent_decode_splits(self, batch: int, num_heads: int, width: int, max_len: int) -> int:
-        """Return `decode_splits` of latent attention. `num_heads`: heads times the tokens of a
-        row; `width`: R + rope."""
+        """Return the number of splits for latent attention; see `decode_splits`. `num_heads`: heads
+        times the tokens of a row; `width`: R + rope."""
         return 1
 
     def decode_splits(self, batch: int, num_kv_heads: int, max_len: int) -> int:
-        """Return the number of parts that decode attention cuts a context into."""
+        """Return the number of splits of a context in decode attention."""
         return 1
 
     def decode_scratch(
         self, batch: int, num_heads: int, head_dim: int, splits: int, device: torch.device
     ) -> Any:
-        """Return the memory where these parts meet; launches of one stream may share it."""
+        """Return the memory for the partial results of the splits. Launches on the same CUDA stream
+        may share this memory."""
         return None
 
     # Sampling: see `reference_sampling`.
@@ -474,26 +482,26 @@ class Kernels:
     advance_tokens = staticmethod(reference_sampling.advance_tokens)
     token_logprobs = staticmethod(reference_sampling.token_logprobs)
 
-    def compile_ahead(self, run: Callable[[], object], of: object) -> None:
-        """Compile the kernels that `run` calls, on tensors without memory; `run` may be called or
-        not. `of`: everything that decides what `run` calls; its `repr` is the same in another
-        process."""
+    def compile_ahead(self, run: Callable[[], object], key: object) -> None:
+        """Compile the kernels that `run` calls on tensors without memory. `run` is not called if
+        all kernels for `key` were compiled before. `key`: everything that determines which kernels
+        `run` calls; its `repr` must be equal in all processes."""
 
 
-def _to(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _cast(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return x.to(dtype) if out is None else out.copy_(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm over the last dimension, in fp32 inside; multiplied by the weight in the weight's
-    type."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * (wide * scale).to(weight.dtype)).to(x.dtype)
+    """Normalise the last dimension in fp32, then multiply by the weight in the weight's type."""
+    x_fp32 = x.float()
+    scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * (x_fp32 * scale).to(weight.dtype)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [T, heads, D] by [T, dim / 2] angles; channels past dim pass through."""
+    """Rotate the first `dim` channels of x, [T, heads, D], by the angles of `cos` and `sin`,
+    [T, dim / 2]. The other channels are not changed."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -502,15 +510,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Return which cache entries each query sees: its own, and those before it inside the
-    window."""
+    """Return the attention mask: a query attends to its own entry, and to the entries before it
+    that are inside the window."""
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: AttentionRule) -> Tensor:
-    """[…, queries, H, D] against […, entries, K, D]; `seen` says which entries each query sees. The
-    sink of a head is one more score in its softmax, not scaled, whose weight goes to no value."""
+    """Compute attention of q, […, queries, H, D], over k and v, […, entries, K, D]. `seen`: the
+    attention mask. The sink of a head is an additional score in the softmax of the head. It is not
+    scaled, and it has no value, so it only lowers the weights of the entries."""
     q, k, v = (part.transpose(-3, -2) for part in (q, k, v))
     if not rule.softcap and rule.sinks is None:
         out = F.scaled_dot_product_attention(
@@ -525,7 +534,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: AttentionRule
     if rule.sinks is not None:
         column = rule.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    # A padded row sees nothing.
+    # In a row of padding all entries are masked and the softmax is NaN.
     weights = scores.softmax(-1).nan_to_num()[..., : k.shape[-2]]
     return (weights.to(q.dtype) @ v).transpose(-3, -2)
 
@@ -533,22 +542,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: AttentionRule
 def attention_of_one_key(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """`attention` where all heads share one key: the heads become further queries, so that nothing
-    is repeated for each head."""
+    """Compute `attention` if all heads share one key/value head. The heads are treated as further
+    queries of one head, so that keys and values are not copied for each head."""
     heads = q.shape[-2]
-    rows = q.flatten(-3, -2).unsqueeze(-2)
-    found = attention(rows, k, v, seen.repeat_interleave(heads, dim=-2), rule)
-    return torch.unflatten(found.squeeze(-2), -2, (-1, heads))
+    queries = q.flatten(-3, -2).unsqueeze(-2)
+    attended = attention(queries, k, v, seen.repeat_interleave(heads, dim=-2), rule)
+    return torch.unflatten(attended.squeeze(-2), -2, (-1, heads))
 
 
 def expand_latents(entries: Tensor, kv_b: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return the keys, [entries, H, D], and values, [entries, H, value], of latents and rope keys,
-    [entries, R + rope]."""
+    """Expand latents and rope keys, [entries, R + rope], to the keys, [entries, H, D], and values,
+    [entries, H, value], of all heads."""
     heads, _, rank = kv_b.shape
-    made = torch.unflatten(entries[:, :rank] @ kv_b.flatten(0, 1).t(), 1, (heads, -1))
+    expanded = torch.unflatten(entries[:, :rank] @ kv_b.flatten(0, 1).t(), 1, (heads, -1))
     rope_keys = entries[:, None, rank:].expand(-1, heads, -1)
     nope = head_dim - rope_keys.shape[-1]
-    return torch.cat([made[..., :nope], rope_keys], dim=-1), made[..., nope:]
+    return torch.cat([expanded[..., :nope], rope_keys], dim=-1), expanded[..., nope:]
 
 
 def gather(cache: Tensor, table: Tensor, first: int, end: int, dtype: torch.dtype) -> Tensor:

@@ -28,10 +28,10 @@ from twostroke.environment import visible_gpus
 from twostroke.kv.shared_memory import OthersMemory, SharedMemory, SharedPools
 from twostroke.kv.transfer import (
     Address,
+    BlockPairs,
     Copy,
     KVTransfer,
     Offer,
-    Places,
     Region,
     SenderGoneError,
     Transport,
@@ -152,7 +152,7 @@ class DeviceMemory(Transport):
         return Address(self.name, self._reach(), self._shared.path, _encode(handles))
 
     def reaches(self, address: Address) -> bool:
-        return address.reach == self._reach()
+        return address.scope == self._reach()
 
     def _reach(self) -> str:
         """Return the visible devices: devices are named by number, so both engines must see the
@@ -161,10 +161,10 @@ class DeviceMemory(Transport):
             return f"{this_host()} cpu"
         return f"{this_host()} cuda {visible_gpus()}"
 
-    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
-        self._others.check_stands(address.at, offer.number)
+    def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
+        self._others.check_stands(address.endpoint, offer.number)
         pools = self._pools_at(address)
-        return _DeviceCopy(self, address.at, pools, offer, places)
+        return _DeviceCopy(self, address.endpoint, pools, offer, pairs)
 
     def check_stands(self, path: str, number: int) -> None:
         if not os.path.exists(path):
@@ -215,26 +215,27 @@ class DeviceMemory(Transport):
         self._opened.clear()
 
     def _pools_at(self, address: Address) -> list[torch.Tensor]:
-        if address.at not in self._opened and address.at not in self._closed:
+        if address.endpoint not in self._opened and address.endpoint not in self._closed:
             self.tidy()
-            handles = _decode(address.more)
+            handles = _decode(address.data)
             words = [own.dtype for own in self._blocks.words]
             each = zip(handles, self._blocks.block_bytes, strict=True)
             try:
                 storages = [
-                    _open(address.at, handle, handle.num_blocks * size) for handle, size in each
+                    _open(address.endpoint, handle, handle.num_blocks * size)
+                    for handle, size in each
                 ]
             except (OSError, RuntimeError) as error:
                 log.warning("the memory of another engine cannot be mapped: %s", error)
-                self._closed.add(address.at)
+                self._closed.add(address.endpoint)
             else:
-                self._opened[address.at] = [
+                self._opened[address.endpoint] = [
                     data.view(word).view(handle.num_blocks, -1)
                     for data, word, handle in zip(storages, words, handles, strict=True)
                 ]
-        if address.at in self._closed:
+        if address.endpoint in self._closed:
             raise UnreachableError("the sender's memory cannot be mapped")
-        return self._opened[address.at]
+        return self._opened[address.endpoint]
 
 
 def _open(path: str, handle: Handle, num_bytes: int) -> torch.Tensor:
@@ -281,12 +282,12 @@ class _DeviceCopy(Copy):
         path: str,
         pools: list[torch.Tensor],
         offer: Offer,
-        places: Places,
+        block_pairs: BlockPairs,
     ) -> None:
         self._transport, self._path, self._pools, self._offer = transport, path, pools, offer
         self._left = [  # per group: sender's block, receiver's block
             [(offer.tables[group][entry], target) for entry, target in wanted]
-            for group, wanted in enumerate(places)
+            for group, wanted in enumerate(block_pairs)
         ]
         for group, pairs in enumerate(self._left):
             for there, _ in pairs:

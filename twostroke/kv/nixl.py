@@ -32,11 +32,11 @@ from twostroke.kv.shared_memory import SLOT_BYTES, SLOTS, SharedPools
 from twostroke.kv.transfer import (
     TIMEOUT_S,
     Address,
+    BlockPairs,
     Blocks,
     Copy,
     Offer,
     OfferWithdrawnError,
-    Places,
     Region,
     SenderGoneError,
     StalledError,
@@ -138,15 +138,15 @@ class Nixl(Transport):
     def reaches(self, address: Address) -> bool:
         return True
 
-    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
-        reach = _decode(address.more)
-        if address.at not in self._known:
+    def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
+        reach = _decode(address.data)
+        if address.endpoint not in self._known:
             try:
                 added = self.agent.add_remote_agent(reach.metadata)
             except Exception as error:  # NIXL documents no exception types
                 raise UnreachableError(f"NIXL does not reach the sender: {error}") from None
-            self._known[address.at] = added.decode() if isinstance(added, bytes) else added
-        return _NixlCopy(self, address.at, reach, offer, places)
+            self._known[address.endpoint] = added.decode() if isinstance(added, bytes) else added
+        return _NixlCopy(self, address.endpoint, reach, offer, pairs)
 
     def read(
         self,
@@ -192,12 +192,12 @@ class _NixlCopy(Copy):
     """A copy that reads the offer's number, the blocks in pieces, and the number again."""
 
     def __init__(
-        self, transport: Nixl, sender: str, reach: Reach, offer: Offer, places: Places
+        self, transport: Nixl, sender: str, reach: Reach, offer: Offer, pairs: BlockPairs
     ) -> None:
         self._transport, self._sender, self._reach, self._offer = transport, sender, reach, offer
         self._left = [  # group, sender's block, receiver's block; last first
             (group, offer.tables[group][entry], target)
-            for group, wanted in enumerate(places)
+            for group, wanted in enumerate(pairs)
             for entry, target in wanted
         ][::-1]
         for group, there, _ in self._left:

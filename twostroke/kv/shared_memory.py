@@ -18,11 +18,11 @@ import msgspec
 
 from twostroke.kv.transfer import (
     Address,
+    BlockPairs,
     Blocks,
     Copy,
     Offer,
     OfferWithdrawnError,
-    Places,
     SenderGoneError,
     TransferError,
     Transport,
@@ -136,21 +136,26 @@ class SharedMemory(Transport):
         return Address(self.name, this_host(), self._shared.path, starts)
 
     def reaches(self, address: Address) -> bool:
-        return address.reach == this_host()
+        return address.scope == this_host()
 
-    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
-        return _MemoryCopy(self._blocks, self._others, address, offer, places)
+    def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
+        return _MemoryCopy(self._blocks, self._others, address, offer, pairs)
 
 
 class _MemoryCopy(Copy):
     def __init__(
-        self, blocks: Blocks, others: OthersMemory, address: Address, offer: Offer, places: Places
+        self,
+        blocks: Blocks,
+        others: OthersMemory,
+        address: Address,
+        offer: Offer,
+        pairs: BlockPairs,
     ) -> None:
-        self._blocks, self._others, self._path = blocks, others, address.at
-        self._offer, self._starts = offer, _decode_starts(address.more)
+        self._blocks, self._others, self._path = blocks, others, address.endpoint
+        self._offer, self._starts = offer, _decode_starts(address.data)
         self._left = [  # group, sender's block, receiver's block; last first
             (group, offer.tables[group][entry], target)
-            for group, wanted in enumerate(places)
+            for group, wanted in enumerate(pairs)
             for entry, target in wanted
         ][::-1]
 

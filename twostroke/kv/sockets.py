@@ -28,11 +28,11 @@ from twostroke.connection_watch import ConnectionWatch, bytes_received
 from twostroke.kv.transfer import (
     TIMEOUT_S,
     Address,
+    BlockPairs,
     Blocks,
     Copy,
     Offer,
     OfferWithdrawnError,
-    Places,
     SenderGoneError,
     StalledError,
     TransferError,
@@ -240,11 +240,11 @@ class Sockets(Transport):
     def reaches(self, address: Address) -> bool:
         return True
 
-    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
+    def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
         self._next += 1
-        peer = self._peer(address.at)
+        peer = self._peer(address.endpoint)
         copy = _SocketCopy(
-            self._blocks, peer, self._next, address.more, offer, places, self._timeout_s
+            self._blocks, peer, self._next, address.data, offer, pairs, self._timeout_s
         )
         peer.copies[self._next] = copy
         return copy
@@ -363,15 +363,13 @@ class _SocketCopy(Copy):
         fetch: int,
         key: bytes,
         offer: Offer,
-        places: Places,
+        pairs: BlockPairs,
         timeout_s: float,
     ) -> None:
         self._blocks, self._peer, self._fetch, self._key = blocks, peer, fetch, key
         self._offer, self._timeout_s = offer, timeout_s
         self._targets = {
-            (group, entry): target
-            for group, wanted in enumerate(places)
-            for entry, target in wanted
+            (group, entry): target for group, wanted in enumerate(pairs) for entry, target in wanted
         }
         self._to_ask = list(self._targets)[::-1]  # last first
         self._awaited_bytes = 0

@@ -1,21 +1,22 @@
-"""Transfer of KV blocks between engines: offer, fetch, release. Bytes only, no tensors.
+"""Transfer of KV blocks between engines: offer, fetch, release.
 
-    sender    its pools ─── offer(tables) ─▶ Offer, with its addresses ┄┄┄┄ sent to ┄┄┐
-                     ▲ the blocks stay owned                                          ▼
-                     └── release ◀┄┄ after the last block ┄┄┄┄ fetch(offer), advance() … receiver
+    sender                                                 receiver
+    offer(tables) ────────── Offer, with addresses ──────▶ fetch(offer)
+      │ the blocks stay unchanged ───── blocks ──────────▶ advance(), until all blocks have arrived
+    release(number) ◀─────── all blocks have arrived ──────┘
 
-A block of a group is contiguous in every pool, so that blocks are copied one by one between any
-places of two pools. The transport depends on the locations of the engines. The sender lists its
-addresses, and the receiver chooses:
+This module handles bytes and imports no tensor library. A block of a group is contiguous in every
+pool, so a transport can copy any block of the sender to any block of the receiver. The transport
+depends on the locations of the engines. The sender lists its addresses, and the receiver chooses:
 
-    device_memory.py   the same machine, blocks on GPUs    CUDA IPC, one copy on the device
-    shared_memory.py   the same machine, blocks of a CPU   one copy, pool to pool
-    nixl.py            any machine, with RDMA              NIXL, through network cards
-    sockets.py         any machine                         ZeroMQ, by a thread of the sender
+    device_memory.py   the same machine, blocks in GPU memory    CUDA IPC, one copy on the device
+    shared_memory.py   the same machine, blocks in host memory   one copy, pool to pool
+    nixl.py            any machine, with RDMA                    NIXL, through network cards
+    sockets.py         any machine                               ZeroMQ, by a thread of the sender
 
 A fetch never blocks: `advance` makes the progress that is possible between two steps of the engine.
-A block that was released during the copy may have been overwritten: the sender has a table of valid
-offers, and the receiver checks the table before and after a copy.
+A block may be overwritten if the sender releases the block during a copy. To notice this, the
+receiver looks up the offer in the sender's table of valid offers, before and after the copy.
 
 A failure raises a `TransferError` and does not harm the request: the receiver computes the tokens
 instead.
@@ -36,12 +37,12 @@ from zlib import crc32
 from twostroke.errors import EngineError
 
 NULL_BLOCK = 0
-TIMEOUT_S = 3.0  # without any data
-# Memory to prepare: the first blocks of each pool, and the bytes per call, some milliseconds.
-READY_BYTES, TOUCH_BYTES = 512 << 20, 8 << 20
+TIMEOUT_S = 3.0  # a fetch fails if no data arrives for this time
+PREPARED_BYTES = 512 << 20  # memory at the start of each pool that is prepared for fetches
+PREPARED_BYTES_PER_CALL = 8 << 20  # takes some milliseconds
 
-# For each group: entries of an offer's table, and the receiver's block of each entry.
-Places = Sequence[Sequence[tuple[int, int]]]
+# For each group: pairs of an index in the offer's table and the receiver's block for it.
+BlockPairs = Sequence[Sequence[tuple[int, int]]]
 
 
 class TransferError(EngineError):
@@ -57,7 +58,7 @@ class OfferWithdrawnError(TransferError):
 
 
 class TruncatedError(TransferError):
-    """A block, or the memory of a block, is too short."""
+    """Fewer bytes arrived than a block has, or the sender's memory is smaller than its blocks."""
 
 
 class DamagedError(TransferError):
@@ -84,21 +85,21 @@ class Address(NamedTuple):
     """An address of an engine's blocks under one transport. Plain data, sent between processes."""
 
     transport: str  # memory, device, nixl, sockets
-    reach: str  # the receiver must have the same value; "": any receiver
-    at: str
-    more: bytes = b""  # data of the transport
+    scope: str  # receivers in the same scope can use the address; "": all receivers
+    endpoint: str
+    data: bytes = b""  # further data of the transport
 
 
 class Offer(NamedTuple):
     """The blocks of the first tokens of a sequence. Plain data, sent between processes."""
 
     addresses: tuple[Address, ...]
-    number: int
+    number: int  # of this offer, unique in the sender
     num_tokens: int
     layout: str  # contents and order of a block
     block_size: int
     block_bytes: tuple[int, ...]  # of each KV group
-    tables: tuple[tuple[int, ...], ...]  # per group; null for blocks outside a window
+    tables: tuple[tuple[int, ...], ...]  # per group; `NULL_BLOCK` outside a sliding window
     checksums: tuple[tuple[int, ...], ...] = ()  # per block, if enabled
 
     @property
@@ -146,10 +147,10 @@ class HostBlocks:
         """`pools`: the bytes of each KV group."""
         self.layout, self.block_size, self.block_bytes = layout, block_size, tuple(block_bytes)
         self._pools = pools
-        self._untouched = (
-            (pool, start)
+        self._parts_to_prepare = (
+            pool[start : start + PREPARED_BYTES_PER_CALL]
             for pool in pools
-            for start in range(0, min(len(pool), READY_BYTES), TOUCH_BYTES)
+            for start in range(0, min(len(pool), PREPARED_BYTES), PREPARED_BYTES_PER_CALL)
         )
 
     def read(self, group: int, number: int) -> bytes:
@@ -162,15 +163,15 @@ class HostBlocks:
         starts = (addressof(c_char.from_buffer(pool)) for pool in self._pools)
         return [Region(at, len(pool)) for at, pool in zip(starts, self._pools, strict=True)]
 
-    def touch(self) -> bool:
-        """Write to some new pages, so that the system allocates them: in a virtual machine a copy
-        to new pages takes eight times as long. Return False when enough pages are allocated. Called
-        while no other code writes."""
-        pool, start = next(self._untouched, (None, 0))
-        if pool is not None:
-            one_each = pool[start : start + TOUCH_BYTES : PAGESIZE]
-            one_each[:] = bytes(one_each)  # unchanged
-        return pool is not None
+    def prepare_memory(self) -> bool:
+        """Write to some new pages, so that the system allocates the pages before the first fetch.
+        In a virtual machine a copy to new pages takes eight times as long. Return False if all
+        pages were prepared before. Called while no other code writes."""
+        part = next(self._parts_to_prepare, None)
+        if part is not None:
+            byte_per_page = part[::PAGESIZE]
+            byte_per_page[:] = bytes(byte_per_page)  # the value stays
+        return part is not None
 
     def _block(self, group: int, number: int) -> memoryview:
         size = self.block_bytes[group]
@@ -194,12 +195,12 @@ class Copy:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that this thread has copied itself."""
+        """Bytes of `num_bytes` that were copied in calls of `advance`, not by another thread."""
         return self.num_bytes
 
     def advance(self, max_bytes: int | None) -> bool:
         """Make progress without waiting. Return whether all blocks have arrived. `max_bytes`: limit
-        of this thread's own copies, at least one block; None: no limit."""
+        of the copies in this call, but one block is always copied; None: no limit."""
         raise NotImplementedError
 
     def abandon(self) -> None:
@@ -221,9 +222,10 @@ class Transport:
     def close_offer(self, number: int) -> None: ...
 
     def reaches(self, address: Address) -> bool:
+        """Return whether this engine can fetch from an address of this kind of transport."""
         raise NotImplementedError
 
-    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
+    def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
         """Start a copy. Raise `UnreachableError` if the sender cannot be reached."""
         raise NotImplementedError
 
@@ -244,10 +246,10 @@ class Fetch:
     """A fetch of one offer, returned by `KVTransfer.fetch`."""
 
     def __init__(
-        self, transport: str, copy: Copy, blocks: Blocks, offer: Offer, places: Places
+        self, transport: str, copy: Copy, blocks: Blocks, offer: Offer, pairs: BlockPairs
     ) -> None:
         self.transport, self.began_s = transport, monotonic()
-        self._copy, self._blocks, self._offer, self._places = copy, blocks, offer, places
+        self._copy, self._blocks, self._offer, self._pairs = copy, blocks, offer, pairs
 
     @property
     def num_bytes(self) -> int:
@@ -256,7 +258,7 @@ class Fetch:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that the engine's thread has copied itself."""
+        """Bytes that were copied in calls of `advance`; see `Copy.own_bytes`."""
         return self._copy.own_bytes
 
     def advance(self, max_bytes: int | None = None) -> bool:
@@ -274,12 +276,12 @@ class Fetch:
 
     def _check_sums(self) -> None:
         offer = self._offer
-        for group, wanted in enumerate(self._places):
-            for entry, target in wanted:
+        for group, pairs in enumerate(self._pairs):
+            for entry, target in pairs:
                 if crc32(self._blocks.read(group, target)) != offer.checksums[group][entry]:
                     raise DamagedError(
-                        f"block {offer.tables[group][entry]} of group {group} has arrived with "
-                        "another checksum than it was sent with"
+                        f"block {offer.tables[group][entry]} of group {group} is damaged: its "
+                        "checksum differs from the sender's"
                     )
 
 
@@ -292,18 +294,20 @@ class KVTransfer:
         blocks: Blocks,
         transports: Sequence[Transport],
         offer_table: OfferTable | None = None,
-        checked: bool = False,
-        untouched: HostBlocks | None = None,
+        with_checksums: bool = False,
+        to_prepare: HostBlocks | None = None,
     ) -> None:
-        """`transports`: the best first. `offer_table`: of an engine that offers. `checked`: offers
-        contain checksums. `untouched`: blocks whose memory is prepared for later fetches."""
+        """`transports`: the best first. `offer_table`: needed by an engine that offers blocks.
+        `with_checksums`: offers contain checksums. `to_prepare`: the blocks whose memory
+        `prepare_memory` prepares."""
         self._blocks, self._transports = blocks, transports
-        self._offer_table, self._checked, self._untouched = offer_table, checked, untouched
+        self._offer_table, self._with_checksums = offer_table, with_checksums
+        self._to_prepare = to_prepare
         addresses = (transport.address() for transport in transports)
         self._addresses = tuple(address for address in addresses if address is not None)
 
     @property
-    def offers(self) -> bool:
+    def can_offer(self) -> bool:
         """True if other engines can fetch from this engine."""
         return bool(self._addresses)
 
@@ -314,12 +318,10 @@ class KVTransfer:
 
     def offer(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Offer:
         """Offer these blocks. The caller keeps the blocks unchanged until `release`."""
-        assert self._offer_table is not None, (
-            "an engine that cannot be reached has nothing to offer"
-        )
+        assert self._offer_table is not None, "this engine was created without an offer table"
         blocks = self._blocks
         checksums: tuple[tuple[int, ...], ...] = ()
-        if self._checked:
+        if self._with_checksums:
             checksums = tuple(
                 tuple(crc32(blocks.read(group, block)) if block else 0 for block in table)
                 for group, table in enumerate(tables)
@@ -340,45 +342,44 @@ class KVTransfer:
 
     def release(self, number: int) -> None:
         """Withdraw an offer. Afterwards its blocks may be overwritten."""
-        assert self._offer_table is not None, (
-            "an engine that cannot be reached has nothing to offer"
-        )
+        assert self._offer_table is not None, "this engine was created without an offer table"
         self._offer_table.close_offer(number)
         for transport in self._transports:
             transport.close_offer(number)
 
-    def fetch(self, offer: Offer, places: Places) -> Fetch:
+    def fetch(self, offer: Offer, pairs: BlockPairs) -> Fetch:
         """Start to copy blocks of an offer. Raise a `TransferError` if that is impossible."""
-        own = self._blocks
-        here = own.layout, own.block_size, own.block_bytes
-        if (offer.layout, offer.block_size, offer.block_bytes) != here:
+        blocks = self._blocks
+        expected = blocks.layout, blocks.block_size, blocks.block_bytes
+        if (offer.layout, offer.block_size, offer.block_bytes) != expected:
             raise MismatchedError(
-                f"{_described(offer)} were offered, and here there are {_described(own)}"
+                f"the sender offers {_described(offer)}, but this engine has {_described(blocks)}"
             )
         problem = ""
         for transport in self._transports:
             for address in offer.addresses:
                 if address.transport == transport.name and transport.reaches(address):
                     try:
-                        copy = transport.begin(address, offer, places)
+                        copy = transport.begin(address, offer, pairs)
                     except UnreachableError as error:  # try the next transport
                         problem = f" ({error})"
                     else:
-                        return Fetch(transport.name, copy, own, offer, places)
-        offered = ", ".join(f"{one.transport} at {one.at}" for one in offer.addresses) or "nothing"
+                        return Fetch(transport.name, copy, blocks, offer, pairs)
+        offered = ", ".join(f"{a.transport} at {a.endpoint}" for a in offer.addresses) or "nothing"
         names = ", ".join(transport.name for transport in self._transports)
         raise UnreachableError(
-            f"the sender can be reached by {offered}; this engine has "
-            f"{names}, and is on {this_host()}{problem}"
+            f"no common transport: the sender offers {offered}; this engine supports {names} and "
+            f"is on {this_host()}{problem}"
         )
 
     def warm(self) -> None:
         for transport in self._transports:
             transport.warm()
 
-    def make_ready(self) -> bool:
-        """Prepare some memory for fetches. Return whether more is left. Called when idle."""
-        return self._untouched is not None and self._untouched.touch()
+    def prepare_memory(self) -> bool:
+        """Prepare some memory for fetches. Return False if no memory is left to prepare. Called
+        when the engine is idle."""
+        return self._to_prepare is not None and self._to_prepare.prepare_memory()
 
     def tidy(self) -> None:
         for transport in self._transports:
@@ -388,7 +389,7 @@ class KVTransfer:
         """Return how many messages of other engines were dropped, by reason."""
         counts: dict[str, int] = {}
         for transport in self._transports:
-            counts |= transport.dropped()  # one transport at most has messages
+            counts |= transport.dropped()  # at most one transport receives messages
         return counts
 
     def close(self) -> None:
@@ -403,8 +404,8 @@ def _described(blocks: Blocks | Offer) -> str:
 
 @cache
 def this_host() -> str:
-    """Return a name that is equal for processes that can map each other's memory: on one machine
-    since its last start, in one container."""
+    """Return a name of this machine and container, from the machine's boot id. Processes with the
+    same name can map each other's memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

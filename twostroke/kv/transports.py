@@ -53,8 +53,8 @@ def host_transfer(
     transports += nixl(blocks, blocks.regions(), shared, config)
     if config.allows("sockets"):
         transports.append(sockets(blocks, config))
-    untouched = blocks if config.receives else None
-    return KVTransfer(blocks, transports, shared, config.offers == "checked", untouched)
+    to_prepare = blocks if config.receives else None
+    return KVTransfer(blocks, transports, shared, config.offers == "checked", to_prepare)
 
 
 def nixl(

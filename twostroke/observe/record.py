@@ -223,8 +223,8 @@ class Records:
     def add_request(self, record: RequestRecord) -> None:
         """Keep the record of a finished request and tell the listeners."""
         self.requests.append(record)
-        self.tell_request(record)
+        self.notify_listeners(record)
 
-    def tell_request(self, record: RequestRecord) -> None:
+    def notify_listeners(self, record: RequestRecord) -> None:
         for listener in self.listeners:
             listener.add_request(record)

@@ -51,7 +51,7 @@ def compare(forecast: LayoutForecast, run: LoadRun, goals: Goals) -> Json:
     """Return a row for every figure of both, and the problems of the run."""
     measured = latencies_ms(run.samples)
     measured["requests_per_s"] = sum(one.ok for one in run.samples) / run.duration_s
-    if goals.given:
+    if goals.any_set:
         met = sum(map(goals.met, run.samples))
         measured |= {"goodput": met / run.duration_s, "met": met / len(run.samples)}
     rows = []
@@ -66,7 +66,7 @@ def compare(forecast: LayoutForecast, run: LoadRun, goals: Goals) -> Json:
                     "high": one.high,
                     "measured": value,
                     "error": one.expected / value - 1.0 if value else None,
-                    "inside": one.holds(value),
+                    "inside": one.contains(value),
                 }
             )
     return {"rows": rows, "problems": problems(run, (), None, False)}

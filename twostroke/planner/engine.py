@@ -43,7 +43,7 @@ class Link(NamedTuple):
 
 
 @dataclass(slots=True)
-class EngineUse:
+class EngineUsage:
     """The use of an engine, summed over its steps."""
 
     steps: int = 0
@@ -90,7 +90,7 @@ class SimulatedEngine:
             transfer = transfer_of(self._transport, config.block_size, link.block_bytes(config))
         self.link = link
         self.scheduler = Scheduler(config, clock, transfer)
-        self.use = EngineUse()
+        self.usage = EngineUsage()
         self._cost, self._host_s = cost, host_s
 
     def wake_s(self) -> float | None:
@@ -113,7 +113,7 @@ class SimulatedEngine:
         committed = self.scheduler.commit(
             StepResult([TOKEN] * len(step.sampled), {}, {}, device_s), now
         )
-        self.use.add(step, device_s, step_s)
+        self.usage.add(step, device_s, step_s)
         prefill, decode = (
             PhaseRecord(one.rows, one.tokens, one.kv_tokens, 0.0, 0.0)
             for one in (plan.prefill_work, plan.decode_work)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from twostroke.kv.transfer import Address, Copy, KVTransfer, Offer, Places, Transport
+from twostroke.kv.transfer import Address, BlockPairs, Copy, KVTransfer, Offer, Transport
 
 NAME = "simulated"
 
@@ -76,9 +76,9 @@ class SimulatedTransport(Transport):
     def reaches(self, address: Address) -> bool:
         return True
 
-    def begin(self, address: Address, offer: Offer, places: Places) -> Copy:
-        sizes = zip(places, offer.block_bytes, strict=True)
-        num_bytes = sum(len(wanted) * size for wanted, size in sizes)
+    def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
+        sizes = zip(pairs, offer.block_bytes, strict=True)
+        num_bytes = sum(len(group) * size for group, size in sizes)
         start_s = max(self._clock(), self._free_s)
         self._free_s = start_s + num_bytes / self._bytes_per_s
         self._ends_s.append(self._free_s)

@@ -51,7 +51,7 @@ class MeasuredRange(NamedTuple):
     rows: float  # decode rows
     positions: float  # KV positions that decode reads
 
-    def holds(self, prefill: PhaseWork, decode: PhaseWork) -> bool:
+    def contains(self, prefill: PhaseWork, decode: PhaseWork) -> bool:
         return (
             prefill.tokens <= self.tokens
             and decode.rows <= self.rows
@@ -72,7 +72,7 @@ class StepModel:
     step_error: float  # mean absolute relative error of one step
     host_s: float = HOST_S
     start_s: float = 0.0  # from a request's arrival at the server to its scheduler
-    outside_s: float = 0.0  # part of TTFT that only a client sees
+    client_s: float = 0.0  # part of TTFT that only a client sees
     range: MeasuredRange = UNLIMITED
     decode_ratios: tuple[float, ...] = (1.0,)
     prefill_ratios: tuple[float, ...] = (1.0,)
@@ -84,7 +84,7 @@ class StepModel:
             "step_error": self.step_error,
             "host_ms": 1e3 * self.host_s,
             "start_ms": 1e3 * self.start_s,
-            "outside_ms": 1e3 * self.outside_s,
+            "outside_ms": 1e3 * self.client_s,
         }
 
 
@@ -97,7 +97,7 @@ class NoisyCost:
     scale: float = 1.0
     seed: int = 0
     total_s: float = 0.0
-    outside_s: float = 0.0
+    beyond_measured_s: float = 0.0  # time of steps larger than all measured steps
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,8 +109,8 @@ class NoisyCost:
         ratio = ratios[int(self._rng.random() * len(ratios))]
         seconds = self.scale * ratio * model.cost.seconds(prefill, decode)
         self.total_s += seconds
-        if not model.range.holds(prefill, decode):
-            self.outside_s += seconds
+        if not model.range.contains(prefill, decode):
+            self.beyond_measured_s += seconds
         return seconds
 
 
@@ -189,7 +189,7 @@ def measured_model(records: dict[str, Any], source: str) -> StepModel:
         ),
         host_s=_trimmed_mean(gaps),
         start_s=_low_quartile(starts),
-        outside_s=float(records.get("outside_s") or 0.0),
+        client_s=float(records.get("outside_s") or 0.0),
         range=MeasuredRange(
             SLACK * max(one.prefill.tokens for one in steps),
             SLACK * max(one.decode.rows for one in steps),

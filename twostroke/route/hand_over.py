@@ -38,8 +38,9 @@ class HandOvers:
             routed.offer.release()
             routed.offer = None
 
-    def promise(self, routed: RoutedRequest, to: Member | None, promised: bool) -> None:
-        """Set the engine that will continue a request, and whether it is still to come there."""
+    def promise(self, routed: RoutedRequest, to: Member | None, *, promised: bool) -> None:
+        """Set the engine that will continue a request. `promised`: the request has not been sent
+        to that engine yet."""
         for member, change in ((routed.next_member, -routed.promised), (to, promised)):
             if member is not None:
                 member.state.promised += change
@@ -89,7 +90,7 @@ class HandOvers:
             )
             message = (
                 f"{fetched.num_bytes / 1e6:.1f} MB fetched in {1e3 * fetched.seconds:.1f} ms by "
-                f"{fetched.way}"
+                f"{fetched.transport}"
             )
             if routed.next_member is member and routed.ahead_bytes:
                 message += f", {routed.ahead_bytes / 1e6:.1f} MB before, while it was prefilled"

@@ -160,7 +160,7 @@ class RoutedRequest:
     request: EngineRequest  # as accepted
     member: Member | None = None  # the engine that has it; None: no engine is up
     queued: Queued = NOTHING  # its share of the queue there, until its first token
-    attempts: int = 0  # engines that died while they had it
+    num_deaths: int = 0  # engines that died while they ran this request
     record: RequestRecord | None = None  # of the engines that had it before
     offer: ActiveOffer | None = None  # its blocks, once its prompt has been computed
     next_member: Member | None = None  # fetches its blocks while the prompt is being computed

@@ -1,15 +1,16 @@
 """`RayCluster`: engines as actors of a Ray cluster.
 
-Ray chooses the node of an engine, and starts the engine again when it or its node dies. This is the
-only module that imports ray.
+Ray chooses the node of an engine, and starts the engine again when the engine or its node dies.
+This is the only module that imports ray.
 
     server ── placement group, actor ─▶ Ray ─▶ a worker process of some node: `EngineActor`
     server ◀── messages of engine/wire.py, over ZeroMQ ──▶ the engine in it
     engine ◀── KV blocks, over shared memory or ZeroMQ ──▶ engine
 
-The server listens at an address of its own for each life of an engine, and asks the actor to `run`
-one; the engine's first message says where it listens. When the worker dies, that call fails, Ray
-starts the actor in another, and the server asks it again.
+For each run of an engine the server listens at a new address and calls the actor's method `run`
+with this address. The engine's first message has the address at which the engine listens. When the
+worker process dies, the call of `run` fails, Ray starts the actor in another worker process, and
+the server calls `run` again.
 """
 
 from __future__ import annotations
@@ -43,26 +44,27 @@ except ImportError as error:
         "pip install 'twostroke[cluster]'"
     ) from None
 
-CONNECT_S = 5.0  # for the address to answer at all
+CONNECT_S = 5.0  # time limit for a connection to the cluster's head
 POLL_S = 0.2  # how often a thread that waits for Ray checks whether it must still wait
-ACTOR_START_S = 300.0  # for Ray to start a worker process, and for its imports
-KILLED_S = 10.0  # without news from Ray, after which a killed worker counts as ended
+ACTOR_START_S = 300.0  # time limit for the start of a worker process, with its imports
+KILL_REPORT_S = 10.0  # a killed worker counts as ended after this time without a report from Ray
 
 
 class RayCluster:
     """A cluster that engines run on."""
 
     def __init__(
-        self, address: str, patience_s: float = 60.0, builder: str = DEFAULT_BUILDER
+        self, address: str, placement_timeout_s: float = 60.0, builder: str = DEFAULT_BUILDER
     ) -> None:
-        """`address`: "auto" for the cluster that this machine is a node of, or HOST:PORT of its
-        head. `patience_s`: how long an engine may wait for room."""
+        """`address`: HOST:PORT of the cluster's head, or "auto" for the cluster of which this
+        machine is a node. `placement_timeout_s`: how long an engine may wait for free resources."""
         if address.startswith("ray://"):
             raise ConfigError(
-                f"--ray {address} is an address of Ray's client; the server is to be on a node of "
-                'the cluster: give HOST:PORT of its head (6379 unless set otherwise), or "auto"'
+                f"--ray {address} is an address for Ray Client, which is not supported. Run the "
+                "server on a node of the cluster, and give HOST:PORT of the cluster's head (the "
+                'default port is 6379) or "auto"'
             )
-        _check_answers(address)
+        _check_reachable(address)
         try:
             ray.init(address=address, namespace="twostroke", logging_level="warning")
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
@@ -71,38 +73,43 @@ class RayCluster:
                 "and join it on this machine with `ray start --address HOST:PORT`"
             ) from None
         self.host: str = ray.util.get_node_ip_address()
-        self.patience_s, self.builder = patience_s, builder
+        self.placement_timeout_s, self.builder = placement_timeout_s, builder
 
     def launcher(self, engine: PooledEngine) -> RayLauncher:
         return RayLauncher(self, engine)
 
     def check_capacity(self, config: EngineConfig, num_engines: int) -> None:
-        """Not checked: Ray finds out when it places an engine."""
+        """Do nothing: Ray checks the resources when it places an engine."""
 
     def close(self) -> None:
         ray.shutdown()
 
     def nodes(self) -> list[dict[str, float]]:
-        """The resources of each node that is alive."""
+        """Return the resources of each node that is alive."""
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    def placed(self, engines: Sequence[PooledEngine]) -> list[PooledEngine]:
-        """Adapt the engines to the cluster: each gets as many threads as cores, and its share of a
-        node's memory. `threads`, if given, is the number of cores of an engine."""
+    def adapt(self, engines: Sequence[PooledEngine]) -> list[PooledEngine]:
+        """Return the engines with settings for this cluster. On CPUs an engine gets `threads` cores
+        if that is set, or else the same number of cores as every other engine. `engines_on_host`,
+        which divides the memory of a node, becomes the number of engines that fit on a node."""
         nodes = self.nodes()
-        for one in engines:
-            if one.config.device.startswith("cuda:"):
-                raise ConfigError(f"--device {one.config.device}: Ray chooses the GPU; give cuda")
-        if any(_wants_gpus(engine.config, nodes) for engine in engines):
-            return [e._replace(config=replace(e.config, engines_on_host=1)) for e in engines]
+        for engine in engines:
+            device = engine.config.device
+            if device.startswith("cuda:"):
+                raise ConfigError(f"--device {device}: Ray chooses the GPU; give --device cuda")
+        if any(_needs_gpus(engine.config, nodes) for engine in engines):
+            return [
+                engine._replace(config=replace(engine.config, engines_on_host=1))
+                for engine in engines
+            ]
         cores = [int(node.get("CPU", 0)) for node in nodes]
-        alike = _cores_each(cores, len(engines))
+        default_threads = _max_cores(cores, len(engines))
         adapted = []
         for engine in engines:
-            threads = engine.config.threads or alike
+            threads = engine.config.threads or default_threads
             if not threads:
                 raise ConfigError(
-                    f"--ray: {len(engines)} engines want at least one CPU each, and the cluster's "
+                    f"--ray: {len(engines)} engines need at least one CPU each, and the cluster's "
                     f"{len(nodes)} nodes have {sum(cores)}; ask for fewer engines or add nodes"
                 )
             on_host = max(1, max(cores) // threads)
@@ -111,27 +118,28 @@ class RayCluster:
         return adapted
 
     def bundle(self, engine: PooledEngine) -> dict[str, float]:
-        """The resources that one engine takes of a node."""
+        """Return the resources that one engine needs on a node, as a bundle for Ray."""
         config = engine.config
         cores, gpus = max(config.threads or 1, config.threads_batch or 1), {}
-        if _wants_gpus(config, self.nodes()):
+        if _needs_gpus(config, self.nodes()):
             cores, gpus = 1, {"GPU": float(config.tensor_parallel_size)}
         return {"CPU": float(cores), **gpus, **engine.resources}
 
-    def no_room(self, name: str, bundle: dict[str, float]) -> str:
-        wanted = " and ".join(f"{count:g} {resource}" for resource, count in bundle.items())
+    def no_room_message(self, name: str, bundle: dict[str, float]) -> str:
+        """Return the error for an engine that could not be placed in time."""
+        needed = " and ".join(f"{count:g} {resource}" for resource, count in bundle.items())
         free = ray.available_resources()
-        available = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
+        available = ", ".join(f"{free.get(resource, 0):g} {resource}" for resource in bundle)
         return (
-            f"the Ray cluster had no room for {name} within {self.patience_s:.0f} s: it takes "
-            f"{wanted} of one node, and {available} are free on {len(self.nodes())} nodes; add "
-            "nodes, ask for fewer engines or --threads, or raise --ray-timeout-s if nodes are on "
-            "their way"
+            f"the Ray cluster had no room for {name} within {self.placement_timeout_s:.0f} s: the "
+            f"engine needs {needed} on one node, and {available} are free on {len(self.nodes())} "
+            "nodes; add nodes, ask for fewer engines or --threads, or raise --ray-timeout-s if new "
+            "nodes are starting"
         )
 
 
 class RayLauncher:
-    """The place of one engine: a placement group with an actor that Ray starts again."""
+    """The placement group and the actor of one engine. Ray starts the actor again when it dies."""
 
     def __init__(self, cluster: RayCluster, engine: PooledEngine) -> None:
         self.cluster, self._engine = cluster, engine
@@ -141,14 +149,14 @@ class RayLauncher:
         self._actor: Any = None
         self._closed, self._lock = Event(), Lock()
 
-    def launch(self) -> RayLaunched:
-        return RayLaunched(self)
+    def launch(self) -> RayEngineRun:
+        return RayEngineRun(self)
 
     async def close(self) -> None:
         self._closed.set()
-        await asyncio.to_thread(self._give_back)
+        await asyncio.to_thread(self._remove)
 
-    def _give_back(self) -> None:
+    def _remove(self) -> None:
         with self._lock, contextlib.suppress(RayError, ValueError):
             if self._actor is not None:
                 ray.kill(self._actor, no_restart=True)
@@ -157,18 +165,19 @@ class RayLauncher:
             self._actor = self._group = None
 
     def actor(self, ending: Event) -> Any:
-        """Return the actor; place it first if needed. Called in a thread. Raises `EngineError`."""
+        """Return the actor, which is created at the first call. Raise `EngineError` if the cluster
+        has no room for the actor. Called in a thread."""
         with self._lock:
             if self._closed.is_set():
-                raise EngineError("its place was given back")
+                raise EngineError("its placement group was removed")
             if self._actor is None:
                 name, config = self._engine.name, self._engine.config
                 bundle = self.cluster.bundle(self._engine)
                 self._group = placement_group([bundle], name=f"twostroke {name}")
-                if not self._placed(ending):
+                if not self._wait_for_placement(ending):
                     remove_placement_group(self._group)
                     self._group = None
-                    raise EngineError(self.cluster.no_room(name, bundle))
+                    raise EngineError(self.cluster.no_room_message(name, bundle))
                 strategy = PlacementGroupSchedulingStrategy(self._group, 0)
                 self._actor = (
                     ray.remote(EngineActor)
@@ -184,8 +193,9 @@ class RayLauncher:
                 )
             return self._actor
 
-    def did_not_start(self, actor: Any) -> EngineError:
-        """Give up an actor that does not start: the next life gets a new one. Return the error."""
+    def give_up(self, actor: Any) -> EngineError:
+        """Kill an actor that does not start, so that the next run creates a new actor. Return the
+        error to raise."""
         with self._lock:
             if self._actor is actor:
                 self._actor = None
@@ -193,29 +203,30 @@ class RayLauncher:
                 ray.kill(actor, no_restart=True)
         return EngineError(
             f"the Ray actor of {self._engine.name} has not started within {ACTOR_START_S:g} s; "
-            "`ray status` shows whether its node lives, and the logs of Ray on that node "
-            "(/tmp/ray/session_latest/logs) show what its worker waits for"
+            "`ray status` shows whether its node is alive, and Ray's logs on that node "
+            "(/tmp/ray/session_latest/logs) show why the worker process does not start"
         )
 
-    def _placed(self, ending: Event) -> bool:
-        until = monotonic() + self.cluster.patience_s
-        while monotonic() < until and not ending.is_set() and not self._closed.is_set():
+    def _wait_for_placement(self, ending: Event) -> bool:
+        deadline_s = monotonic() + self.cluster.placement_timeout_s
+        while monotonic() < deadline_s and not ending.is_set() and not self._closed.is_set():
             if self._group.wait(POLL_S):
                 return True
         return False
 
 
-class RayLaunched:
-    """One life of an engine: a call of its actor's `run`."""
+class RayEngineRun:
+    """One run of an engine: a call of its actor's `run`."""
 
     def __init__(self, launcher: RayLauncher) -> None:
         self._launcher = launcher
         self.endpoint = f"tcp://{launcher.cluster.host}:*"
         self.secret = launcher.secret
-        self.start_timeout_s = launcher.start_timeout_s  # once Ray has started the actor
-        self.stopped = False  # unknown
-        self.running = False  # Ray may have to make room or start a node first
-        self._send_to, self._how = "", ""
+        self.start_timeout_s = launcher.start_timeout_s  # counted from the start of the actor
+        self.stopped = False  # Ray does not report stopped processes
+        self.running = False  # until Ray has placed and started the actor
+        self._send_to = ""  # address for the engine's messages
+        self._end_reason = ""
         self._ending, self._ended = Event(), Event()
         self._ending_s = 0.0
         self._actor: Any = None
@@ -230,49 +241,49 @@ class RayLaunched:
                 running = self._actor.run.remote(self._send_to)
                 self.running = True
                 if self._wait_for(running):
-                    self._how = f"its engine ended with exit code {ray.get(running)}"
-            self._how = self._how or "it was killed"
+                    self._end_reason = f"its engine ended with exit code {ray.get(running)}"
+            self._end_reason = self._end_reason or "it was killed"
         except EngineError as error:
-            self._how = str(error)
+            self._end_reason = str(error)
         except ActorUnavailableError:
-            self._how = "its Ray actor died"  # the error is a page of advice
-        except RayActorError as error:  # it could not be made
-            self._how = f"its Ray actor could not start: {_last_line(error)}"
+            self._end_reason = "its Ray actor died"  # the text of the error is too long to show
+        except RayActorError as error:  # the actor could not be created
+            self._end_reason = f"its Ray actor could not start: {_last_line(error)}"
         except RayTaskError as error:
-            self._how = str(error.cause)
+            self._end_reason = str(error.cause)
         except Exception as error:
-            self._how = f"Ray failed: {_first_line(error)}"
+            self._end_reason = f"Ray failed: {_first_line(error)}"
         self._ended.set()
 
     def _wait_until_up(self) -> bool:
-        """Wait until Ray has started the actor, or started it again; False: it was killed. Raises
-        `EngineError` if that takes too long."""
-        begun_s = monotonic()
+        """Wait until Ray has started the actor, for the first time or after a death. Return False
+        if `end` was called meanwhile. Raise `EngineError` after `ACTOR_START_S`."""
+        began_s = monotonic()
         while not self._ending.is_set():
             up = self._actor.__ray_ready__.remote()
-            if not self._wait_for(up, begun_s):
+            if not self._wait_for(up, began_s):
                 if self._ending.is_set():
                     return False
-                raise self._launcher.did_not_start(self._actor)
+                raise self._launcher.give_up(self._actor)
             try:
                 return bool(ray.get(up))
             except ActorUnavailableError:
                 self._ending.wait(POLL_S)
         return False
 
-    def _wait_for(self, ref: Any, begun_s: float = math.inf) -> bool:
-        """Wait for a result; False: it has not come within `ACTOR_START_S` of `begun_s`, or the
-        worker was killed and Ray has not reported it."""
+    def _wait_for(self, ref: Any, began_s: float = math.inf) -> bool:
+        """Wait for a result of Ray. Return False if `ACTOR_START_S` have passed since `began_s`, or
+        if `end` was called and Ray has not reported the end of the worker."""
         while not ray.wait([ref], timeout=POLL_S)[0]:
             now = monotonic()
-            if self._ending.is_set() and now - self._ending_s > KILLED_S:
+            if self._ending.is_set() and now - self._ending_s > KILL_REPORT_S:
                 return False
-            if now - begun_s > ACTOR_START_S:
+            if now - began_s > ACTOR_START_S:
                 return False
         return True
 
     def how_it_ended(self) -> str:
-        return self._how
+        return self._end_reason
 
     def end(self) -> None:
         if self._ending.is_set() or self._ended.is_set():
@@ -283,35 +294,37 @@ class RayLaunched:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(self._actor, no_restart=False)
 
-    def clean_up(self) -> None: ...
+    def clean_up(self) -> None:
+        """Do nothing: a run has no files. `RayLauncher.close` removes the actor."""
 
 
 class EngineActor:
-    """The engine, in the worker that Ray chose."""
+    """The Ray actor that runs an engine in its worker process."""
 
     def __init__(self, name: str, config: dict[str, Any], builder: str, version: str) -> None:
-        """`version`: the server's; messages of other versions may differ."""
+        """`version`: the server's version. The engine must have the same, because messages of other
+        versions may differ."""
         self._name, self._config, self._builder = name, config, builder
         self._version = version
 
     def run(self, send_to: str) -> int:
-        """Build the engine and serve until it is told to end."""
+        """Build the engine and run it until a `Shutdown` message; return the exit code."""
         log_lines.configure()
         if self._version != __version__:
             raise EngineError(
-                f"{self._name} has twostroke {__version__}, and the server {self._version}; "
-                "install the same on all nodes"
+                f"{self._name} runs twostroke {__version__}, but the server runs {self._version}; "
+                "install the same version on all nodes"
             )
         host: str = ray.util.get_node_ip_address()
-        # Ray hides the other GPUs of the node from this worker.
+        # The worker sees only the GPUs that Ray has assigned, so the engine takes the first ones.
         config = EngineConfig(**self._config | {"kv_host": host, "engine_index": 0})
-        where = f"{self._name} on node {host}"
+        host_name = f"{self._name} on node {host}"
         code = run_engine(
             config,
             self._builder,
             send_to,
             listen_at=f"tcp://{host}:*",
-            where=where,
+            host_name=host_name,
             secret=config.engine_secret,
         )
         if code:  # the next engine must begin in a fresh worker
@@ -319,8 +332,9 @@ class EngineActor:
         return code
 
 
-def _check_answers(address: str) -> None:
-    """Raise `ConfigError` if nothing answers; Ray itself would try for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise `ConfigError` if the address does not accept connections. Ray would retry for minutes
+    before it fails."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -330,21 +344,22 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--ray {address}: nothing answers there ({error}); start a cluster with `ray start "
-            "--head --port 6379`, and give the address that it prints"
+            f"--ray {address}: no connection to this address ({error}); start a cluster with `ray "
+            "start --head --port 6379`, and give the address that the command prints"
         ) from None
 
 
-def _wants_gpus(config: EngineConfig, nodes: Sequence[dict[str, float]]) -> bool:
-    there = any(node.get("GPU", 0) >= 1 for node in nodes)
-    return config.device.startswith("cuda") or (config.device == "auto" and there)
+def _needs_gpus(config: EngineConfig, nodes: Sequence[dict[str, float]]) -> bool:
+    has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    return config.device.startswith("cuda") or (config.device == "auto" and has_gpus)
 
 
-def _cores_each(cores: Sequence[int], num_engines: int) -> int:
-    """Return the most cores that every engine can have, each on one node; 0: too few cores."""
-    for each in range(max(cores, default=0), 0, -1):
-        if sum(node // each for node in cores) >= num_engines:
-            return each
+def _max_cores(cores: Sequence[int], num_engines: int) -> int:
+    """Return the largest number of cores that all engines can have, if an engine cannot span nodes.
+    `cores`: of each node. 0: there are fewer cores than engines."""
+    for num_cores in range(max(cores, default=0), 0, -1):
+        if sum(on_node // num_cores for on_node in cores) >= num_engines:
+            return num_cores
     return 0
 
 

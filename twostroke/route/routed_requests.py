@@ -1,4 +1,4 @@
-"""`RoutedRequests`: places requests in engines, and continues them elsewhere when an engine dies.
+"""`RoutedRequests` sends requests to engines, and moves the requests of an engine that dies.
 
     place ─▶ Router ─▶ a prefill engine ── first token ─▶ the client
                               │ PREFILLED, with an offer of its blocks
@@ -7,15 +7,16 @@
                               │ fetched
                               └─▶ the prefill engine: release
 
-The decode engine for a long prompt is chosen, and fetches, while the prefill engine still computes:
-each time that the blocks so far are offered (`_send_ahead`). They are in its prefix cache when the
-request comes. If they are not, the request fetches them then.
+A long prompt is sent ahead in parts: while the prefill engine computes the prompt, it offers the
+blocks computed so far, and the decode engine, which is chosen at the first offer, fetches these
+blocks into its prefix cache (`_send_ahead`). The request later finds the blocks there, and fetches
+only blocks that are missing.
 
-A request is in one engine at a time, and all tokens that were delivered are known here. So if an
-engine dies, at any stage, its requests continue in another engine from their last token: with their
-blocks, if they are still offered, or recomputed. Sampling depends on the seed and the position
-alone, so the tokens are the same. A request ends with an error only when `MAX_ATTEMPTS` engines
-have died while they had it.
+A request is in one engine at a time, and this process knows all tokens that were delivered. If an
+engine dies, at any stage, each of its requests continues in another engine from its last token. The
+other engine fetches the blocks of the request if they are still offered, or else recomputes them.
+Sampling depends on the seed and the position alone, so the tokens are the same. A request ends with
+an error only when `MAX_DEATHS` engines have died while they ran the request.
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ from twostroke.route.member import ActiveOffer, Member, RoutedRequest
 from twostroke.route.router import NOTHING, EngineState, Queued, Router
 from twostroke.sched.updates import Update
 
-MAX_ATTEMPTS = 4  # engines that may die with one request: it may be what kills them
+MAX_DEATHS = 4  # after so many deaths of its engines a request is failed: it may be their cause
 
 
 class RoutedRequests:
+    """All requests of the server that have not ended, and the engines that they were sent to.
+
+    A request with n > 1 is sent as n engine requests, its completions. All request ids here are ids
+    of engine requests."""
+
     def __init__(
         self, outputs: OutputProcessor, records: Records, on_ended: Callable[[], None]
     ) -> None:
@@ -47,7 +53,7 @@ class RoutedRequests:
         self.router = Router([])
         self.hand_overs = HandOvers()
         self.members: Sequence[Member] = ()
-        self.routed: dict[str, RoutedRequest] = {}  # by engine request, until its end
+        self.routed: dict[str, RoutedRequest] = {}  # by request id, until the request ends
         self._outputs, self._records, self._on_ended = outputs, records, on_ended
 
     def set_members(self, members: Sequence[Member]) -> None:
@@ -64,7 +70,7 @@ class RoutedRequests:
         return Counter(routed.member for routed in self.routed.values())
 
     def num_in(self, member: Member) -> int:
-        """Requests that a member has, and requests whose blocks it offers."""
+        """Return the number of requests that run in a member or whose blocks the member offers."""
         return sum(
             routed.member is member or (routed.offer is not None and routed.offer.member is member)
             for routed in self.routed.values()
@@ -73,66 +79,67 @@ class RoutedRequests:
     # ── placing ─────────────────────────────────────────────────────────────────────────────
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Place the continuations of a new request. Raises `RequestError` if they cannot be
-        sent."""
-        routed = [RoutedRequest(one) for one in requests]
-        self.routed |= {one.request.request_id: one for one in routed}
-        self._begin(routed)
+        """Place the completions of a new request. Raise `RequestError` if they cannot be sent."""
+        completions = [RoutedRequest(request) for request in requests]
+        self.routed |= {completion.request.request_id: completion for completion in completions}
+        self._begin(completions)
 
-    def abort(self, names: Iterable[str]) -> None:
+    def abort(self, request_ids: Iterable[str]) -> None:
         unplaced = []
-        for name in names:
-            member = self.routed[name].member
+        for request_id in request_ids:
+            member = self.routed[request_id].member
             if member is None:
-                unplaced.append(name)
+                unplaced.append(request_id)
             else:
-                member.abort_all([name])
+                member.abort_all([request_id])
         self._end_unplaced(unplaced)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Drop requests without an update; an engine that has one must end it."""
-        for name in names:
-            routed = self.routed.pop(name)
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Remove requests without delivering an update, and abort them in their engines."""
+        for request_id in request_ids:
+            routed = self.routed.pop(request_id)
             if routed.member is not None:
-                routed.member.abort_all([name])
-            self._take_out(routed)
+                routed.member.abort_all([request_id])
+            self._note_left(routed)
             self.hand_overs.release(routed)
 
     def place_unplaced(self) -> None:
-        """Place the requests that no engine has: an engine is up again."""
+        """Place all requests that are in no engine. Called when an engine is up again."""
         for routed in list(self.routed.values()):
             if routed.member is None:
                 self._continue(routed)
 
     def move_all(self, member: Member) -> None:
-        """Continue the requests of a member that leaves in other engines."""
+        """Move the requests of a member that is being removed to other engines."""
         for routed in list(self.routed.values()):
             if routed.member is member:
                 member.forget(routed.request.request_id)
-                self._lose_engine(routed, f"moved from {member.name}, which leaves")
-                self._rescue(routed, "it left")
+                self._lose_engine(routed, f"moved: {member.name} was removed")
+                self._rescue(routed, "the engine was removed")
 
-    def _begin(self, routed: Sequence[RoutedRequest]) -> None:
-        """Send the continuations of one request to the engine that will prefill them."""
-        prompt = prompt_of(routed[0].request)
+    def _begin(self, completions: Sequence[RoutedRequest]) -> None:
+        """Send the completions of one request to the engine that will prefill them. If no engine is
+        up, the completions stay unplaced."""
+        prompt = prompt_of(completions[0].request)
         placement = self.router.place(prompt)
         if placement is None:
-            return  # they are placed when an engine is up
+            return
         member = self._member(placement.engine)
-        requests = [replace(one.request, hand_over=placement.hand_over) for one in routed]
+        requests = [replace(one.request, hand_over=placement.hand_over) for one in completions]
         began_s = monotonic()
         if member.add(requests):
             member.state.note_prompt(prompt)
-            for n, one in enumerate(routed):
-                one.route.append(placement.reason)
-                # The siblings find the prompt in the cache, but for its last token.
-                self._put_in(one, member, Queued(1) if n else placement.queued, began_s)
+            for n, completion in enumerate(completions):
+                completion.route.append(placement.reason)
+                # All completions but the first find the prompt cached, except for its last token.
+                queued = Queued(1) if n else placement.queued
+                self._note_sent(completion, member, queued, began_s)
 
-    def _put_in(
+    def _note_sent(
         self, routed: RoutedRequest, member: Member, queued: Queued, began_s: float
     ) -> None:
-        """Note that a request has been sent to a member. `began_s`: the time before it was sent;
-        the member may know of it before `add` returns."""
+        """Note that a request has been sent to a member. `began_s`: read before `Member.add` was
+        called, because the member may start the request before `add` returns."""
         routed.member, routed.queued = member, queued
         num_written = len(self._outputs.written(routed.request.request_id))
         routed.spans.append(EngineSpan(member.name, began_s, num_written))
@@ -141,7 +148,7 @@ class RoutedRequests:
         else:
             member.state.streams += 1
 
-    def _take_out(self, routed: RoutedRequest) -> None:
+    def _note_left(self, routed: RoutedRequest) -> None:
         """Note that a request has left the member that had it."""
         if routed.member is not None:
             if routed.queued.tokens:
@@ -149,40 +156,42 @@ class RoutedRequests:
             else:
                 routed.member.state.streams -= 1
         routed.member, routed.queued = None, NOTHING
-        self.hand_overs.promise(routed, routed.next_member, False)
+        self.hand_overs.promise(routed, routed.next_member, promised=False)
 
     def _continue(self, routed: RoutedRequest) -> None:
-        """Place a request that no engine has, from its last token on."""
+        """Place a request that is in no engine. The new engine continues after the last delivered
+        token."""
         request, written = routed.request, tuple(self._outputs.written(routed.request.request_id))
         if not written:
             self._begin([routed])
             return
         prompt = prompt_of(request, len(written))
-        offer, target = None, None
+        offer, placement = None, None
         if routed.offer is not None:
-            chosen = None if routed.next_member is None else routed.next_member.state
-            offer, target = routed.offer.offer, self.router.place_decode(prompt, chosen)
-        if target is not None:
-            reason = target.reason
+            next_state = None if routed.next_member is None else routed.next_member.state
+            offer, placement = routed.offer.offer, self.router.place_decode(prompt, next_state)
+        if placement is not None:
+            reason = placement.reason
         else:
             self.hand_overs.release(routed)
-            offer, target = None, self.router.place(prompt)
-            if target is None:
+            offer, placement = None, self.router.place(prompt)
+            if placement is None:
                 return
-            reason = f"goes on after {len(written)} tokens, {target.reason}"
+            reason = f"continued after {len(written)} tokens, {placement.reason}"
         resumed = replace(
             request,
-            params=replace(request.params, prompt_logprobs=None),  # these have been delivered
+            # The log-probabilities of the prompt have been delivered with the first token.
+            params=replace(request.params, prompt_logprobs=None),
             progress=False,
-            hand_over=target.hand_over,
+            hand_over=placement.hand_over,
             resumed=Resumed(written, routed.last_s, offer),
         )
-        member = self._member(target.engine)
+        member = self._member(placement.engine)
         began_s = monotonic()
         if member.add([resumed]):
             member.state.note_prompt(prompt)
             routed.route.append(reason)
-            self._put_in(routed, member, target.queued, began_s)
+            self._note_sent(routed, member, placement.queued, began_s)
 
     def _member(self, state: EngineState) -> Member:
         return next(member for member in self.members if member.state is state)
@@ -190,12 +199,17 @@ class RoutedRequests:
     # ── updates ─────────────────────────────────────────────────────────────────────────────
 
     def on_updates(self, member: Member, updates: list[Update]) -> None:
+        """Handle the updates of a step of `member`.
+
+        An offer without a finish reason has the blocks of a part of the prompt, which are sent
+        ahead. An offer with a finish reason ends the prefill: the request is handed over, and its
+        listener gets the tokens of the update but no end."""
         now, handed_over, delivered = monotonic(), [], []
         for update in updates:
             if update.record is not None:
                 number_steps(update.record, member.first_step)
             routed = self.routed.get(update.request_id)
-            if routed is None:  # it was dropped here
+            if routed is None:  # `forget` has removed the request
                 if update.offer is not None:
                     member.release(update.offer.number)
                 delivered.append(update)
@@ -212,7 +226,7 @@ class RoutedRequests:
         aborts = self._deliver(member, delivered)
         for routed, update in handed_over:
             self._hand_over(member, routed, update)
-        self.abort(name for name in aborts if name in self.routed)
+        self.abort(request_id for request_id in aborts if request_id in self.routed)
 
     def _note_tokens(self, routed: RoutedRequest, now: float) -> None:
         routed.last_s = now
@@ -226,14 +240,14 @@ class RoutedRequests:
             routed.handed_over_s = 0.0
 
     def _deliver(self, member: Member | None, updates: list[Update]) -> list[str]:
-        """Give updates to their listeners, and keep the records of requests that end. Return the
-        engine requests to abort."""
+        """Deliver updates to the clients, and store the records of requests that end. Return the
+        ids of requests to abort."""
         ended = []
         for n, update in enumerate(updates):
             if update.finish_reason is not None and update.request_id in self.routed:
                 routed = self.routed.pop(update.request_id)
                 self._note_end(routed, len(update.tokens))
-                self._take_out(routed)
+                self._note_left(routed)
                 self.hand_overs.release(routed)
                 record = update.record
                 if record is not None:
@@ -246,47 +260,48 @@ class RoutedRequests:
         for record in ended:
             self._records.add_request(record)
             if member is not None:
-                member.records.tell_request(record)
+                member.records.notify_listeners(record)
         if ended:
             self._on_ended()
         return aborts
 
     def _note_end(self, routed: RoutedRequest, num_newest: int) -> None:
-        """Tell the router about an answer. `num_newest`: tokens that came with the end."""
+        """Report the length of an answer to the router. `num_newest`: the number of tokens in the
+        last update."""
         request = routed.request
         num_written = num_newest + len(self._outputs.written(request.request_id))
         self.router.note_answer(num_written)
-        if routed.member is not None:  # the next turn finds this turn cached there
+        if routed.member is not None:  # this turn is in the member's prefix cache
             length = len(request.prompt_token_ids) + num_written
             routed.member.state.note_session(request.session, length)
 
     def _hand_over(self, member: Member, routed: RoutedRequest, update: Update) -> None:
-        """Continue a request that `member` has prefilled in another engine."""
+        """Send a request that `member` has prefilled to a decode engine."""
         assert update.offer is not None
         assert update.record is not None
         record = update.record if routed.record is None else continued(routed.record, update.record)
         routed.record, routed.offer = record, ActiveOffer(member, update.offer)
         routed.handed_over_s = routed.last_s
-        self._take_out(routed)
+        self._note_left(routed)
         if self._is_abandoned(update.request_id):
             self._end_unplaced([update.request_id])
         else:
             self._continue(routed)
 
-    def _is_abandoned(self, name: str) -> bool:
-        """Return whether nobody needs more output of an engine request."""
-        state = self._outputs.of(name)
-        return state.aborted or state.on_output is None or self._outputs.has_ended(name)
+    def _is_abandoned(self, request_id: str) -> bool:
+        """Return whether the client needs no more output of a request."""
+        state = self._outputs.state_of(request_id)
+        return state.aborted or state.on_output is None or self._outputs.has_ended(request_id)
 
     def _send_ahead(self, routed: RoutedRequest, active: ActiveOffer) -> None:
-        """Send a part of a prompt to the engine that will continue the request; choose the engine
-        first, if that has not been done."""
+        """Send the offer of a part of a prompt to the engine that will continue the request. Choose
+        this engine at the first part, or again if the engine is down."""
         request, hand_overs = routed.request, self.hand_overs
         if routed.next_member is None or not routed.next_member.state.up:
-            hand_overs.promise(routed, None, False)
-            target = self.router.place_decode(prompt_of(request))
-            if target is not None:
-                hand_overs.promise(routed, self._member(target.engine), True)
+            hand_overs.promise(routed, None, promised=False)
+            placement = self.router.place_decode(prompt_of(request))
+            if placement is not None:
+                hand_overs.promise(routed, self._member(placement.engine), promised=True)
                 routed.ahead_bytes = 0
         tokens = [*request.prompt_token_ids, *self._outputs.written(request.request_id)]
         hand_overs.send_ahead(routed, active, tokens)
@@ -294,81 +309,82 @@ class RoutedRequests:
     def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None:
         self.hand_overs.on_fetched_ahead(member, handle, fetched)
 
-    def on_fetched(self, member: Member, name: str, fetched: FetchedOffer) -> None:
-        routed = self.routed.get(name)
+    def on_fetched(self, member: Member, request_id: str, fetched: FetchedOffer) -> None:
+        routed = self.routed.get(request_id)
         if routed is not None:
             self.hand_overs.on_fetched(routed, member, fetched)
 
-    def on_refused(self, member: Member, names: list[str], reason: Exception) -> None:
-        if names[0] not in self.routed:
+    def on_refused(self, member: Member, request_ids: list[str], reason: Exception) -> None:
+        if request_ids[0] not in self.routed:
             return
-        state = self._outputs.of(names[0])
-        for name in names:
-            self._take_out(self.routed[name])
+        state = self._outputs.state_of(request_ids[0])
+        for request_id in request_ids:
+            self._note_left(self.routed[request_id])
         if state.aborted:
-            self._end_unplaced(names)
+            self._end_unplaced(request_ids)
         else:
             self.forget(self._outputs.close(state, reason))
         self._on_ended()
 
     # ── ends without an engine ──────────────────────────────────────────────────────────────
 
-    def _end_unplaced(self, names: Iterable[str]) -> None:
-        """End aborted requests that no engine has."""
+    def _end_unplaced(self, request_ids: Iterable[str]) -> None:
+        """End aborted requests that are in no engine."""
         ends = []
-        for name in names:
-            record = self._ended_record(name, FinishReason.ABORT)
-            ends.append(Update(name, (), finish_reason=FinishReason.ABORT, record=record))
+        for request_id in request_ids:
+            record = self._ended_record(request_id, FinishReason.ABORT)
+            ends.append(Update(request_id, (), finish_reason=FinishReason.ABORT, record=record))
         if ends:
             self._deliver(None, ends)
 
-    def _ended_record(self, name: str, reason: FinishReason) -> RequestRecord:
-        record = self.routed[name].record or self._new_record(name)
+    def _ended_record(self, request_id: str, reason: FinishReason) -> RequestRecord:
+        record = self.routed[request_id].record or self._new_record(request_id)
         record.finished_s, record.finish_reason = monotonic(), reason
         return record
 
-    def _new_record(self, name: str) -> RequestRecord:
-        request = self.routed[name].request
-        record = RequestRecord(name, len(request.prompt_token_ids), request.received_s)
+    def _new_record(self, request_id: str) -> RequestRecord:
+        request = self.routed[request_id].request
+        record = RequestRecord(request_id, len(request.prompt_token_ids), request.received_s)
         record.n, record.family = request.params.n, request.family
         return record
 
     # ── deaths ──────────────────────────────────────────────────────────────────────────────
 
     def on_death(self, member: Member, reason: str) -> None:
-        """Continue the requests of a member that has died in other engines."""
+        """Move the requests of a member that has died to other engines."""
         self.hand_overs.on_death(member)
         for routed in list(self.routed.values()):
             if routed.offer is not None and routed.offer.member is member:
-                routed.offer = None  # its next engine may still fetch it, or computes it again
+                routed.offer = None  # a fetch that has begun may succeed, or fails and recomputes
             if routed.member is member:
-                routed.attempts += 1
+                routed.num_deaths += 1
                 self._lose_engine(routed, f"{member.name} died ({reason})")
                 self._rescue(routed, reason)
 
     def _lose_engine(self, routed: RoutedRequest, why: str) -> None:
-        """Take a request out of an engine that will not report its record."""
-        self._take_out(routed)
+        """Note that a request has left an engine which will not send the record of the request."""
+        self._note_left(routed)
         routed.route.append(why)
         self._keep_times(routed)
 
     def _rescue(self, routed: RoutedRequest, reason: str) -> None:
-        name = routed.request.request_id
-        if name not in self.routed:  # it was lost with a sibling
+        request_id = routed.request.request_id
+        if request_id not in self.routed:  # failed together with another completion
             return
-        if self._is_abandoned(name):
-            self._end_unplaced([name])
-        elif routed.attempts >= MAX_ATTEMPTS:
-            error = f"{routed.attempts} engines died while this request was in them ({reason})"
-            self._fail(self._outputs.of(name), error)
+        if self._is_abandoned(request_id):
+            self._end_unplaced([request_id])
+        elif routed.num_deaths >= MAX_DEATHS:
+            error = f"{routed.num_deaths} engines died while they ran this request ({reason})"
+            self._fail(self._outputs.state_of(request_id), error)
         else:
             self._continue(routed)
 
     def _keep_times(self, routed: RoutedRequest) -> None:
-        """Make a record from the times known here, in place of the lost record."""
-        name = routed.request.request_id
-        record = routed.record = routed.record or self._new_record(name)
-        missing = len(self._outputs.written(name)) - len(record.token_s)
+        """Complete the record of a request with the times known here, because the record of the
+        engine is lost."""
+        request_id = routed.request.request_id
+        record = routed.record = routed.record or self._new_record(request_id)
+        missing = len(self._outputs.written(request_id)) - len(record.token_s)
         record.token_s.extend([routed.last_s] * missing)
         record.token_step.extend([-1] * missing)
         if record.token_s and not record.first_token_s:
@@ -376,10 +392,10 @@ class RoutedRequests:
 
     def _fail(self, state: RequestState, error: str) -> None:
         records = []
-        for name in self._outputs.in_engine(state):
-            record = self._ended_record(name, FinishReason.ERROR)
-            record.route = "; ".join(self.routed[name].route)
-            record.stays = self.routed[name].spans
+        for request_id in self._outputs.in_engine(state):
+            record = self._ended_record(request_id, FinishReason.ERROR)
+            record.route = "; ".join(self.routed[request_id].route)
+            record.stays = self.routed[request_id].spans
             records.append(record)
         self.forget(self._outputs.close(state, EngineError(error)))
         for record in records:

@@ -26,7 +26,7 @@ class OfferedBlocks:
 
     @property
     def enabled(self) -> bool:
-        return self.transfer is not None and self.transfer.offers
+        return self.transfer is not None and self.transfer.can_offer
 
     @property
     def layout(self) -> str:
@@ -80,4 +80,4 @@ class OfferedBlocks:
 
     def prepare_memory(self) -> bool:
         """Touch some of the memory that fetched blocks will be written to. True: there is more."""
-        return self.transfer is not None and self.transfer.make_ready()
+        return self.transfer is not None and self.transfer.prepare_memory()

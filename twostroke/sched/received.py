@@ -36,7 +36,7 @@ class FetchResult(NamedTuple):
     seconds: float  # from the first request for a block to the last block
     problem: str  # why the blocks must be recomputed; "": they have been fetched
     waited_s: float = 0.0  # for room, before the fetch
-    way: str = ""  # the transport
+    transport: str = ""  # memory, device, nixl or sockets
     ahead: bool = False  # part of a prompt that is still being computed
 
 
@@ -179,11 +179,11 @@ class ReceivedQueue:
             )
         num_cached = self._kv.open(request.kv, tables)
         wanted = self._kv.receive(request.kv, offer.num_tokens)
-        places = [
+        pairs = [
             [(entry, table[entry]) for entry in entries]
             for entries, table in zip(wanted, request.kv.tables, strict=True)
         ]
-        fetch = self._transfer.fetch(offer, places)
+        fetch = self._transfer.fetch(offer, pairs)
         return _Fetching(request, fetch, num_cached, waited_s, ahead)
 
     def _advance(
@@ -240,7 +240,7 @@ class ReceivedQueue:
                 seconds=monotonic() - one.fetch.began_s,
                 problem=problem,
                 waited_s=one.waited_s,
-                way="" if error else one.fetch.transport,
+                transport="" if error else one.fetch.transport,
                 ahead=one.ahead,
             )
         self._results.append(result)

@@ -19,7 +19,7 @@ import msgspec
 
 from twostroke.errors import EngineError, shown
 from twostroke.serve.app import App
-from twostroke.serve.error_responses import ApiError, as_api_error, as_refusal
+from twostroke.serve.error_responses import ApiError, as_api_error, as_decode_error
 from twostroke.serve.http.http_request import Message
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -132,7 +132,7 @@ def _read(app: App, line: bytes | None) -> Line:
     try:
         return msgspec.json.decode(line, type=Line)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        refusal = as_refusal(error)
+        refusal = as_decode_error(error)
         # The error is in the line, which is not a body.
         refusal.message = refusal.message.replace("the body is", "it is")
         raise refusal from None

@@ -45,13 +45,13 @@ Numbers = tuple[int | float, ...]
 _ahead: ContextVar[dict[object, Any] | None] = ContextVar("compile_ahead", default=None)
 
 
-def compile_ahead(run: Callable[[], object], of: object) -> None:
+def compile_ahead(run: Callable[[], object], key: object) -> None:
     """Compile the kernels that `run` would launch, many at a time. None of them is launched, so its
     tensors need no memory. A launch that differs from them after all compiles on its own.
 
-    `of`: everything that decides which kernels these are. Once they are compiled a file in Triton's
-    cache says so, and the next start loads each kernel where it is first launched."""
-    mark = _mark(of)
+    `key`: everything that decides which kernels these are. Once they are compiled a file in
+    Triton's cache says so, and the next start loads each kernel where it is first launched."""
+    mark = _mark(key)
     if mark.exists():
         return
     asked: dict[object, Any] = {}
@@ -96,8 +96,8 @@ def _compiled_by(threads: ThreadPoolExecutor) -> AbstractContextManager[object]:
     return mode
 
 
-def _mark(of: object) -> Path:
-    digest = sha256(repr((of, triton.__version__, driver.active.get_current_target())).encode())
+def _mark(key: object) -> Path:
+    digest = sha256(repr((key, triton.__version__, driver.active.get_current_target())).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return Path(triton.knobs.cache.dir) / f"twostroke-{digest.hexdigest()}"

@@ -64,13 +64,13 @@ _RENAMED = {"tokenising": Part.TOKENISING}
 class TimeAccount:
     """Seconds of the requests by part, with statistics of TTFT and gaps.
 
-    `parts` has one dict for each request, or a single dict with sums if `each` is False.
+    `parts` has one dict for each request, or a single dict with sums if `one_per_request` is False.
     """
 
     level: str
     requests: int = 0
     parts: list[dict[str, float]] = field(default_factory=list)
-    each: bool = True
+    one_per_request: bool = True
     ttft_s: float = 0.0  # mean
     gap_s: float = 0.0  # median between two tokens
     worst_gap_s: float = 0.0
@@ -281,7 +281,7 @@ def account_of_metrics(observed: Observations) -> TimeAccount | None:
         Part.OWN_PREFILL: prefill_s,
         Part.DECODE: decode_s,
     }
-    account = TimeAccount("/metrics", count, [parts], each=False)
+    account = TimeAccount("/metrics", count, [parts], one_per_request=False)
     account.ttft_s = (prefill_s + queue_s) / count
     account.output_tokens = (grown["output_tokens"] or 0.0) / count
     _gaps_of_histogram(account, observed)
@@ -293,7 +293,7 @@ def account_of_probes(observed: Observations) -> TimeAccount:
     good = [one for one in observed.probes if one.ok]
     counted = change(observed.before, observed.after, "output_tokens") is not None
     account = TimeAccount(
-        "/metrics" if counted else "client only", len(good) + len(observed.stuck_s)
+        "/metrics" if counted else "client only", len(good) + len(observed.unanswered_s)
     )
     for sample in good:
         prefill_s = 0.0
@@ -303,7 +303,7 @@ def account_of_probes(observed: Observations) -> TimeAccount:
         account.parts.append(
             {Part.OWN_PREFILL: prefill_s, Part.BEFORE_PREFILL: waited_s, Part.DECODE: stream_s}
         )
-    account.parts += [{Part.BEFORE_PREFILL: waited_s} for waited_s in observed.stuck_s]
+    account.parts += [{Part.BEFORE_PREFILL: waited_s} for waited_s in observed.unanswered_s]
     if account.parts:
         account.ttft_s = account.start_s / len(account.parts)
     if good:

@@ -1,9 +1,9 @@
 """`diagnose`: rules that turn the observations of a server into a verdict.
 
-The computation of a request's own prompt and tokens is not a fault (`twostroke roofline` estimates
-its time). A rule names the time that a request waits for other requests, for memory, for the
-template or for the network. A rule applies if its share of the time exceeds a threshold and the
-time is long enough to be noticed.
+A rule looks at the time that requests wait for other requests, for memory, for the template or for
+the network. A rule yields a cause if this time exceeds a share of the requests' time and is long
+enough to be noticed. The computation of a request's own prompt and tokens is no cause; `twostroke
+roofline` estimates how long the computation takes.
 """
 
 from __future__ import annotations
@@ -36,33 +36,43 @@ from twostroke.measure.doctor.watch import Observations
 from twostroke.measure.load.scrape import change
 from twostroke.measure.report.tables import duration
 
-# Thresholds. A share is of the time to the first token or of the time between tokens.
-START_SHARE, START_S = 0.35, 0.1  # of the time to the first token; mean seconds a request
-BEHIND_SHARE = 0.5  # of the time to the first token, behind the prompts of other requests
-STALLED_SHARE = 0.2  # of the time between tokens, in gaps that prompts made long
-PREFILL_SHARE = 0.7  # of the time between tokens, prompts of other requests
-STREAMS_SHARE = 0.1  # of all the time: below it, the time between tokens does not matter
-PREEMPTION_SHARE = 0.15  # of the time between tokens
-HOST_SHARE, HOST_S = 0.3, 0.002  # of the time between tokens; mean seconds a token
-REPEATED_SHARE = 0.4  # of the computed prompt tokens
-OUTSIDE_SHARE, OUTSIDE_S = 0.3, 0.12  # of a probe's time; seconds
-UNREADY_S = 0.5
-SMALL_BATCH = {"cpu": 16}  # below this number of running requests a device is mostly idle
-SMALL_BATCH_ELSEWHERE = 64
+# Thresholds of the rules. Shares of the time to the first token:
+START_SHARE = 0.35  # any cause, unless another threshold is given
+QUEUE_SHARE = 0.5  # waiting in the queue while prompts of other requests are computed
+START_S = 0.1  # the mean time of a request that any cause must reach
+
+# Shares of the time between tokens:
+STALLED_SHARE = 0.2  # gaps that are long because a prompt was computed
+PREFILL_SHARE = 0.7  # computation of prompts of other requests, in gaps of any length
+PREEMPTION_SHARE = 0.15  # lost to preemptions
+HOST_SHARE = 0.3  # the device is idle
+HOST_S = 0.002  # the mean idle time for a token that `HOST_SHARE` also needs
+MIN_STREAM_SHARE = 0.1  # share of the total time; a smaller time between tokens is not judged
+
+REPEATED_SHARE = 0.4  # share of the computed prompt tokens that an earlier prompt began with
+CLIENT_SHARE = 0.3  # share of a probe's time that passes between the server and the client
+CLIENT_S = 0.12  # the time of a probe that `CLIENT_SHARE` also needs
+UNREADY_S = 0.5  # time during which the engine was not up
+SMALL_BATCH = {"cpu": 16}  # by device: with fewer running requests the device is mostly idle
+SMALL_BATCH_DEFAULT = 64  # for every other device
+
+COUNTED_PREEMPTION_SHARE = 0.3  # assumed if only the number of preemptions is known
 LEVEL_CONFIDENCE = {"step records": 0.95, "/metrics": 0.8, "client only": 0.65}
-MIN_CONFIDENCE = 0.5  # of a cause that counts for the verdict
+MIN_CONFIDENCE = 0.5  # causes with less confidence do not decide the verdict
 
 
 def diagnose(observed: Observations) -> Verdict:
+    """Return the verdict on a server from its observations, with causes, notes and figures."""
     account = _account(observed)
     rules = _Rules(observed, account)
-    # An engine that was down explains the other causes, and comes first.
+    # "cold_start" comes first: an engine that was down explains the other causes.
     causes = sorted(
-        rules.causes(), key=lambda one: (one.cause != "cold_start", -one.weight * one.confidence)
+        rules.causes(),
+        key=lambda cause: (cause.cause != "cold_start", -cause.weight * cause.confidence),
     )
-    sure = [one for one in causes if one.confidence >= MIN_CONFIDENCE]
-    if sure:
-        phases = {one.phase for one in sure}
+    deciding = [cause for cause in causes if cause.confidence >= MIN_CONFIDENCE]
+    if deciding:
+        phases = {cause.phase for cause in deciding}
         both = "both" in phases or phases == {"start", "stream"}
         verdict = BOTH if both else SLOW_TO_START if phases == {"start"} else SLOW_TO_STREAM
     else:
@@ -74,7 +84,7 @@ def diagnose(observed: Observations) -> Verdict:
         evidence_level=account.level,
         causes=tuple(causes),
         ledger=account.ledger(),
-        experiment=experiment(sure[0], observed, account) if sure else None,
+        experiment=experiment(deciding[0], observed, account) if deciding else None,
         notes=tuple(rules.notes()),
         not_examined=rules.not_examined(),
         figures=rules.figures(),
@@ -96,9 +106,9 @@ class _Rules:
 
     def __init__(self, observed: Observations, account: TimeAccount) -> None:
         self.observed, self.account = observed, account
-        self.outside = client_extra_of(observed)
+        self.client_extra = client_extra_of(observed)
         self.round_trip_s = statistics.median(observed.pings_s) if observed.pings_s else 0.0
-        self.repeats = self._repeats()
+        self.repeated_share = self._relevant_repeated_share()
 
     def causes(self) -> list[Cause]:
         rules = (
@@ -114,23 +124,29 @@ class _Rules:
         found: dict[str, Cause] = {}
         for rule in rules:
             for cause in rule():
-                found[cause.cause] = _merged(found.get(cause.cause), cause)
+                found[cause.cause] = _merge(found.get(cause.cause), cause)
         return list(found.values())
 
     # ── before the first token ──────────────────────────────────────────────────────────────
 
-    def _repeats(self) -> float:
+    def _relevant_repeated_share(self) -> float:
+        """Return the share of prompt tokens that a prefix cache could have served, or 0 if their
+        computation delayed first tokens too little to be a cause."""
         share = self.account.repeated_share
-        own = self.account.start_share(Part.OWN_PREFILL, Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS)
-        return share if share >= REPEATED_SHARE and own * share >= START_SHARE else 0.0
+        prompts = self.account.start_share(
+            Part.OWN_PREFILL, Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS
+        )
+        return share if share >= REPEATED_SHARE and prompts * share >= START_SHARE else 0.0
 
-    def _start(
+    def _start_cause(
         self, cause: str, seconds: float, *evidence: str, min_share: float = START_SHARE
     ) -> Iterator[Cause]:
-        """Yield a cause if `seconds`, summed over all requests, exceed its thresholds."""
+        """Yield a cause of slow first tokens if `seconds`, the sum over all requests, are at least
+        `min_share` of the time to the first token and `START_S` a request."""
         account = self.account
         share = seconds / account.start_s if account.start_s > 0 else 0.0
-        mean_s = seconds / max(1, len(account.parts) if account.each else account.requests)
+        num_requests = len(account.parts) if account.one_per_request else account.requests
+        mean_s = seconds / max(1, num_requests)
         if share >= min_share and mean_s >= START_S:
             message = (
                 f"{duration(mean_s)} of {duration(account.ttft_s)} to the first token ({share:.0%})"
@@ -140,20 +156,22 @@ class _Rules:
     def _cause(
         self, cause: str, share: float, min_share: float, phase: str, *evidence: str, count: int = 0
     ) -> Cause:
-        """Return a cause. `count`: number of observations; 0: the number of requests."""
+        """Return a cause. `count`: the number of observed gaps, if `share` comes from gaps; 0: the
+        share comes from the requests."""
         account = self.account
-        sure = LEVEL_CONFIDENCE[account.level]
-        sure *= 0.75 + 0.25 * min(1.0, (share - min_share) / min_share)
+        confidence = LEVEL_CONFIDENCE[account.level]
+        confidence *= 0.75 + 0.25 * min(1.0, (share - min_share) / min_share)
         if (count or account.requests) < 3:
-            sure *= 0.7
-        # Figures of steps include streams that have not ended.
+            confidence *= 0.7
+        # A share of gaps is not scaled: gaps include streams that have not ended, and `total_s`
+        # does not.
         phase_s = account.start_s if phase == "start" else account.stream_s
         weight = share if count else share * phase_s / (account.total_s or 1.0)
         message = tuple(filter(None, evidence))
-        return Cause(cause, round(sure, 2), message, round(share, 3), phase, round(weight, 4))
+        return Cause(cause, round(confidence, 2), message, round(share, 3), phase, round(weight, 4))
 
     def tokenizer(self) -> Iterator[Cause]:
-        yield from self._start(
+        yield from self._start_cause(
             "tokenizer_or_template",
             self.account.seconds(Part.TOKENISING),
             "spent before the request reached the queue: chat template, tokenizer, or the wait for "
@@ -161,15 +179,15 @@ class _Rules:
         )
 
     def no_prefix_reuse(self) -> Iterator[Cause]:
-        if not self.repeats:
+        if not self.repeated_share:
             return
         account = self.account
         computed = account.seconds(Part.OWN_PREFILL, Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS)
-        yield from self._start(
+        yield from self._start_cause(
             "no_prefix_reuse",
-            computed * self.repeats,
-            f"at least {self.repeats:.0%} of the prompt tokens computed stood at the beginning of "
-            "an earlier prompt, too",
+            computed * self.repeated_share,
+            f"at least {self.repeated_share:.0%} of the computed prompt tokens were also at the "
+            "beginning of an earlier prompt",
         )
 
     def queue(self) -> Iterator[Cause]:
@@ -177,25 +195,27 @@ class _Rules:
         if account.level != "step records":
             yield from self._queue_by_gauges()
             return
-        behind = account.seconds(Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS) * (1 - self.repeats)
+        behind = account.seconds(Part.BEHIND_PROMPTS, Part.OTHERS_PROMPTS) * (
+            1 - self.repeated_share
+        )
         longest = max(
             (one["num_prompt"] - one["num_cached"] for one in observed.requests), default=0
         )
-        yield from self._start(
+        yield from self._start_cause(
             "queueing_behind_prefills",
             behind,
             f"meanwhile the prompts of other requests were computed, the longest {longest:,} "
             "tokens",
-            min_share=BEHIND_SHARE,
+            min_share=QUEUE_SHARE,
         )
-        full = observed.max_num_seqs is not None and not self._is_small(observed.max_num_seqs)
-        yield from self._start(
-            "overloaded" if full else "batch_too_small",
+        is_large = observed.max_num_seqs is not None and not self._is_small(observed.max_num_seqs)
+        yield from self._start_cause(
+            "overloaded" if is_large else "batch_too_small",
             account.seconds(Part.FULL_BATCH),
             f"the batch was full (--max-num-seqs {observed.max_num_seqs}), and the KV cache had "
             "room",
         )
-        yield from self._start(
+        yield from self._start_cause(
             "kv_pressure",
             account.seconds(Part.NO_KV_ROOM),
             f"the KV cache ({observed.limits.get('kv_tokens', 0):,} tokens) had no room for the "
@@ -204,14 +224,14 @@ class _Rules:
 
     def _is_small(self, max_num_seqs: float) -> bool:
         device = str(self.observed.limits.get("device", "")).partition(":")[0]
-        return max_num_seqs < SMALL_BATCH.get(device, SMALL_BATCH_ELSEWHERE)
+        return max_num_seqs < SMALL_BATCH.get(device, SMALL_BATCH_DEFAULT)
 
     def _queue_by_gauges(self) -> Iterator[Cause]:
-        """Judge the queue of a server that reports only its running and waiting requests."""
+        """Yield causes for a server that reports only its running and waiting requests."""
         account, gauges = self.account, self.observed.gauges
-        away_s = self.round_trip_s * len(account.parts)
-        waited = account.seconds(Part.QUEUE) + max(
-            0.0, account.seconds(Part.BEFORE_PREFILL) - away_s
+        round_trips_s = self.round_trip_s * len(account.parts)
+        waited_s = account.seconds(Part.QUEUE) + max(
+            0.0, account.seconds(Part.BEFORE_PREFILL) - round_trips_s
         )
         queued = [reading for reading in gauges if reading.waiting]
         running = [reading.running or 0.0 for reading in queued]
@@ -219,24 +239,25 @@ class _Rules:
         preempted = change(self.observed.before, self.observed.after, "preemptions")
         message = f"requests waited in {len(queued)} of {len(gauges)} samples of the gauges"
         if usage >= FULL_KV or (queued and preempted):
-            yield from self._start(
-                "kv_pressure", waited, message, f"the KV cache was {usage:.0%} full"
+            yield from self._start_cause(
+                "kv_pressure", waited_s, message, f"the KV cache was {usage:.0%} full"
             )
             return
         limit = self.observed.max_num_seqs or (max(running) if running else 0)
-        full = sum(one >= limit for one in running)
-        if queued and len(queued) >= 0.3 * len(gauges) and full >= 0.7 * len(queued):
+        num_full = sum(count >= limit for count in running)
+        if queued and len(queued) >= 0.3 * len(gauges) and num_full >= 0.7 * len(queued):
             name = "batch_too_small" if self._is_small(limit) else "overloaded"
-            yield from self._start(
-                name, waited, f"{message}, while {limit:g} ran, the limit of the server"
+            yield from self._start_cause(
+                name, waited_s, f"{message}, and the server ran its limit of {limit:g}"
             )
-        elif self._others_prefill() >= 0.3:
-            message = f"prompts were computed in {self._others_prefill():.0%} of the time"
-            yield from self._start("queueing_behind_prefills", waited, message)
+        elif self._prefill_share() >= 0.3:
+            message = f"prompts were computed in {self._prefill_share():.0%} of the time"
+            yield from self._start_cause("queueing_behind_prefills", waited_s, message)
 
-    def _others_prefill(self) -> float:
-        prefill = change(self.observed.before, self.observed.after, "prefill_s")
-        return (prefill or 0.0) / self.observed.seconds if self.observed.seconds else 0.0
+    def _prefill_share(self) -> float:
+        """Return the prefill time of all requests divided by the time of the watch."""
+        prefill_s = change(self.observed.before, self.observed.after, "prefill_s")
+        return (prefill_s or 0.0) / self.observed.seconds if self.observed.seconds else 0.0
 
     def cold_start(self) -> Iterator[Cause]:
         observed = self.observed
@@ -247,9 +268,9 @@ class _Rules:
         if observed.unready_s < UNREADY_S and not restarts:
             return
         share = observed.unready_s / max(observed.seconds + observed.unready_s, 1e-9)
-        evidence = [f"the engine was not up for {duration(observed.unready_s)}"] * bool(
-            observed.unready_s
-        )
+        evidence = []
+        if observed.unready_s:
+            evidence.append(f"the engine was not up for {duration(observed.unready_s)}")
         if restarts:
             evidence.append(f"an engine died and was restarted {restarts:.0f} times")
         yield Cause(
@@ -263,69 +284,70 @@ class _Rules:
     # ── between the client and the server ───────────────────────────────────────────────────
 
     def client_or_network(self) -> Iterator[Cause]:
-        outside = self.outside
-        if outside is None:
-            if self.round_trip_s >= OUTSIDE_S and len(self.observed.pings_s) >= 3:
+        extra = self.client_extra
+        if extra is None:
+            if self.round_trip_s >= CLIENT_S and len(self.observed.pings_s) >= 3:
                 message = f"a round trip to /health takes {duration(self.round_trip_s)}"
-                if self.account.ttft_s and self.round_trip_s > OUTSIDE_SHARE * self.account.ttft_s:
+                if self.account.ttft_s and self.round_trip_s > CLIENT_SHARE * self.account.ttft_s:
                     share = min(1.0, self.round_trip_s / self.account.ttft_s)
-                    yield self._cause("client_or_network", share, OUTSIDE_SHARE, "start", message)
+                    yield self._cause("client_or_network", share, CLIENT_SHARE, "start", message)
             return
-        share = outside.start_s / outside.ttft_s if outside.ttft_s else 0.0
+        share = extra.start_s / extra.ttft_s if extra.ttft_s else 0.0
         round_trip = (
             f"a round trip to /health takes {duration(self.round_trip_s)}"
             if self.observed.pings_s
             else ""
         )
-        if share >= OUTSIDE_SHARE and outside.start_s >= OUTSIDE_S:
+        if share >= CLIENT_SHARE and extra.start_s >= CLIENT_S:
             message = (
-                f"the first token of {outside.count} probes arrived {duration(outside.start_s)} "
+                f"the first token of {extra.count} probes arrived {duration(extra.start_s)} "
                 f"after the server wrote the token ({share:.0%} of their time to the first token)"
             )
             yield self._cause(
-                "client_or_network", share, OUTSIDE_SHARE, "start", message, round_trip
+                "client_or_network", share, CLIENT_SHARE, "start", message, round_trip
             )
-        share = outside.stream_s / outside.span_s if outside.span_s else 0.0
-        if share >= OUTSIDE_SHARE and outside.stream_s >= OUTSIDE_S:
+        share = extra.stream_s / extra.span_s if extra.span_s else 0.0
+        if share >= CLIENT_SHARE and extra.stream_s >= CLIENT_S:
             message = (
-                f"the tokens of probes took {duration(outside.stream_s)} longer to arrive than to "
-                f"be written ({share:.0%} of the time between the first and the last)"
+                f"the tokens of probes took {duration(extra.stream_s)} longer to arrive than to "
+                f"be written ({share:.0%} of the time from the first token to the last)"
             )
             yield self._cause(
-                "client_or_network", share, OUTSIDE_SHARE, "stream", message, round_trip
+                "client_or_network", share, CLIENT_SHARE, "stream", message, round_trip
             )
 
     # ── between tokens ──────────────────────────────────────────────────────────────────────
 
     def kv_preemption(self) -> Iterator[Cause]:
         account = self.account
-        share, waited = account.stream_share(Part.PREEMPTION), account.kv_waited_share
+        share, waited_share = account.stream_share(Part.PREEMPTION), account.kv_waited_share
         if share >= PREEMPTION_SHARE:
             message = (
                 f"{share:.0%} of the time between tokens was lost to {account.preempted} "
                 "preemptions"
             )
             yield self._cause("kv_pressure", share, PREEMPTION_SHARE, "stream", message)
-        if waited >= PREEMPTION_SHARE and account.preempted:
+        if waited_share >= PREEMPTION_SHARE and account.preempted:
             message = (
                 f"{account.preempted} requests lost their blocks to others, and requests waited "
-                f"for blocks for {waited:.0%} of their time"
+                f"for blocks for {waited_share:.0%} of their time"
             )
             count = account.gaps
             yield self._cause(
-                "kv_pressure", waited, PREEMPTION_SHARE, "stream", message, count=count
+                "kv_pressure", waited_share, PREEMPTION_SHARE, "stream", message, count=count
             )
         if account.level != "step records":
             preempted = change(self.observed.before, self.observed.after, "preemptions") or 0.0
             if preempted >= 2:
                 message = f"{preempted:.0f} requests were preempted because of missing KV blocks"
-                yield self._cause("kv_pressure", 0.3, PREEMPTION_SHARE, "stream", message)
+                share = COUNTED_PREEMPTION_SHARE
+                yield self._cause("kv_pressure", share, PREEMPTION_SHARE, "stream", message)
 
     def prefill_starves(self) -> Iterator[Cause]:
         account = self.account
         share = account.stalled_share
-        if account.level != "step records" and self._others_prefill() < 0.1:
-            return  # the stalls have another reason than prompts
+        if account.level != "step records" and self._prefill_share() < 0.1:
+            return  # prompts cannot be the reason of the stalls
         if share >= STALLED_SHARE:
             message = (
                 f"{share:.0%} of the time between tokens passed in gaps at least 10 times as long "
@@ -342,7 +364,7 @@ class _Rules:
             )
             return
         share = account.stream_share(Part.OTHERS_PREFILL)
-        if share >= PREFILL_SHARE and account.stream_s >= STREAMS_SHARE * account.total_s:
+        if share >= PREFILL_SHARE and account.stream_s >= MIN_STREAM_SHARE * account.total_s:
             message = (
                 f"{share:.0%} of the time between tokens went into the prompts of other requests"
             )
@@ -352,11 +374,11 @@ class _Rules:
         account = self.account
         share = account.stream_share(Part.HOST)
         tokens = max(1.0, account.output_tokens * len(account.parts))
-        each_s = account.seconds(Part.HOST) / tokens
-        if share >= HOST_SHARE and each_s >= HOST_S:
+        idle_s = account.seconds(Part.HOST) / tokens
+        if share >= HOST_SHARE and idle_s >= HOST_S:
             message = (
-                f"{share:.0%} of the time between tokens the device was idle: "
-                f"{duration(each_s)} a token"
+                f"the device was idle for {share:.0%} of the time between tokens, "
+                f"{duration(idle_s)} for each token"
             )
             yield self._cause("host_bound_decode", share, HOST_SHARE, "stream", message)
 
@@ -369,14 +391,12 @@ class _Rules:
             seconds = account.seconds(Part.NO_STEP)
             mean_s = seconds / max(1, len(account.parts))
             return account.start_share(Part.NO_STEP) >= START_SHARE and mean_s >= START_S
-        good = [one for one in self.observed.probes if one.ok]
-        if not good:
-            return bool(self.observed.stuck_s)
-        ttft = statistics.median(one.ttft_s for one in good)
-        tpots = [tpot for one in good if (tpot := one.tpot_s) is not None]
-        return bool(self.observed.stuck_s) or is_stall(
-            ttft, statistics.median(tpots) if tpots else ttft
-        )
+        answered = [probe for probe in self.observed.probes if probe.ok]
+        if self.observed.unanswered_s or not answered:
+            return bool(self.observed.unanswered_s)
+        ttft_s = statistics.median(probe.ttft_s for probe in answered)
+        tpots_s = [tpot_s for probe in answered if (tpot_s := probe.tpot_s) is not None]
+        return is_stall(ttft_s, statistics.median(tpots_s) if tpots_s else ttft_s)
 
     def notes(self) -> Iterator[str]:
         account, observed = self.account, self.observed
@@ -397,11 +417,11 @@ class _Rules:
         used = [reading.kv_usage for reading in observed.gauges if reading.kv_usage is not None]
         if used and max(used) < 0.3:
             yield f"{NOTES['memory_reserved']} (at most {max(used):.1%} was in use)"
-        failed = [one for one in observed.probes if not one.ok]
+        failed = [probe for probe in observed.probes if not probe.ok]
         if failed:
             yield f"{len(failed)} of {len(observed.probes)} probes failed: {failed[0].error}"
-        if observed.stuck_s:
-            yield f"A probe got no answer within {duration(max(observed.stuck_s))}."
+        if observed.unanswered_s:
+            yield f"A probe got no answer within {duration(max(observed.unanswered_s))}."
 
     def not_examined(self) -> dict[str, str]:
         found = {
@@ -412,7 +432,7 @@ class _Rules:
             why = f"needs step records; the evidence here is {self.account.level}"
             for name in ("host_bound_decode", "tokenizer_or_template", "no_prefix_reuse"):
                 found[name] = why
-        if self.outside is None:
+        if self.client_extra is None:
             found["client_or_network"] = (
                 "only the round trip to /health was examined; the rest needs probes and a server "
                 "with request records"
@@ -437,22 +457,22 @@ class _Rules:
                 (reading.waiting or 0.0 for reading in observed.gauges), default=0.0
             ),
         }
-        if self.outside is not None:
-            found["outside_start_ms"] = 1e3 * self.outside.start_s
-            found["outside_stream_ms"] = 1e3 * self.outside.stream_s
+        if self.client_extra is not None:
+            found["outside_start_ms"] = 1e3 * self.client_extra.start_s
+            found["outside_stream_ms"] = 1e3 * self.client_extra.stream_s
         return found
 
 
-def _merged(before: Cause | None, now: Cause) -> Cause:
-    """Return one cause for a cause that was found in both phases."""
-    if before is None:
-        return now
-    phase = before.phase if before.phase == now.phase else "both"
+def _merge(first: Cause | None, second: Cause) -> Cause:
+    """Merge two findings of the same cause, by several rules or in both phases."""
+    if first is None:
+        return second
+    phase = first.phase if first.phase == second.phase else "both"
     return Cause(
-        now.cause,
-        max(before.confidence, now.confidence),
-        before.evidence + now.evidence,
-        max(before.share, now.share),
+        second.cause,
+        max(first.confidence, second.confidence),
+        first.evidence + second.evidence,
+        max(first.share, second.share),
         phase,
-        max(before.weight, now.weight),
+        max(first.weight, second.weight),
     )

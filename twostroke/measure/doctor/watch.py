@@ -58,7 +58,7 @@ class Observations:
     unready_s: float = 0.0  # time without an answer or with the engine down
     probes: list[Sample] = field(default_factory=list)
     probe_names: list[str] = field(default_factory=list)  # request ids of the probes
-    stuck_s: list[float] = field(default_factory=list)  # waits of probes that got no answer
+    unanswered_s: list[float] = field(default_factory=list)  # waits of probes that got no answer
     max_num_seqs: int | None = None  # largest number of running requests
     since_s: float = 0.0  # start of the watch, on the server's clock
     steps: list[Record] | None = None  # includes earlier steps; None: no step records
@@ -269,7 +269,7 @@ class _Watch:
             done, _ = await asyncio.wait({task}, timeout=end + LAST_PROBE_S - started)
             if not done:
                 task.cancel()
-                observed.stuck_s.append(perf_counter() - started)
+                observed.unanswered_s.append(perf_counter() - started)
                 return
             sample = task.result()
             if not sample.ok and client.route == CHAT and not observed.probes:

@@ -99,7 +99,7 @@ class Goals:
         return {name: 1e3 * goal for name, goal in goals.items() if goal is not None}
 
     @property
-    def given(self) -> bool:
+    def any_set(self) -> bool:
         return bool(self.given_ms)
 
     def met(self, sample: Sample) -> bool:

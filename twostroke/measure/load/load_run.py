@@ -57,7 +57,7 @@ class EventLoopWatch:
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable garbage collection, which would add a gap to every stream."""
     gc.collect()
     gc.freeze()
@@ -96,7 +96,7 @@ async def run_open_loop(
         samples[number] = sample
         done(sample)
 
-    with no_collections():
+    with gc_disabled():
         async with EventLoopWatch() as watch, asyncio.TaskGroup() as tasks:
             started = perf_counter()
             for number, request in enumerate(planned):
@@ -125,7 +125,7 @@ async def run_closed_loop(
             samples.append(sample)
             done(sample)
 
-    with no_collections():
+    with gc_disabled():
         async with EventLoopWatch() as watch, asyncio.TaskGroup() as tasks:
             started = perf_counter()
             for _ in range(min(concurrency, len(planned))):

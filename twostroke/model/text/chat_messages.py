@@ -1,8 +1,8 @@
-"""Messages of a client → messages for a chat template, for every route and for `LLM.chat`.
+"""`read_messages` converts the messages of a client to messages for a chat template.
 
-Clients send null contents with tool calls, other null fields, content in parts, and the arguments
-of a call as a JSON string. After `read_messages` a message has a role, content (a string, or a list
-of parts of the type 'text') and no null field.
+Clients may send null fields, content that is a list of parts, and the arguments of a tool call as a
+JSON string. A converted message has a role, content (a string, or a list of parts of the type
+'text') and no field that is null. Every route and `LLM.chat` use this conversion.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ TEXT_PARTS: Final = {  # type of a part → the field with its text
     "output_text": "text",
     "refusal": "refusal",
 }
-# Fields that OpenAI's and Anthropic's clients send and templates ignore.
-PART_FIELDS: Final = {"type", *TEXT_PARTS.values(), "annotations", "logprobs", "cache_control"}
-THINKING_FIELDS: Final = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # three names for the same field
-ROLES_WITHOUT_CONTENT: Final = ("assistant", "tool", "function")  # their content may be null
+# Fields of a part that are not copied: the type and the text, which are converted, and fields of
+# OpenAI's and Anthropic's clients that templates ignore.
+IGNORED_PART_FIELDS: Final = {
+    "type",
+    *TEXT_PARTS.values(),
+    "annotations",
+    "logprobs",
+    "cache_control",
+}
+# Clients and templates use any of these names for the reasoning of a message.
+THINKING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+ROLES_WITH_OPTIONAL_CONTENT: Final = ("assistant", "tool", "function")
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Return the messages for a template. Raise `RequestError` for invalid ones.
+    """Return the messages for a template. Raise `RequestError` if a message is invalid.
 
     The caller's messages are not changed.
     """
@@ -52,13 +56,13 @@ def join_parts(content: Any) -> Any:
 
 
 def with_appended_text(messages: Messages, text: str) -> Messages:
-    """Return the messages with a text appended to the last one."""
+    """Return the messages with `text` appended to the content of the last message."""
     last = dict(messages[-1])
     if isinstance(last["content"], str):
         last["content"] += text
     else:
-        *parts, end = last["content"]
-        last["content"] = [*parts, {**end, "text": end["text"] + text}]
+        *parts, last_part = last["content"]
+        last["content"] = [*parts, {**last_part, "text": last_part["text"] + text}]
     return [*messages[:-1], last]
 
 
@@ -72,15 +76,15 @@ def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             "such as 'system', 'user' or 'assistant'."
         )
     # Templates test whether a field is defined, so null fields are removed.
-    read = {name: value for name, value in message.items() if value is not None}
-    read["content"] = _content(read, role, where)
-    calls = read.pop("tool_calls", None)
+    converted = {name: value for name, value in message.items() if value is not None}
+    converted["content"] = _content(converted, role, where)
+    calls = converted.pop("tool_calls", None)
     if calls:
-        read["tool_calls"] = _tool_calls(calls, where)
-    thought = next((read[name] for name in THINKING_FIELDS if name in read), None)
-    if role == "assistant" and thought is not None:
-        read = dict.fromkeys(THINKING_FIELDS, thought) | read
-    return read
+        converted["tool_calls"] = _tool_calls(calls, where)
+    reasoning = next((converted[name] for name in THINKING_FIELDS if name in converted), None)
+    if role == "assistant" and reasoning is not None:  # under every name, for any template
+        converted = dict.fromkeys(THINKING_FIELDS, reasoning) | converted
+    return converted
 
 
 def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[str, Any]]:
@@ -88,7 +92,7 @@ def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[
     if content is None and isinstance(message.get("refusal"), str):
         content = message["refusal"]
     if content is None:
-        if role not in ROLES_WITHOUT_CONTENT:
+        if role not in ROLES_WITH_OPTIONAL_CONTENT:
             raise RequestError(f"{where}: the content is missing; expected a string.")
         return ""
     if isinstance(content, str):
@@ -101,16 +105,16 @@ def _content(message: dict[str, Any], role: str, where: str) -> str | list[dict[
     if role in ("tool", "function") or not texts:
         return "\n".join(texts)
     return [
-        {"type": "text", "text": text} | _other_fields(part)
+        {"type": "text", "text": text} | _template_fields(part)
         for part, text in zip(content, texts, strict=True)
     ]
 
 
-def _other_fields(part: Any) -> dict[str, Any]:
-    """Return the extra fields of a part. Some templates read them, such as `source_lang_code`."""
+def _template_fields(part: Any) -> dict[str, Any]:
+    """Return the fields of a part that a template may read, such as `source_lang_code`."""
     if isinstance(part, str):
         return {}
-    return {name: value for name, value in part.items() if name not in PART_FIELDS}
+    return {name: value for name, value in part.items() if name not in IGNORED_PART_FIELDS}
 
 
 def _part_text(part: Any, where: str) -> str:
@@ -135,14 +139,14 @@ def _tool_calls(calls: Any, where: str) -> Messages:
     """Parse the arguments of each call, which the API sends as a JSON string."""
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(f"{where}.tool_calls: expected a list of calls.")
-    read = []
+    parsed = []
     for call in calls:
         function = call.get("function")
         if isinstance(function, Mapping):
             arguments = function.get("arguments") or {}
             if isinstance(arguments, str):
-                with suppress(ValueError, RecursionError):  # truncated arguments stay as they are
+                with suppress(ValueError, RecursionError):  # invalid JSON stays a string
                     arguments = json.loads(arguments) or {}
             call = {**call, "function": {**function, "arguments": arguments}}
-        read.append(dict(call))
-    return read
+        parsed.append(dict(call))
+    return parsed

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
-from twostroke.serve.error_responses import ApiError, as_refusal, retry_after
+from twostroke.serve.error_responses import ApiError, as_decode_error, retry_after
 from twostroke.serve.fields.body_fields import Body, decode_body
 from twostroke.serve.http.http_request import HttpRequest, IgnoredParts
 from twostroke.serve.settings import MIB, ServeSettings
@@ -80,7 +80,7 @@ class BodyReader:
             try:
                 request, unknown = decode_body(body, request_type, self._strict)
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-                raise as_refusal(error) from None
+                raise as_decode_error(error) from None
             finally:
                 del body
                 arrived.give_back()

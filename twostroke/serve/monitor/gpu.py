@@ -1,5 +1,5 @@
-"""Figures of the GPU from NVIDIA's driver, through `pynvml` (the package nvidia-ml-py, in
-`[gpu]`)."""
+"""Memory, utilisation and power of the GPU, read from NVIDIA's driver with `pynvml`. The extra
+`twostroke[gpu]` installs `pynvml` (package nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ log = logging.getLogger(__name__)
 
 
 class GpuFigures(NamedTuple):
-    memory_used_bytes: int  # by all processes
+    """One reading of the driver's values for one GPU, for all processes together."""
+
+    memory_used_bytes: int
     memory_total_bytes: int
-    utilisation: float  # share of time in which any kernel ran
-    power_w: float | None  # None: not reported
+    utilisation: float  # share of the driver's last sample period in which any kernel ran
+    power_w: float | None  # None: the GPU does not report its power
 
 
 def gpu_figures(device: str) -> GpuFigures | None:
-    """Return the figures of a GPU; None without `pynvml` or driver, or if the driver fails."""
+    """Return the driver's values for a GPU; None if `pynvml` is not installed, if there is no
+    driver, or if the driver returns an error."""
     nvml = _nvml()
     if nvml is None:
         return None
@@ -31,7 +34,7 @@ def gpu_figures(device: str) -> GpuFigures | None:
         else:
             handle = nvml.nvmlDeviceGetHandleByUUID(gpu)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        utilisation = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
     except nvml.NVMLError as error:
         log.info("the driver returned an error for GPU %s: %s", gpu, error)
         return None
@@ -39,7 +42,7 @@ def gpu_figures(device: str) -> GpuFigures | None:
         power_w = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
     except nvml.NVMLError:
         power_w = None
-    return GpuFigures(memory.used, memory.total, busy, power_w)
+    return GpuFigures(memory.used, memory.total, utilisation, power_w)
 
 
 @cache
@@ -50,6 +53,6 @@ def _nvml() -> Any:
 
         pynvml.nvmlInit()
     except Exception as error:
-        log.info("no figures of the GPU: %s", error)
+        log.info("values of the GPU cannot be read: %s", error)
         return None
     return pynvml

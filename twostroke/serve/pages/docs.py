@@ -1,5 +1,5 @@
-"""Pages without scripts: `/`, with links to routes, and `/docs`, generated from the description of
-`/openapi.json`."""
+"""Two HTML pages without scripts. `/` links to the routes that a browser can open. `/docs` lists
+all routes with their fields, from the OpenAPI description that `/openapi.json` returns."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ table { border-collapse: collapse; margin: .5rem 0 } td { padding: .1rem 1rem .1
 """
 
 
-def index_page(routes: Sequence[Route], model: str, root: str) -> bytes:
-    """Return the page with links to the routes that a browser can open."""
-    seen = [r for r in routes if r.method == "GET" and r.path != "/" and "{" not in r.path]
+def index_page(routes: Sequence[Route], model: str, root_path: str) -> bytes:
+    """Return the page `/`. `root_path`: the prefix that a proxy adds to all paths."""
+    listed = [r for r in routes if r.method == "GET" and r.path != "/" and "{" not in r.path]
     items = "".join(
-        f'<li><a href="{escape(root + r.path)}"><code>{escape(r.path)}</code></a> '
+        f'<li><a href="{escape(root_path + r.path)}"><code>{escape(r.path)}</code></a> '
         f"{escape(r.summary)}</li>"
-        for r in seen
+        for r in listed
     )
-    body = f"<p>Serves <code>{escape(model)}</code>, over HTTP:</p><ul>{items}</ul>"
+    body = f"<p>This server runs <code>{escape(model)}</code>. Pages:</p><ul>{items}</ul>"
     return _page("twostroke", body)
 
 
 def docs_page(description: dict[str, Any]) -> bytes:
-    """Return the page with every route and the fields of its body."""
+    """Return the page `/docs` for an OpenAPI description."""
     sections = []
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
@@ -46,36 +46,38 @@ def docs_page(description: dict[str, Any]) -> bytes:
 
 
 def _rows(operation: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
+    """Yield a table row for each field of an operation's request body."""
     body = operation.get("requestBody")
     if body is None:
         return
     schema = _resolved(body["content"]["application/json"]["schema"], schemas)
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
-        needed = "needed" if name in required else ""
-        kind = escape(_type(field, schemas))
-        yield f"<tr><td><code>{escape(name)}</code><td class=type>{kind}<td>{needed}</tr>"
+        note = "required" if name in required else ""
+        field_type = escape(_type(field, schemas))
+        yield f"<tr><td><code>{escape(name)}</code><td class=type>{field_type}<td>{note}</tr>"
 
 
 def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema that a "$ref" names, or the schema itself if it has no "$ref"."""
     name = schema.get("$ref", "").rpartition("/")[2]
     resolved: dict[str, Any] = schemas[name] if name else schema
     return resolved
 
 
 def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """Return a field's type in a few words, without null."""
+    """Return a short description of a field's type. The type null is left out."""
     if "anyOf" in schema:
-        kinds = [_type(one, schemas) for one in schema["anyOf"] if one.get("type") != "null"]
-        return " or ".join(kinds)
+        options = [option for option in schema["anyOf"] if option.get("type") != "null"]
+        return " or ".join(_type(option, schemas) for option in options)
     if "enum" in schema:
-        return " or ".join(repr(one) for one in schema["enum"] if one is not None)
+        return " or ".join(repr(value) for value in schema["enum"] if value is not None)
     if "$ref" in schema:
         return str(schema["$ref"].rpartition("/")[2])
-    kind = schema.get("type", "any")
-    if kind == "array" and (items := schema.get("items")):
+    json_type = schema.get("type", "any")
+    if json_type == "array" and (items := schema.get("items")):
         return f"list of {_type(items, schemas)}"
-    return str(kind)
+    return str(json_type)
 
 
 def _page(title: str, body: str) -> bytes:

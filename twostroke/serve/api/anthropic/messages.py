@@ -72,7 +72,12 @@ async def _count_tokens(service: Service, http: HttpRequest) -> None:
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────
 
-_KINDS = {413: "request_too_large", 500: "api_error", 501: "api_error", 503: "overloaded_error"}
+_ERROR_TYPES = {
+    413: "request_too_large",
+    500: "api_error",
+    501: "api_error",
+    503: "overloaded_error",
+}
 
 
 class MessagesErrorContent(msgspec.Struct, omit_defaults=True):
@@ -87,9 +92,9 @@ class MessagesError(ErrorBody):
 
     @classmethod
     def from_error(cls, error: ApiError) -> Self:
-        kind = _KINDS.get(error.status, error.kind)
+        error_type = _ERROR_TYPES.get(error.status, error.error_type)
         details = None if error.code is None else {"error_code": error.code}
-        return cls("error", MessagesErrorContent(kind, error.content()["message"], details))
+        return cls("error", MessagesErrorContent(error_type, error.content()["message"], details))
 
 
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────

@@ -51,8 +51,10 @@ TOO_LONG = "context_length_exceeded"
 class NoRoom(ApiError):  # noqa: N818
     """There is no room to store a background response."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(500, f"{what} too long to be stored (--max-stored-response-bytes)")
+    def __init__(self, part: str) -> None:
+        """`part`: the part of the response that is too long."""
+        message = f"there is no room to store {part}; raise --max-stored-response-bytes"
+        super().__init__(500, message)
 
 
 class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
@@ -369,7 +371,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
             return
         response["store"] = self._fixed["store"] = False
         if self.background:
-            raise NoRoom("the answer is")
+            raise NoRoom("the answer")
 
 
 def _tool_json(tool: ResponsesTool) -> Json:

@@ -298,7 +298,11 @@ class ResponseWriter:
     def failed_events(self, error: ApiError) -> list[bytes]:
         self.output_ends()
         response = self._generation.failed(self.output, error)
-        failure = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+        failure = {
+            "code": error.code or error.error_type,
+            "message": error.message,
+            "param": error.param,
+        }
         return [
             self._short("error", failure),
             self._short("response.failed", {"response": response}),

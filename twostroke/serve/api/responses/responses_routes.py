@@ -27,25 +27,25 @@ from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import WRITE_BYTES, HttpRequest
 from twostroke.serve.http.routing import Route
 
-PAGE, MAX_PAGE = 20, 100  # OpenAI's, of input items
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # number of input items in one answer, as in OpenAI's API
 
 
 def responses_routes(service: Service) -> list[Route]:
     routes = ResponsesRoutes(service)
-    one = "/v1/responses/{response_id}"
+    path = "/v1/responses/{response_id}"
     return [
         Route("POST", "/v1/responses", routes, "Answer an input.", ResponsesRequest),
         Route(
             "POST",
             "/v1/responses/input_tokens",
-            routes.count,
+            routes.count_tokens,
             "Count tokens.",
             ResponsesRequest,
         ),
-        Route("GET", one, routes.get, "A stored response, or its events (?stream=true)."),
-        Route("DELETE", one, routes.delete, "Delete a stored response."),
-        Route("POST", f"{one}/cancel", routes.cancel, "Stop a background response."),
-        Route("GET", f"{one}/input_items", routes.input_items, "The input items of a response."),
+        Route("GET", path, routes.get, "A stored response, or its events (?stream=true)."),
+        Route("DELETE", path, routes.delete, "Delete a stored response."),
+        Route("POST", f"{path}/cancel", routes.cancel, "Stop a background response."),
+        Route("GET", f"{path}/input_items", routes.input_items, "The input items of a response."),
     ]
 
 
@@ -54,14 +54,14 @@ class Cancelled(Exception):  # noqa: N818
 
 
 class BackgroundRun:
-    """A background response while it runs."""
+    """A background response from its acceptance to its end. Its events are stored, not sent."""
 
     def __init__(self, generation: ResponsesGeneration, store: StoredResponses) -> None:
         self.generation = generation
         self.stored = generation.stored
         self.writer = generation.stream_writer()
-        self.stream: ResponseStream | None = None  # once it runs
-        self.changed = asyncio.Event()  # pulsed when there are new events, and at the end
+        self.stream: ResponseStream | None = None  # set when the response starts to run
+        self.changed = asyncio.Event()  # set and cleared at once: wakes all tasks that wait for it
         self._store = store
         waiting = generation.response("queued", [])
         if not store.write(self.stored, "queued", encode_json(waiting)):
@@ -71,8 +71,8 @@ class BackgroundRun:
             self.stored.events = []
             self._add(self.writer.queued_events())
 
-    def write(self, _: int, output: RequestOutput) -> bytes:
-        """Store the events of an output instead of sending them."""
+    def write(self, _prompt_index: int, output: RequestOutput) -> bytes:
+        """Store the events of an output. Return no bytes, because no client is connected."""
         if self.stored.status == "queued":
             running = self.generation.response("in_progress", [])
             self._store.write(self.stored, "in_progress", encode_json(running))
@@ -80,41 +80,44 @@ class BackgroundRun:
         return b""
 
     def end(self, error: Exception | None = None) -> None:
-        """Set the final status and add the last events."""
-        try:
-            if error is None:
-                self._add(self.writer.last_events())
-            elif isinstance(error, Cancelled):
-                self._add(self.writer.cancelled_events())
-            else:
-                raise error
-        except Exception as raised:
-            self._fail(as_api_error(raised))
+        """Set the final status and add the last events. `error`: the reason of the end, if the
+        response is not complete. An error of the last events themselves also fails the response."""
+        if error is None or isinstance(error, Cancelled):
+            writer = self.writer
+            try:
+                self._add(writer.last_events() if error is None else writer.cancelled_events())
+            except Exception as raised:
+                self._fail(as_api_error(raised))
+        else:
+            self._fail(as_api_error(error))
         self.generation.release()
         self.notify()
 
     def _fail(self, error: ApiError) -> None:
-        following = self.stored.events
+        """Store the failed response and the events of the failure. If there is no room for all
+        events, remove the stored events. If there is no room for the failed response either, remove
+        the response. Clients that follow the events now get all events in any case."""
+        followed_events = self.stored.events
         if isinstance(error, NoRoom):
             self._store.drop_events(self.stored)
         try:
             events = self.writer.failed_events(error)
-        except NoRoom:  # no room for the failure either
+        except NoRoom:
             self._store.remove(self.stored)
             self.stored.status, events = "failed", []
-        if following is None:
+        if followed_events is None:
             return
         for event in events:
             if self.stored.events is None or not self._store.add_event(self.stored, event):
                 self._store.drop_events(self.stored)
-                following.append(event)  # only for clients that follow now
+                followed_events.append(event)
 
     def _add(self, events: Sequence[Any]) -> None:
         if self.stored.events is None:
             return
         for event in events:
             if not self._store.add_event(self.stored, event):
-                raise NoRoom("its events are")
+                raise NoRoom("the events of the response")
         self.notify()
 
     def notify(self) -> None:
@@ -123,6 +126,8 @@ class BackgroundRun:
 
 
 class ResponsesRoutes(GenerateRoute):
+    """The handlers of `/v1/responses`, with the stored responses and the background runs."""
+
     def __init__(self, service: Service) -> None:
         super().__init__(service, ResponsesGeneration)
         settings = service.settings
@@ -155,7 +160,7 @@ class ResponsesRoutes(GenerateRoute):
         else:
             await self._send_stored(http, run.stored)
 
-    async def count(self, http: HttpRequest) -> None:
+    async def count_tokens(self, http: HttpRequest) -> None:
         """Count the prompt tokens of a request, without running or storing it."""
         generation, requests = await self.prepare(http)
         assert isinstance(generation, ResponsesGeneration)
@@ -167,7 +172,7 @@ class ResponsesRoutes(GenerateRoute):
     async def _start(
         self, http: HttpRequest, generation: ResponsesGeneration, requests: Sequence[EngineRequest]
     ) -> BackgroundRun:
-        """Start a background response; raise its refusal."""
+        """Start a background response. Raise `ApiError` if the server refuses the request."""
         try:
             run = BackgroundRun(generation, self.store)
         except BaseException:
@@ -181,7 +186,7 @@ class ResponsesRoutes(GenerateRoute):
         try:
             await asyncio.shield(started)
         except ApiError:
-            self.store.remove(run.stored)  # no client knows its id
+            self.store.remove(run.stored)  # its id has not been sent to a client
             raise
         return run
 
@@ -194,12 +199,14 @@ class ResponsesRoutes(GenerateRoute):
     ) -> None:
         self._runs[run.stored] = run
         error: Exception | None = None
-        name = run.stored.id
+        response_id = run.stored.id
         try:
-            async with self.running(http, requests, name, run.write, without_client=True) as stream:
+            async with self.running(
+                http, requests, response_id, run.write, without_client=True
+            ) as stream:
                 run.stream = stream
                 started.set_result(None)
-                await stream.next_chunks()  # waits for the end: `write` returns nothing
+                await stream.next_chunks()  # returns at the end, because `write` returns no bytes
         except Exception as raised:
             error = raised
         del self._runs[run.stored]
@@ -211,10 +218,12 @@ class ResponsesRoutes(GenerateRoute):
     # ── stored data ─────────────────────────────────────────────────────────────────────────
 
     def _find(self, http: HttpRequest) -> StoredResponse:
-        name = http.path_params["response_id"]
-        stored = self.store.get(http.key_number, name)
+        response_id = http.path_params["response_id"]
+        stored = self.store.get(http.key_number, response_id)
         if stored is None:
-            message = f"there is no response {shown(name)}; it was not stored, or has been removed"
+            message = (
+                f"there is no response {shown(response_id)}; it was not stored, or has been removed"
+            )
             raise ApiError(404, message, param="response_id", code="response_not_found")
         return stored
 
@@ -222,7 +231,7 @@ class ResponsesRoutes(GenerateRoute):
         query = _query(http, "stream", "starting_after", "include", "include_obfuscation")
         stored = self._find(http)
         if query.get("include"):
-            message = "include: stored responses have no optional fields"
+            message = "include: this server supports no optional fields of stored responses"
             raise ApiError(400, message, param="include")
         if not _flag(query, "stream"):
             await self._send_stored(http, stored)
@@ -234,7 +243,7 @@ class ResponsesRoutes(GenerateRoute):
                 "events to follow; get it without stream",
                 param="stream",
             )
-        await self._follow(http, stored, _whole(query, "starting_after", -1) + 1)
+        await self._follow(http, stored, _whole_number(query, "starting_after", -1) + 1)
 
     async def delete(self, http: HttpRequest) -> None:
         stored = self._find(http)
@@ -246,10 +255,10 @@ class ResponsesRoutes(GenerateRoute):
     async def cancel(self, http: HttpRequest) -> None:
         stored = self._find(http)
         if not stored.background:
-            message = "only a response that was created with background can be cancelled"
             raise ApiError(
                 400,
-                f"{message}; close the connection of another",
+                "only a response that was created with background can be cancelled; to stop any "
+                "other response, close its connection",
                 param="response_id",
             )
         if (run := self._runs.get(stored)) is not None and run.stream is not None:
@@ -261,14 +270,14 @@ class ResponsesRoutes(GenerateRoute):
     async def input_items(self, http: HttpRequest) -> None:
         query = _query(http, "after", "limit", "order", "include")
         stored = self._find(http)
-        limit = _whole(query, "limit", PAGE)
-        if not 1 <= limit <= MAX_PAGE:
-            raise ApiError(400, f"limit must be from 1 to {MAX_PAGE}", param="limit")
+        limit = _whole_number(query, "limit", DEFAULT_LIMIT)
+        if not 1 <= limit <= MAX_LIMIT:
+            raise ApiError(400, f"limit must be from 1 to {MAX_LIMIT}", param="limit")
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, 'order must be "asc" or "desc"', param="order")
         page = partial(_page_of, stored, order == "desc", query.get("after"), limit)
-        num_bytes = sum(one.num_bytes for one in stored.chain())
+        num_bytes = sum(response.num_bytes for response in stored.chain())
         with self.store.holding(stored):
             listed = await self._service.prompts.off_loop(None, num_bytes, page)
         await http.respond_json(listed)
@@ -277,23 +286,23 @@ class ResponsesRoutes(GenerateRoute):
         with self.store.holding(stored):
             await http.respond(200, stored.response)
 
-    async def _follow(self, http: HttpRequest, stored: StoredResponse, at: int) -> None:
-        """Send the events from number `at` on, including future events."""
+    async def _follow(self, http: HttpRequest, stored: StoredResponse, first: int) -> None:
+        """Send the events from number `first` on, including future events."""
         events, run = stored.events, self._runs.get(stored)
         assert events is not None
-        gone = False
+        next_event, disconnected = first, False
 
-        def leave(_: Exception) -> None:
-            nonlocal gone
-            gone = True
+        def on_disconnect(_: Exception) -> None:
+            nonlocal disconnected
+            disconnected = True
             if run is not None:
                 run.notify()
 
-        with self.store.holding(stored), http.watch_disconnect(leave):
+        with self.store.holding(stored), http.watch_disconnect(on_disconnect):
             await http.start_stream()
-            while not gone:
-                if batch := _batch(events, at):
-                    at += len(batch)
+            while not disconnected:
+                if batch := _batch(events, next_event):
+                    next_event += len(batch)
                     await http.write(b"".join(batch))
                 elif stored.ended or run is None:
                     await http.finish()
@@ -303,24 +312,24 @@ class ResponsesRoutes(GenerateRoute):
             raise ClientGone
 
 
-def _batch(events: Sequence[bytes], at: int) -> Sequence[bytes]:
-    """Return the events from `at` on that are sent in one write."""
-    end, size = at, 0
+def _batch(events: Sequence[bytes], first: int) -> Sequence[bytes]:
+    """Return the events for the next write: as many from `first` on as make `WRITE_BYTES`."""
+    end, size = first, 0
     while end < len(events) and size < WRITE_BYTES:
         size += len(events[end])
         end += 1
-    return events[at:end]
+    return events[first:end]
 
 
 def _page_of(stored: StoredResponse, newest_first: bool, after: str | None, limit: int) -> Json:
-    """Return a page of the input items of a response, including the earlier conversation. Decodes
-    only as many responses as the page needs."""
+    """Return a page of the input items of a response, including the earlier conversation. The items
+    are generated lazily, so that only the stored responses of the page are decoded."""
 
     def items() -> Iterator[Json]:
         chain = list(stored.chain())
-        for one in chain if newest_first else reversed(chain):
-            some = input_items(one) + ([] if one is stored else output_items(one))
-            yield from reversed(some) if newest_first else some
+        for response in chain if newest_first else reversed(chain):
+            own = input_items(response) + ([] if response is stored else output_items(response))
+            yield from reversed(own) if newest_first else own
 
     listed = items()
     if after is not None and not any(item["id"] == after for item in listed):
@@ -353,7 +362,7 @@ def _flag(query: dict[str, str], name: str) -> bool:
     return text == "true"
 
 
-def _whole(query: dict[str, str], name: str, default: int) -> int:
+def _whole_number(query: dict[str, str], name: str, default: int) -> int:
     text = query.get(name)
     if text is None:
         return default
