@@ -86,7 +86,7 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
 def test_the_cheapest_of_two_kinds_of_hardware_is_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load = ["--rate", "40", "--input-len", "1000", "--output-len", "20", "--trace-seconds", "4"]
+    load = ["--rate", "20", "--input-len", "1000", "--output-len", "4", "--trace-seconds", "4"]
     goals = ["--ttft-slo-ms", "2000", "--engines", "auto", "--target", "0.9"]
     words = [*load, *goals, "--model", "llama-3.1-8b", "--hardware", "H100", "L40S"]
     found = plan(capsys, *words, "--price-per-hour", "3", "1")

@@ -60,7 +60,7 @@ def test_requests_without_blocks_share_nothing() -> None:
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_one_another() -> None:
-    trace = synthetic(6.0, 20.0, 200, 20, seed=1)
+    trace = synthetic(6.0, 6.0, 200, 20, seed=1)
     noisy = StepModel(Linear(), "", 0.1, 0.1, 1e-3, decode_ratios=(0.5, 1.5))
     one, again, other = (
         predict(trace, EngineLayout(1, SHAPE), noisy, NO_GOALS, seed=seed).figures
@@ -93,7 +93,7 @@ def test_steps_beyond_what_was_measured_widen_the_interval_and_are_told() -> Non
 
 
 def test_more_engines_meet_goals_that_one_misses() -> None:
-    trace = synthetic(16.0, 20.0, 300, 30, seed=2)
+    trace = synthetic(32.0, 8.0, 300, 30, seed=2)
     goals = Goals(ttft_s=0.2)
     one, four = (predict(trace, EngineLayout(n, SHAPE), EXACT, goals).figures for n in (1, 4))
     assert one["met"].expected < 0.5

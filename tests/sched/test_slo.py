@@ -204,7 +204,7 @@ def test_under_a_goal_that_cannot_be_met_every_prompt_ends_within_its_bound(
         engine.add(f"stream{n}", 20, 15000)
     engine.run_for(0.5)
     first = len(engine.plans)
-    lengths = [3000, 40, 700, 5, 1300, 64, 64, 64, 200, 2500]
+    lengths = [1500, 40, 700, 5, 64, 64, 200, 1300]
     for n, length in enumerate(lengths):
         engine.add(f"prompt{n}", length, 1)
     names = [f"prompt{n}" for n in range(len(lengths))]
