@@ -377,7 +377,7 @@ def thirty_kills(folder: Path) -> str:
 
 
 def ranks(folder: Path) -> str:
-    flags = ("--kernels", "reference", "--tensor-parallel-size", "2", "--max-model-len", "4096")
+    flags = ("--kernels", "reference", "--tensor-parallel-size", "3", "--max-model-len", "4096")
     return strikes(folder, "twostroke.engine.rank", STAGES, *flags)
 
 

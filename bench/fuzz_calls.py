@@ -367,6 +367,8 @@ class Maker:
         return content
 
     def _resolved(self, schema: Any) -> Any:
+        if isinstance(schema, bool):  # `true`: any value; `false`: no more items
+            return {}
         while "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             schema = self._described["components"]["schemas"][name]
@@ -410,6 +412,9 @@ class Maker:
                     )
                     for _ in range(random.choice([0, 1, 2]))
                 }
+            case "array" if "prefixItems" in schema:
+                items = schema["prefixItems"]
+                return [self._from_schema(random, item, depth + 1) for item in items]
             case "array":
                 count = random.choice([0, 1, 2, 3]) if depth < 5 else 0
                 return [

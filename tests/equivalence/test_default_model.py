@@ -26,7 +26,7 @@ TOLERANCE = 5e-5
 # No step was found that is closer, so that all of them are compared.
 GAP = 2 * TOLERANCE
 LEAST_COMPARED = 0.9  # of all steps
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 NUM_SHORT = 5  # prompts of a few tokens, enough for the negative controls
 
 CANAL = """The canal was dug in the years when grain was dear and labour was cheap. Four hundred men

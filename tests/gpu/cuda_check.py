@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -49,6 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted": {"num_blocks": 34, "block_size": 16, "lookahead": 0},
     "prefix hit": {"prefix_caching": True},
 }
+WITHOUT_GRAPHS = "without graphs"
+QUICK_WAYS = tuple(WAYS)[1:3]
 # In bf16 the kernels' error against fp32, as a share of the bf16 reference's: rounding differs from
 # kernel to kernel, and so which of the two is nearer.
 ERROR_SHARE = 1.25
@@ -105,16 +107,17 @@ def source_of(spec: ModelSpec, device: torch.device) -> WeightSource:
 
 
 def compare_tokens(
-    name: str, spec: ModelSpec, device: torch.device, quick: bool = False
+    name: str, spec: ModelSpec, device: torch.device, ways: Collection[str] = ()
 ) -> Iterator[str]:
-    """In fp32: the engine's tokens, every way to schedule."""
+    """In fp32: the engine's tokens, every way to schedule, or the named ways."""
     source, fp32 = source_of(spec, device), torch.float32
     expected = alone(Decoder(spec, source, fp32, device, 1024, Kernels()))
     on_gpu = device.type == "cuda"
     decoder = Decoder(spec, source, fp32, device, 1024, kernels_of(device), dependent_launch=on_gpu)
-    ways = [*WAYS.items(), ("without graphs", {})]
-    for way, settings in ways[1:3] if quick else ways:
-        core = core_of(decoder, way != "without graphs", **settings)
+    for way, settings in (WAYS | {WITHOUT_GRAPHS: {}}).items():
+        if ways and way not in ways:
+            continue
+        core = core_of(decoder, way != WITHOUT_GRAPHS, **settings)
         if way == "prefix hit":
             run(core, PROMPTS, OUTPUT)
         assert_same(expected, run(core, PROMPTS, OUTPUT))
@@ -192,15 +195,16 @@ def small_models() -> Iterator[tuple[str, ModelSpec]]:
 
 
 def comparisons(device: torch.device, quick: bool) -> Iterator[Iterator[str]]:
+    quick_ways = QUICK_WAYS if quick else ()
     for name, spec in small_models():
         if name in ("qwen3", "two groups") or not quick:
-            yield compare_tokens(f"{name}, fp32", spec, device, quick)
+            yield compare_tokens(f"{name}, fp32", spec, device, quick_ways)
             yield compare_logprobs(f"{name}, bf16", spec, device)
     yield compare_logprobs("qwen3, bf16, fp16 cache", small_spec(**SPECS["qwen3"]), device, FP16)
     if device.type == "cpu":
         return
     qwen, _ = load_hf_config(Path("bench/shapes/qwen3-0.6b.json"))
-    yield compare_tokens("Qwen3-0.6B, fp32", qwen, device, quick)
+    yield compare_tokens("Qwen3-0.6B, fp32", qwen, device, quick_ways)
     yield compare_logprobs("Qwen3-0.6B, bf16", qwen, device)
     if not quick:
         yield compare_tokens("SmolLM2-135M, fp32", small_spec(**DEFAULT_MODEL), device)
