@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end children")
-@pytest.mark.parametrize("script", ["tests.clients.__main__", "tests.clients.agents"])
+@pytest.mark.parametrize("script", ["tests.clients.__main__", "tests.clients.coding_agents"])
 def test_a_killed_script_leaves_no_server(script: str) -> None:
     code = f"""if True:
         import time, {script} as script

@@ -1,6 +1,6 @@
 """Coding agents, run against a real server with a scripted model: three turns each.
 
-    python -m tests.clients.agents [claude codex opencode aider]
+    python -m tests.clients.coding_agents [claude codex opencode aider]
 
 Each agent gets one request, calls its shell tool twice, and prints the last text of the model.
 aider, which calls no tools, gets three requests to write a file. The programs must be on PATH: `npm
