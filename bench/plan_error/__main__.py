@@ -3,9 +3,10 @@
     python -m bench.plan_error POINTS.csv.gz [--requests REQUESTS.jsonl.gz] [--peer PEER.json]
                                [--ship] [--json RESULTS.json]
 
-POINTS is aiconfigurator's silicon sample (`points.py` names the split). REQUESTS are LLMServingSim's
-requests of real vLLM servers. PEER holds aiconfigurator-core's predictions of the same points
-(`bench/peers/aiconfigurator_rows.py`). `--ship` writes `twostroke/planner/learned.json`.
+POINTS is aiconfigurator's silicon sample (`points.py` names the split). REQUESTS are
+LLMServingSim's requests of real vLLM servers. PEER has aiconfigurator-core's predictions of the
+same points (`bench/peers/aiconfigurator_rows.py`). `--ship` writes
+`twostroke/planner/learned.json`. Takes some two minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from bench.output import write_result
 from bench.plan_error.closed_loop import Vector, closed_loop
-from bench.plan_error.fit import COLUMNS, PRIOR, Fit, Loop, fit, fit_coefficients
+from bench.plan_error.fit import COLUMNS, PRIOR, Loop, fit, fit_coefficients
 from bench.plan_error.points import FIGURES, TEST, read_points, roofline_of
 from bench.plan_error.requests import request_rows
 from twostroke.errors import TwostrokeError

@@ -1,8 +1,8 @@
 """A closed loop of equal requests, as sums of step terms.
 
-The product's simulation takes seconds for a loop, and a fit needs thousands of loops. This model has the
-same steps for such a load (every stream, and prompts in order up to the token budget), and takes
-all steps without a prompt together until a stream ends. A test compares both.
+The product's simulation takes seconds for a loop, and a fit needs thousands of loops. This model
+has the same steps for such a load (every stream, and prompts in order up to the token budget), and
+takes all steps without a prompt together until a stream ends. A test compares both.
 """
 
 from __future__ import annotations

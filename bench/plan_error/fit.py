@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -28,20 +29,21 @@ COLUMNS = (
 )  # seconds of a request, and of each user, before its first token
 NUM_RATES = TERMS.index("hop")  # the terms that a data sheet gives; the others are latencies
 PRIOR = np.array([1.8, 1.8, 2, 1.25, 1.25, 1.25, 1.5, 5e-6, 1e-5, 1e-5, 1e-4, 1e-3, 0.02, 1e-3])
-DRAWN = 1e-3  # weight of the earlier fit, relative to the points
+DRAWN = 1e-4  # weight of the earlier fit, relative to the points
 EFFECTS_DRAWN = 30.0  # points
-PASSES, SWEEPS = 6, 150
+PASSES = 6
 MIN_ERROR = 0.05  # a smaller error of a point is noise
 
 
-class Loop(NamedTuple):
+@dataclass
+class Loop:
     """A point with the terms of its TTFT and TPOT."""
 
     point: Point
     start: Vector
     gap: Vector
 
-    @property
+    @cached_property
     def rows(self) -> np.ndarray[Any, Any]:
         """The terms over the measured times: their product with the coefficients should be 1."""
         start = np.concatenate([self.start, [1.0, float(self.point.users)]])
@@ -61,20 +63,21 @@ def fit_coefficients(loops: Sequence[Loop], prior: Vector) -> Vector:
 
 
 def _drawn_least_squares(matrix: Any, weights: Vector, prior: Vector) -> Vector:
-    """Minimise the weighted square error by coordinate descent, within the lower bounds."""
+    """Minimise the weighted square error within the lower bounds. Coefficients that fall below
+    their bounds are fixed there, and the others are solved again."""
     scaled, drawn = matrix * prior, DRAWN * weights.sum()
     squares = scaled.T @ (weights[:, None] * scaled) + drawn * np.eye(len(prior))
     target = scaled.T @ weights + drawn
     low = np.zeros(len(prior))
     low[:NUM_RATES] = np.minimum(1.0 / prior[:NUM_RATES], 1.0)
-    found = np.ones(len(prior))
-    for _ in range(SWEEPS):
-        before = found.copy()
-        for n in range(len(prior)):
-            step = (target[n] - squares[n] @ found) / squares[n, n]
-            found[n] = max(low[n], found[n] + step)
-        if np.abs(found - before).max() < 1e-4:
+    found, free = low.copy(), np.ones(len(prior), bool)
+    while free.any():
+        rest = target[free] - squares[np.ix_(free, ~free)] @ low[~free]
+        found[free] = np.linalg.solve(squares[np.ix_(free, free)], rest)
+        below = free & (found < low)
+        if not below.any():
             break
+        found[below], free[below] = low[below], False
     return found * prior
 
 
@@ -98,6 +101,8 @@ def effects_of(point: Point) -> dict[Key, float]:
         ("backend, precision", backend, precision),
         ("backend, family, generation", backend, family, generation),
         ("backend, family, precision", backend, family, precision),
+        ("family, generation", family, generation),
+        ("precision, generation", precision, generation),
     )
     users = np.log2(point.users) - 4
     slopes = {
@@ -109,7 +114,7 @@ def effects_of(point: Point) -> dict[Key, float]:
     }
     found: dict[Key, float] = dict.fromkeys(named, 1.0)
     for name, value in slopes.items():
-        for of in ((), (backend,), (backend, family)):
+        for of in ((), (backend,), (backend, family), (generation,), (point.model,)):
             found[name, *of] = float(value)
     return found
 
@@ -151,7 +156,7 @@ def fit(loops: Sequence[Loop]) -> Fit:
 
 def _fit_effects(found: Fit, loops: Sequence[Loop]) -> dict[Key, Vector]:
     applied = [effects_of(one.point) for one in loops]
-    names: list[Key] = sorted({key for one in applied for key in one}) + [()]
+    names: list[Key] = [*sorted({key for one in applied for key in one}), ()]
     at = {name: n for n, name in enumerate(names)}
     matrix = np.zeros((len(loops), len(names)))
     matrix[:, at[()]] = 1.0

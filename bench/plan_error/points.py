@@ -1,7 +1,7 @@
 """Measured closed loops of other servers, and the split into points to fit and points to test.
 
-The file is aiconfigurator's silicon sample: mean TTFT and TPOT of TensorRT-LLM, SGLang and vLLM servers
-with a fixed number of users.
+The file is aiconfigurator's silicon sample: mean TTFT and TPOT of TensorRT-LLM, SGLang and vLLM
+servers with a fixed number of users.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from twostroke.measure.roofline.roofline import Roofline, RooflineSettings
 from twostroke.measure.roofline.shapes import find_spec
 from twostroke.planner.learned import StepTerms
 
-# Pairs of a model and a system that nothing is fitted to. Model and system of the first six occur in
-# other pairs; the seventh is a model that occurs nowhere else.
+# Pairs of a model and a system that nothing is fitted to. Model and system of the first six occur
+# in other pairs; the seventh is a model that occurs nowhere else.
 TEST = {
     ("deepseek-v3", "b200"),
     ("gpt-oss-120b", "h200"),

@@ -1,4 +1,4 @@
-"""Requests of real vLLM servers with their arrivals, simulated by the planner with its own scheduler.
+"""Requests of real vLLM servers with their arrivals, simulated by the planner.
 
 The file is LLMServingSim's: times of every request of four runs. The run with two data-parallel
 engines that share experts is left out, because the planner has no such layout.

@@ -1,9 +1,9 @@
 """Step times from a data sheet, with efficiencies that were learned from measured servers.
 
-A step's time is a sum of terms. Most terms are the time that the data sheet's rates allow for a part
-of the work; a coefficient says how many times as long real servers take for it. The other terms are
-counts, and their coefficients are seconds. `learned.json` has the coefficients and their error;
-`bench/plan_error` fits both.
+A step's time is a sum of terms. Most terms are the time that the data sheet's rates allow for a
+part of the work; a coefficient says how many times as long real servers take for it. The other
+terms are counts, and their coefficients are seconds. `learned.json` has the coefficients and their
+error; `bench/plan_error` fits both.
 """
 
 from __future__ import annotations
@@ -87,12 +87,15 @@ class StepTerms:
 class LearnedSteps:
     """Step times with learned coefficients of the model's family."""
 
-    def __init__(self, terms: StepTerms, coefficients: dict[str, float]) -> None:
-        self._terms = terms
+    def __init__(self, roofline: Roofline, coefficients: dict[str, float]) -> None:
+        self._terms = StepTerms(roofline)
+        self._decode_terms = self._terms  # of steps that only decode: their weights may be others
+        if roofline.in_decode is not roofline:
+            self._decode_terms = StepTerms(roofline.in_decode)
         self._coefficients = tuple(coefficients[name] for name in TERMS)
 
     def seconds(self, prefill: PhaseWork, decode: PhaseWork) -> float:
-        terms = self._terms.of(prefill, decode)
+        terms = (self._terms if prefill.tokens else self._decode_terms).of(prefill, decode)
         return sum(one * value for one, value in zip(terms, self._coefficients, strict=True))
 
 
@@ -105,16 +108,18 @@ def learned_table() -> dict[str, Any]:
 def learned_model(roofline: Roofline, table: dict[str, Any] | None = None) -> StepModel:
     """Return step times of a data sheet's hardware. `table`: instead of the package's own."""
     table = learned_table() if table is None else table
-    terms, hardware = StepTerms(roofline), roofline.hardware
-    coefficients = table["coefficients"].get(terms.family) or table["coefficients"][""]
+    hardware = roofline.hardware
+    family = StepTerms(roofline).family
+    coefficients = table["coefficients"].get(family) or table["coefficients"][""]
     known = hardware.name.lower() in table["systems"]
     where = "" if known else "; none of them on this hardware, so the interval is wider"
+    systems = ", ".join(table["systems"]).upper()
     source = (
         f"data sheet of {hardware.name}, with efficiencies learned from {table['points']:,} "
-        f"measurements of vLLM, SGLang and TensorRT-LLM on {', '.join(table['systems']).upper()}{where}"
+        f"measurements of vLLM, SGLang and TensorRT-LLM on {systems}{where}"
     )
     return StepModel(
-        LearnedSteps(terms, coefficients),
+        LearnedSteps(roofline, coefficients),
         source,
         drift=table["error" if known else "error_elsewhere"],
         step_error=0.0,

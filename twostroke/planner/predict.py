@@ -9,16 +9,17 @@ steps widen the interval.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from twostroke.errors import ConfigError, RequestError
+from twostroke.errors import RequestError
 from twostroke.measure.load.definitions import Goals, Sample, engine_sample
 from twostroke.measure.load.load_run import no_collections
 from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
-from twostroke.planner.layout import EngineLayout
+from twostroke.planner.engine import TIMELINE_S, EngineUse
+from twostroke.planner.layout import CapacityError, EngineLayout
 from twostroke.planner.simulate import VirtualClock, request_of, simulate
 from twostroke.planner.steptimes import NoisyCost, StepModel
 
@@ -51,6 +52,8 @@ class LayoutForecast:
     simulated_s: float  # duration on the virtual clock
     outside_share: float  # share of the time in steps larger than all measured steps
     notes: tuple[str, ...]
+    # For each pool: use and held share of the KV cache in each interval of `TIMELINE_S`.
+    timelines: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -60,6 +63,7 @@ class LayoutForecast:
             "simulated_s": self.simulated_s,
             "outside_share": self.outside_share,
             "notes": list(self.notes),
+            "timelines": self.timelines,
         }
 
 
@@ -70,15 +74,19 @@ def predict(
     goals: Goals,
     block_tokens: int = MOONCAKE_BLOCK,
     seed: int = 0,
+    interval: bool = True,
 ) -> LayoutForecast:
-    """Predict the figures of a layout. Raise `ConfigError` if a request is too long for it."""
+    """Predict the figures of a layout. Raise `CapacityError` if a request is too long for it.
+    `interval`: simulate the slowest and the quickest steps, too."""
     check_lengths(trace, layout, block_tokens)
-    expected, simulated_s, outside = _run(trace, layout, model, goals, block_tokens, 1.0, seed)
+    run = _Run(trace, layout, model, goals, block_tokens)
+    expected = run.simulate(1.0, seed)
+    simulated_s, outside, timelines = run.duration_s, run.outside_share, run.timelines
     drift = min(MAX_DRIFT, model.drift + OUTSIDE_DRIFT * outside)
     runs = [expected]
     for number, scale in enumerate((1.0 - drift, 1.0 + drift), 1):
-        found, _, _ = _run(trace, layout, model, goals, block_tokens, scale, seed + number)
-        runs.append(found)
+        if interval:
+            runs.append(run.simulate(scale, seed + number))
     figures = {
         name: Interval(value, min(run[name] for run in runs), max(run[name] for run in runs))
         for name, value in expected.items()
@@ -89,7 +97,9 @@ def predict(
             f"{outside:.0%} of the time is in steps larger than all measured steps; intervals are "
             f"widened to ±{drift:.0%}"
         )
-    return LayoutForecast(layout, figures, len(trace), simulated_s, outside, tuple(notes))
+    return LayoutForecast(
+        layout, figures, len(trace), simulated_s, outside, tuple(notes), timelines
+    )
 
 
 def check_lengths(trace: Sequence[TraceRequest], layout: EngineLayout, block_tokens: int) -> None:
@@ -107,7 +117,7 @@ def check_lengths(trace: Sequence[TraceRequest], layout: EngineLayout, block_tok
                 refused.append(one)
     if refused:
         longest = max(refused, key=lambda one: one.prompt_tokens + one.output_tokens)
-        raise ConfigError(
+        raise CapacityError(
             f"{len(refused):,} of {len(trace):,} requests are longer than an engine can hold (the "
             f"longest: {longest.prompt_tokens:,} prompt and {longest.output_tokens:,} output "
             f"tokens; an engine accepts {layout.shape.max_model_len:,} in one request and has a KV "
@@ -123,44 +133,76 @@ class _Instant:
         return 0.0
 
 
-def _run(
-    trace: Sequence[TraceRequest],
-    layout: EngineLayout,
-    model: StepModel,
-    goals: Goals,
-    block_tokens: int,
-    scale: float,
-    seed: int,
-) -> tuple[dict[str, float], float, float]:
-    """Run one simulation. Return its figures, its duration on the virtual clock, and the share of
-    the time in steps larger than all measured steps."""
-    clock, cost = VirtualClock(), NoisyCost(model, scale, seed)
-    engines = layout.simulated(cost, model.host_s, clock)
-    # The host time of the first step is already part of `start_s`.
-    start_s = max(0.0, model.start_s - model.host_s)
-    with no_collections():
-        records = simulate(trace, clock, engines, block_tokens=block_tokens, start_s=start_s)
-    samples = [engine_sample(one) for one in records]
-    for sample in samples:
-        sample.content_s = [at_s + model.outside_s for at_s in sample.content_s]
-    figures = latencies_ms(samples)
-    duration_s = max(sample.ended_s for sample in samples)
-    figures["requests_per_s"] = len(samples) / duration_s
-    if goals.given:
-        met = sum(map(goals.met, samples))
-        figures["goodput"] = met / duration_s
-        figures["met"] = met / len(samples)
-    for role in layout.pools:
-        pool = [one.use for one in engines if one.state.role is role]
-        engine_seconds = len(pool) * duration_s
-        figures[f"{role}_utilisation"] = sum(one.device_s for one in pool) / engine_seconds
-        figures[f"{role}_kv_mean"] = sum(one.kv_seconds for one in pool) / engine_seconds
-        figures[f"{role}_kv_peak"] = max(one.kv_peak for one in pool)
-    figures["preempted"] = float(sum(one.use.preempted for one in engines))
-    prompts = sum(one.num_prompt for one in records)
-    figures["cached"] = sum(one.num_cached for one in records) / prompts
-    outside = cost.outside_s / cost.total_s if cost.total_s else 0.0
-    return figures, duration_s, outside
+class _Run:
+    """The simulations of one layout."""
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        layout: EngineLayout,
+        model: StepModel,
+        goals: Goals,
+        block_tokens: int,
+    ) -> None:
+        if not any(one.blocks for one in trace):  # no prompt can be found in the prefix index
+            shape = layout.shape._replace(prefix_caching=False)
+            layout = replace(layout, shape=shape)
+        self._trace, self._layout, self._model = trace, layout, model
+        self._goals, self._block_tokens = goals, block_tokens
+        # Of the last simulation:
+        self.duration_s = 0.0  # on the virtual clock
+        self.outside_share = 0.0  # of the time, in steps larger than all measured steps
+        self.timelines: dict[str, list[tuple[float, float]]] = {}
+
+    def simulate(self, scale: float, seed: int) -> dict[str, float]:
+        """Simulate the trace with scaled step times, and return the figures."""
+        model, goals = self._model, self._goals
+        clock, cost = VirtualClock(), NoisyCost(model, scale, seed)
+        engines = self._layout.simulated(cost, model.host_s, clock)
+        # The host time of the first step is already part of `start_s`.
+        start_s = max(0.0, model.start_s - model.host_s)
+        with no_collections():
+            records = simulate(
+                self._trace, clock, engines, block_tokens=self._block_tokens, start_s=start_s
+            )
+        samples = [engine_sample(one) for one in records]
+        for sample in samples:
+            sample.content_s = [at_s + model.outside_s for at_s in sample.content_s]
+        figures = latencies_ms(samples)
+        duration_s = max(sample.ended_s for sample in samples)
+        figures["requests_per_s"] = len(samples) / duration_s
+        if goals.given:
+            met = sum(map(goals.met, samples))
+            figures["goodput"] = met / duration_s
+            figures["met"] = met / len(samples)
+        for role in self._layout.pools:
+            pool = [one.use for one in engines if one.state.role is role]
+            engine_seconds = len(pool) * duration_s
+            figures[f"{role}_utilisation"] = sum(one.device_s for one in pool) / engine_seconds
+            figures[f"{role}_kv_mean"] = sum(one.kv_seconds for one in pool) / engine_seconds
+            figures[f"{role}_kv_peak"] = max(one.kv_peak for one in pool)
+            self.timelines[str(role)] = timeline(pool)
+        figures["preempted"] = float(sum(one.use.preempted for one in engines))
+        prompts = sum(one.num_prompt for one in records)
+        figures["cached"] = sum(one.num_cached for one in records) / prompts
+        for part in ("queue", "prefill", "decode"):
+            total_s = sum(getattr(one, f"{part}_s") for one in records)
+            figures[f"mean_{part}_ms"] = 1e3 * total_s / len(records)
+        self.duration_s = duration_s
+        self.outside_share = cost.outside_s / cost.total_s if cost.total_s else 0.0
+        return figures
+
+
+def timeline(pool: Sequence[EngineUse]) -> list[tuple[float, float]]:
+    """Return the use and the held share of the KV cache of a pool, in intervals of
+    `TIMELINE_S`."""
+    last = max((number for one in pool for number in one.intervals), default=-1)
+    rows = []
+    for number in range(last + 1):
+        sums = [one.intervals.get(number, (0.0, 0.0)) for one in pool]
+        seconds = TIMELINE_S * len(pool)
+        rows.append((sum(one[0] for one in sums) / seconds, sum(one[1] for one in sums) / seconds))
+    return rows
 
 
 def latencies_ms(samples: Sequence[Sample]) -> dict[str, float]:

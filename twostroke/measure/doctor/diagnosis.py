@@ -1,9 +1,9 @@
 """`diagnose`: rules that turn the observations of a server into a verdict.
 
-The computation of a request's own prompt and tokens is not a fault (`twostroke roofline` estimates
-its time). A rule names the time that a request waits for other requests, for memory, for the
-template or for the network. A rule applies if its share of the time exceeds a threshold and the
-time is long enough to be noticed.
+The computation of a request's own prompt and tokens is not a fault, if the machine computes as
+quickly as it can (`machine.py`; `twostroke roofline` estimates the time). A rule names the time
+that a request waits for other requests, for memory, for the template or for the network. A rule
+applies if its share of the time exceeds a threshold and the time is long enough to be noticed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from twostroke.measure.doctor.account import (
     client_extra_of,
     is_stall,
 )
+from twostroke.measure.doctor.machine import machine_findings
 from twostroke.measure.doctor.treatment import experiment
 from twostroke.measure.doctor.verdict import (
     BOTH,
     HEALTHY,
     NOT_ENOUGH,
     NOTES,
+    OF_MACHINE,
     SLOW_TO_START,
     SLOW_TO_STREAM,
     Cause,
@@ -56,10 +58,7 @@ MIN_CONFIDENCE = 0.5  # of a cause that counts for the verdict
 def diagnose(observed: Observations) -> Verdict:
     account = _account(observed)
     rules = _Rules(observed, account)
-    # An engine that was down explains the other causes, and comes first.
-    causes = sorted(
-        rules.causes(), key=lambda one: (one.cause != "cold_start", -one.weight * one.confidence)
-    )
+    causes = sorted(rules.causes(), key=_order)
     sure = [one for one in causes if one.confidence >= MIN_CONFIDENCE]
     if sure:
         phases = {one.phase for one in sure}
@@ -82,6 +81,12 @@ def diagnose(observed: Observations) -> Verdict:
         seconds=observed.seconds,
         requests=account.requests,
     )
+
+
+def _order(cause: Cause) -> tuple[int, float]:
+    """An engine that was down explains the other causes, and comes first; then the machine."""
+    rank = 0 if cause.cause == "cold_start" else 1 if cause.cause in OF_MACHINE else 2
+    return rank, -cause.weight * cause.confidence
 
 
 def _account(observed: Observations) -> TimeAccount:
@@ -110,6 +115,7 @@ class _Rules:
             self.kv_preemption,
             self.prefill_starves,
             self.host_bound,
+            self.machine,
         )
         found: dict[str, Cause] = {}
         for rule in rules:
@@ -360,6 +366,13 @@ class _Rules:
             )
             yield self._cause("host_bound_decode", share, HOST_SHARE, "stream", message)
 
+    # ── the machine ─────────────────────────────────────────────────────────────────────────
+
+    def machine(self) -> Iterator[Cause]:
+        for found in machine_findings(self.observed, self.account):
+            share = min(1.0, found.share)
+            yield self._cause(found.cause, share, found.min_share, "both", *found.evidence)
+
     # ── notes, and causes that could not be examined ────────────────────────────────────────
 
     def unexplained_start(self) -> bool:
@@ -412,6 +425,9 @@ class _Rules:
             why = f"needs step records; the evidence here is {self.account.level}"
             for name in ("host_bound_decode", "tokenizer_or_template", "no_prefix_reuse"):
                 found[name] = why
+        if self.observed.machine_after is None:
+            why = "the server does not report the counters of its machine"
+            found |= dict.fromkeys(("cpu_taken", "clock_throttled", "memory_swapped"), why)
         if self.outside is None:
             found["client_or_network"] = (
                 "only the round trip to /health was examined; the rest needs probes and a server "
