@@ -87,7 +87,7 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
 def test_the_cheapest_of_two_kinds_of_hardware_is_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load = ["--rate", "40", "--input-len", "1000", "--output-len", "20", "--trace-seconds", "10"]
+    load = ["--rate", "40", "--input-len", "1000", "--output-len", "20", "--trace-seconds", "4"]
     goals = ["--ttft-slo-ms", "2000", "--engines", "auto", "--target", "0.9"]
     words = [*load, *goals, "--model", "llama-3.1-8b", "--hardware", "H100", "L40S"]
     found = plan(capsys, *words, "--price-per-hour", "3", "1")
@@ -119,7 +119,7 @@ def test_settings_with_several_values_are_kinds_of_engines(
 def test_pools_are_searched_beside_engines_for_both_phases(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load = ["--rate", "25", "--input-len", "1500", "--output-len", "20", "--trace-seconds", "6"]
+    load = ["--rate", "25", "--input-len", "1500", "--output-len", "20", "--trace-seconds", "3"]
     goals = ["--ttft-slo-ms", "1500", "--itl-slo-ms", "40", "--target", "0.9"]
     found = plan(capsys, *SHEET, *load, *goals, "--engines", "auto", "--pools")
     layouts = {one["layout"] for one in found["tried"]}

@@ -28,15 +28,14 @@ def simulated(
 
 
 @pytest.mark.parametrize(("shape", "rate"), [(SHAPE, 1.0), (SHAPE, 8.0), (TIGHT, 4.0)])
-@pytest.mark.parametrize("engines", [1, 2])
 def test_stretches_change_nothing(
-    shape: EngineShape, rate: float, engines: int, monkeypatch: pytest.MonkeyPatch
+    shape: EngineShape, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = synthetic(rate, 20.0, 100, 60, seed=7)
     trace = [one for one in trace if one.prompt_tokens + one.output_tokens < 1000]
-    found, use = simulated(trace, engines, shape)
+    found, use = simulated(trace, 1, shape)
     monkeypatch.setattr(SteadyScheduler, "steady_steps", lambda self: 0)
-    plain, plain_use = simulated(trace, engines, shape)
+    plain, plain_use = simulated(trace, 1, shape)
     assert [one.request_id for one in found] == [one.request_id for one in plain]
     for one, other in zip(found, plain, strict=True):
         assert list(one.token_s) == pytest.approx(list(other.token_s))

@@ -64,19 +64,27 @@ class EngineUse:
         self.decode_tokens += plan.decode_work.tokens
         self.preempted += step.preempted
         self._add_time(device_s, end_s - step.planned_s, step.kv.taken, end_s)
+        self.kv_peak = max(self.kv_peak, step.kv.taken)
 
     def add_stretch(
-        self, steps: int, rows: int, device_s: float, seconds: float, taken: float, end_s: float
+        self,
+        steps: int,
+        rows: int,
+        device_s: float,
+        seconds: float,
+        held: tuple[float, float],
+        end_s: float,
     ) -> None:
+        """`held`: the share of the KV cache that requests hold at the start and at the end."""
         self.steps += steps
         self.decode_tokens += steps * rows
-        self._add_time(device_s, seconds, taken, end_s)
+        self._add_time(device_s, seconds, sum(held) / 2, end_s)
+        self.kv_peak = max(self.kv_peak, *held)
 
     def _add_time(self, device_s: float, seconds: float, taken: float, end_s: float) -> None:
         held = taken * seconds
         self.device_s += device_s
         self.kv_seconds += held
-        self.kv_peak = max(self.kv_peak, taken)
         number = int(end_s / TIMELINE_S)
         before = self.intervals.get(number, (0.0, 0.0))
         self.intervals[number] = (before[0] + device_s, before[1] + held)
@@ -122,13 +130,9 @@ class SimulatedEngine:
         limit = self.scheduler.steady_steps()
         if limit < 2:
             return None
-        rows, positions, kv = (
-            self.scheduler.num_running,
-            self.scheduler.positions,
-            self.scheduler.kv,
-        )
+        rows, positions = self.scheduler.num_running, self.scheduler.positions
         ends_s: list[float] = []
-        device_s, end_s, taken = 0.0, now, kv.usage().taken
+        device_s, end_s = 0.0, now
         while len(ends_s) < limit and end_s < until_s:
             step_s = self._cost.seconds(NO_WORK, PhaseWork(rows, rows, positions, positions))
             positions += rows
@@ -137,9 +141,10 @@ class SimulatedEngine:
             ends_s.append(end_s)
         if not ends_s:
             return None
+        before = self.scheduler.kv.usage().taken
         self.scheduler.run_stretch(ends_s)
-        taken = self.scheduler.kv.usage().taken
-        self.use.add_stretch(len(ends_s), rows, device_s, end_s - now, taken, end_s)
+        held = before, self.scheduler.kv.usage().taken
+        self.use.add_stretch(len(ends_s), rows, device_s, end_s - now, held, end_s)
         return end_s
 
     def begin(self, now: float) -> tuple[float, StepInFlight] | None:
