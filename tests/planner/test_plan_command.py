@@ -79,7 +79,7 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
     found = plan(capsys, *SHEET, *SYNTHETIC, "--ttft-slo-ms", "500", "--itl-slo-ms", "50")
     ttft = found["forecast"]["figures"]["p50_ttft_ms"]
     assert 0 < ttft["low"] < ttft["expected"] < ttft["high"]
-    assert "efficiencies learned from" in found["step_times"]["source"]
+    assert "efficiencies from" in found["step_times"]["source"]
     assert main(["plan", *SHEET, *SYNTHETIC, "--ttft-slo-ms", "500"]) == 0
     assert "1 engine (H100) meets the goals: 100.0%" in capsys.readouterr().out
 

@@ -112,11 +112,11 @@ def learned_model(roofline: Roofline, table: dict[str, Any] | None = None) -> St
     family = StepTerms(roofline).family
     coefficients = table["coefficients"].get(family) or table["coefficients"][""]
     known = hardware.name.lower() in table["systems"]
-    where = "" if known else "; none of them on this hardware, so the interval is wider"
+    where = "" if known else " (not this one: the interval is wider)"
     systems = ", ".join(table["systems"]).upper()
     source = (
-        f"data sheet of {hardware.name}, with efficiencies learned from {table['points']:,} "
-        f"measurements of vLLM, SGLang and TensorRT-LLM on {systems}{where}"
+        f"data sheet of {hardware.name}; efficiencies from {table['points']:,} measurements on "
+        f"{systems}{where}"
     )
     return StepModel(
         LearnedSteps(roofline, coefficients),
