@@ -42,6 +42,8 @@ class MachineFinding(NamedTuple):
 
 
 def machine_findings(observed: Observations, account: TimeAccount) -> Iterator[MachineFinding]:
+    if not account.requests:
+        return  # nobody used the server: no time was lost
     before, after = observed.machine_before, observed.machine_after
     found = []
     if before and after and after["at_s"] > before["at_s"]:
