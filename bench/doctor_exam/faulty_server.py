@@ -15,7 +15,7 @@ import runpy
 import sys
 import time
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from twostroke.config import EngineConfig
@@ -34,12 +34,12 @@ def build(config: EngineConfig) -> Any:
     pause_s = float(os.environ.get(f"{VARIABLE}PLAN_S", "0"))
     every = int(os.environ.get(f"{VARIABLE}PLAN_EVERY", "1"))
 
-    def slow_plan() -> Any:
+    def slow_plan(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if pause_s and calls % every == 0:
             time.sleep(pause_s)
-        return plan()
+        return plan(*args)
 
     scheduler.plan = slow_plan
     return engine
@@ -54,7 +54,8 @@ def main(words: list[str]) -> None:
     if {f"{VARIABLE}PLAN_S", f"{VARIABLE}ISA"} & os.environ.keys():
         from twostroke.engine import spawn
 
-        spawn.spawn = partial(spawn.spawn, builder=f"{__spec__.name}:build")
+        start, builder = spawn.spawn, f"{__spec__.name}:build"
+        spawn.spawn = lambda config, _builder="": start(config, builder)
     if pause := os.environ.get(f"{VARIABLE}TOKENIZER_S"):
         from twostroke.model.text.tokenizer import Tokenizer
 

@@ -17,7 +17,8 @@ from typing import Any
 from twostroke.kv.transfer import Offer
 from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.observe.record import RequestRecord, continued
-from twostroke.planner.engine import TOKEN, SimulatedEngine
+from twostroke.planner.engine import SimulatedEngine
+from twostroke.planner.stretch import TOKEN
 from twostroke.request import FIRST_MARK_TOKENS, EngineRequest, Resumed, SamplingParams
 from twostroke.route.router import EngineState, Prompt, Queued, Router
 from twostroke.sched.step import StepInFlight
