@@ -54,8 +54,8 @@ def main(words: list[str]) -> None:
     if {f"{VARIABLE}PLAN_S", f"{VARIABLE}ISA"} & os.environ.keys():
         from twostroke.engine import spawn
 
-        start, builder = spawn.spawn, f"{__spec__.name}:build"
-        spawn.spawn = lambda config, _builder="": start(config, builder)
+        start, own = spawn.spawn, f"{__spec__.name}:build"
+        spawn.spawn = lambda config, builder="": start(config, own)
     if pause := os.environ.get(f"{VARIABLE}TOKENIZER_S"):
         from twostroke.model.text.tokenizer import Tokenizer
 

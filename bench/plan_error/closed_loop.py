@@ -44,9 +44,12 @@ def closed_loop(point: Point, waves: int = WAVES) -> tuple[Vector, Vector]:
     left = (waves - 1) * point.users  # requests to send
     streams: list[tuple[int, int, int, int, Vector]] = []  # last step, number, lengths, first token
     number = step = held = contexts = computed = 0
-    first_wave, later, gaps = [], [], []
+    first_wave: list[Vector] = []
+    later: list[Vector] = []
+    gaps: list[Vector] = []
     while waiting or streams:
-        chunks, budget, started = [], BUDGET - len(streams), []
+        chunks: list[tuple[int, int]] = []  # tokens before, and of, each chunk
+        budget, started = BUDGET - len(streams), []
         while waiting and budget > 0:
             prompt, output, _, _ = waiting[0]
             if not computed:

@@ -140,7 +140,7 @@ def _kernels(observed: Observations) -> Iterator[MachineFinding]:
     if isas and isa != isas[0]:
         used = f"the kernels of {isa!r} run" if isa else "the reference kernels run"
         message = f"{used}, and this CPU has {', '.join(isas)}"
-        setting = "leave out --isa" if isa else "leave out --kernels"
+        setting = "leave isa at 'auto'" if isa else "leave out --kernels"
         yield MachineFinding("slow_kernels", 1.0, 0.5, (message, setting))
 
 
