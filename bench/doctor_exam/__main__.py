@@ -2,7 +2,7 @@
 
     python -m bench.doctor_exam [--cases one-seat,idle] [--jobs 7 --cpus-per-job 2] [--json FILE]
 
-Exit status: 0 if at least 90% of the answers are right and no healthy control got a fault, else 4.
+Exit status: 0 if at least 95% of the answers are right and no healthy control got a fault, else 4.
 """
 
 from __future__ import annotations

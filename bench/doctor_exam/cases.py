@@ -1,8 +1,11 @@
-"""The cases of the doctor's exam: 18 injected faults and 7 healthy controls."""
+"""The cases of the doctor's exam: injected faults and healthy controls."""
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
+
+SCHED_IDLE = getattr(os, "SCHED_IDLE", None)
 
 
 class UserLoad(NamedTuple):
@@ -31,6 +34,8 @@ class Case(NamedTuple):
     link: tuple[str, float] | None = None  # mode and seconds of `slow_link.py`
     cold: bool = False  # the doctor starts together with the server
     kills_engine: bool = False
+    neighbours: int = 0  # processes that compute on the same processors
+    neighbour_policy: int | None = None  # scheduling policy of these processes; None: the usual one
     warm_s: float = 1.5  # seconds of load before the doctor starts
     watch_s: float = 8.0  # seconds that the doctor watches
 
@@ -175,6 +180,37 @@ _FAULTS = (
     ),
 )
 
+_MACHINE_FAULTS = (
+    Case(
+        "eight-neighbours",
+        "cpu_taken",
+        "eight busy processes on the server's processors, and one user who chats",
+        loads=(LIGHT,),
+        neighbours=8,
+    ),
+    Case(
+        "four-neighbours",
+        "cpu_taken",
+        "four busy processes on the server's processors, and two users",
+        loads=(UserLoad(2, 200, 32),),
+        neighbours=4,
+    ),
+    Case(
+        "portable-kernels",
+        "slow_kernels",
+        "kernels without the vector instructions that the CPU has",
+        loads=(LIGHT,),
+        faults=("isa=portable",),
+    ),
+    Case(
+        "portable-kernels-busy",
+        "slow_kernels",
+        "the same, and two users with prompts of 200 tokens",
+        loads=(UserLoad(2, 200, 32),),
+        faults=("isa=portable",),
+    ),
+)
+
 _CONTROLS = (
     Case("idle", "", "no users"),
     Case("light", "", "one user who chats", loads=(LIGHT,)),
@@ -195,6 +231,21 @@ _CONTROLS = (
         loads=(UserLoad(2, 540, 24, prefix=512),),
         warm_s=6.0,  # long enough to compute the prefix once
     ),
+    Case(
+        "idle-neighbours",
+        "",
+        "eight busy processes of the lowest priority, which give the processors to the server",
+        loads=(LIGHT,),
+        neighbours=8,
+        neighbour_policy=SCHED_IDLE,
+    ),
+    Case(
+        "old-machine",
+        "",
+        "one thread: a machine that is slow, and computes as quickly as it can",
+        ("--threads", "1"),
+        (LIGHT,),
+    ),
 )
 
-CASES = {case.name: case for case in (*_FAULTS, *_CONTROLS)}
+CASES = {case.name: case for case in (*_FAULTS, *_MACHINE_FAULTS, *_CONTROLS)}

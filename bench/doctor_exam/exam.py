@@ -149,7 +149,7 @@ def result_json(answers: Sequence[CaseResult]) -> dict[str, Any]:
         "accuracy": accuracy,
         "controls": len(controls),
         "false_alarms": false_alarms,
-        "passed": accuracy >= 0.9 and not false_alarms,
+        "passed": accuracy >= 0.95 and not false_alarms,
         "said": sorted({one.answer for one in answers} | set(matrix)),
         "matrix": {name: dict(counts) for name, counts in sorted(matrix.items())},
         "cases": [
@@ -188,6 +188,7 @@ async def run_case(case: Case, model: str | None, watch_s: float | None = None) 
             await _ready(f"http://127.0.0.1:{port}", server)
         load = asyncio.create_task(_load(case.loads, url))
         try:
+            await stack.enter_async_context(_neighbours(case))
             await asyncio.sleep(0.0 if case.cold else case.warm_s)
             if case.kills_engine:
                 asyncio.get_running_loop().call_later(KILL_S, _kill_engine, server.pid)
@@ -262,6 +263,22 @@ async def _ready(url: str, server: asyncio.subprocess.Process) -> None:
     finally:
         connections.close()
     raise ServerError("the server was not ready after 60 s")
+
+
+@asynccontextmanager
+async def _neighbours(case: Case) -> AsyncIterator[None]:
+    """Run busy processes on the processors of this process."""
+    words = (sys.executable, "-c", "while True: pass")
+    processes = [subprocess.Popen(words) for _ in range(case.neighbours)]
+    try:
+        for process in processes:
+            if case.neighbour_policy is not None:
+                os.sched_setscheduler(process.pid, case.neighbour_policy, os.sched_param(0))
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _free_port() -> int:

@@ -5,6 +5,7 @@
 tokenizer_s   seconds that are added to the tokenisation of each text
 plan_s        seconds that the engine's host sleeps before a step
 plan_every    number of steps between two such sleeps; default 1
+isa           instruction set of the native kernels
 """
 
 from __future__ import annotations
@@ -13,31 +14,32 @@ import os
 import runpy
 import sys
 import time
-from functools import partial, wraps
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from twostroke.config import EngineConfig
 
-FAULTS = ("tokenizer_s", "plan_s", "plan_every")
+FAULTS = ("tokenizer_s", "plan_s", "plan_every", "isa")
 VARIABLE = "TWOSTROKE_EXAM_"  # environment variables that carry the faults to the engine
 
 
 def build(config: EngineConfig) -> Any:
-    """Build an engine whose host is slow. `engine/process.py` calls this function."""
+    """Build an engine with a slow host or slow kernels. `engine/process.py` calls this function."""
     from twostroke.engine.build import build_core_engine
 
-    engine = build_core_engine(config)
+    engine = build_core_engine(replace(config, isa=os.environ.get(f"{VARIABLE}ISA", config.isa)))
     scheduler: Any = engine.core.scheduler
     plan, calls = scheduler.plan, 0
-    pause_s = float(os.environ[f"{VARIABLE}PLAN_S"])
+    pause_s = float(os.environ.get(f"{VARIABLE}PLAN_S", "0"))
     every = int(os.environ.get(f"{VARIABLE}PLAN_EVERY", "1"))
 
-    def slow_plan() -> Any:
+    def slow_plan(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls % every == 0:
+        if pause_s and calls % every == 0:
             time.sleep(pause_s)
-        return plan()
+        return plan(*args)
 
     scheduler.plan = slow_plan
     return engine
@@ -49,10 +51,11 @@ def main(words: list[str]) -> None:
         if name not in FAULTS:
             raise SystemExit(f"unknown fault {name!r}; choose one of {', '.join(FAULTS)}")
         os.environ[VARIABLE + name.upper()] = value
-    if f"{VARIABLE}PLAN_S" in os.environ:
+    if {f"{VARIABLE}PLAN_S", f"{VARIABLE}ISA"} & os.environ.keys():
         from twostroke.engine import spawn
 
-        spawn.spawn = partial(spawn.spawn, builder=f"{__spec__.name}:build")
+        start, own = spawn.spawn, f"{__spec__.name}:build"
+        spawn.spawn = lambda config, builder="": start(config, own)
     if pause := os.environ.get(f"{VARIABLE}TOKENIZER_S"):
         from twostroke.model.text.tokenizer import Tokenizer
 

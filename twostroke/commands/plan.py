@@ -7,18 +7,20 @@ import asyncio
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twostroke.commands.bench import api_key
-from twostroke.commands.output import check_output, show_result, write_file
+from twostroke.commands.output import add_result_arguments, check_output, show_result, write_file
 from twostroke.commands.roofline import KV_FORMATS, WEIGHT_FORMATS, roofline_settings
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
     from twostroke.measure.load.definitions import Goals
     from twostroke.measure.load.traces import TraceRequest
-    from twostroke.planner.layout import EngineLayout, EngineShape
+    from twostroke.planner.layout import EngineShape
+    from twostroke.planner.load_curve import Simulate
     from twostroke.planner.predict import LayoutForecast
     from twostroke.planner.search import EngineChoice, Search
     from twostroke.planner.steptimes import StepModel
@@ -64,15 +66,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="price of a GPU of each --hardware",
     )
-    add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N")
-    add("--weights", choices=WEIGHT_FORMATS, help="default: as stored in a GGUF file, else fp16")
-    add("--kv-cache-dtype", choices=KV_FORMATS, default="fp16")
+    several = "several values are tried with --engines auto"
+    add(
+        "--tensor-parallel-size", "-tp", type=int, nargs="+", default=[1], metavar="N", help=several
+    )
+    add(
+        "--weights",
+        choices=WEIGHT_FORMATS,
+        nargs="+",
+        help=f"default: as stored in a GGUF file, else fp16; {several}",
+    )
+    add(
+        "--decode-weights",
+        choices=WEIGHT_FORMATS,
+        help="weights of decode, stored beside --weights; default: --weights",
+    )
+    add("--kv-cache-dtype", choices=KV_FORMATS, nargs="+", default=["fp16"], help=several)
     add(
         "--engines",
         default="1",
         metavar="N",
         help="engines that share the requests; auto: the fewest",
     )
+    add("--pools", action="store_true", help="with --engines auto: try prefill and decode pools")
     add("--prefill-engines", type=int, metavar="P", help="engines that only prefill")
     add("--decode-engines", type=int, metavar="D", help="engines that only decode")
     add(
@@ -82,8 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="GB/s of the links between them",
     )
-    add("--max-num-seqs", type=int, metavar="N", help="default: the server's")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="default: the server's")
+    add("--max-num-seqs", type=int, nargs="+", metavar="N", help="default: the server's")
+    add("--max-num-batched-tokens", type=int, nargs="+", metavar="N", help="default: the server's")
     add("--ttft-slo-ms", type=float, metavar="MS", help="goal for the time to the first token")
     add("--itl-slo-ms", type=float, metavar="MS", help="goal for the mean gap of a request (TPOT)")
     add(
@@ -95,14 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--check", metavar="URL", help="replay the trace on this server and compare")
     add("--seed", type=int, default=0, metavar="N")
-    add("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(html=None)
+    add_result_arguments(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    check_output(args.save_steps)
+    check_output(args.save_steps, args.html)
     _check_numbers(args)
     from twostroke.planner.check import compare, replay
+    from twostroke.planner.plan_page import plan_page
     from twostroke.planner.report import plan_json, show_plan
     from twostroke.planner.search import cheapest
 
@@ -119,70 +135,149 @@ def execute(args: argparse.Namespace) -> int:
         kind = kinds[0]
         found = kind.predict(int(args.engines))
     result = plan_json(trace, kind, goals, args.target, found, tried)
+    if args.html is not None:
+        from twostroke.planner.load_curve import load_curves
+
+        result["loads"] = load_curves(
+            trace, kind, found, tried, args.target, simulated(args, goals)
+        )
     if args.check is not None:
         run = asyncio.run(replay(args.check, api_key(args), trace, args.trace_shrink))
         result["check"] = compare(found, run, goals)
-    show_result(args, result, lambda console: show_plan(console, result), lambda: "")
+    show_result(args, result, lambda console: show_plan(console, result), lambda: plan_page(result))
     return 0
 
 
 def engine_kinds(
     args: argparse.Namespace, trace: list[TraceRequest], goals: Goals
 ) -> list[EngineChoice]:
-    """Return the kinds of engines on the command line, with their step times."""
-    from twostroke.measure.load.traces import block_tokens
-    from twostroke.planner.layout import EngineLayout
-    from twostroke.planner.predict import predict
-    from twostroke.planner.search import EngineChoice
+    """Return the kinds of engines on the command line that can hold every request of the trace."""
+    from twostroke.planner.layout import CapacityError
 
-    def kind(name: str, model: StepModel, shape: EngineShape, price: float | None) -> EngineChoice:
-        shape = _with_settings(shape, args)
-        block = block_tokens(args.trace_shrink)
-
-        def forecast(count: int) -> LayoutForecast:
-            layout = _pools(args, shape) or EngineLayout(count, shape)
-            return predict(trace, layout, model, goals, block, args.seed)
-
-        return EngineChoice(name, model, forecast, price)
-
-    prices: list[float | None] = args.price_per_hour or [None]
     if args.calibrate is not None or args.steps is not None:
-        return [kind("", *_measured(args, trace), prices[0])]
+        price = args.price_per_hour[0] if args.price_per_hour else None
+        found = _measured(args, trace)
+        return [_choice(args, trace, goals, _Kind("", price, args), *found)]
     if not (args.model and args.hardware):
         raise ConfigError(
             "no step times: give a running server (--steps URL, or --calibrate URL, which loads "
             "the server for a minute), a file of its records (--steps FILE), or --model with "
             "--hardware for a data sheet"
         )
-    if args.price_per_hour is None:
-        prices = [None] * len(args.hardware)
+    wanted = _kinds(args)
+    if len(wanted) > 1 and args.engines != AUTO:
+        raise ConfigError(
+            "several kinds of --hardware, or several values of a setting, need --engines auto"
+        )
+    kinds, refused = [], []
+    for kind in wanted:
+        try:
+            model, shape = _data_sheet(kind.args, kind.hardware)
+            choice = _choice(args, trace, goals, kind, model, shape)
+        except CapacityError as error:
+            refused.append(error)
+        else:
+            kinds.append(choice)
+    if not kinds:
+        raise ConfigError("\n".join(dict.fromkeys(map(str, refused))))
+    return kinds
+
+
+class _Kind(NamedTuple):
+    """One combination of hardware and settings. `args` has one value for each setting."""
+
+    name: str
+    price: float | None  # of an engine an hour
+    args: argparse.Namespace
+    hardware: str = ""
+
+
+SETTINGS = (  # name of the argument, and how the name of a kind tells its value
+    ("tensor_parallel_size", "tp {}"),
+    ("weights", "{}"),
+    ("kv_cache_dtype", "KV {}"),
+    ("max_num_seqs", "{} seqs"),
+    ("max_num_batched_tokens", "{} tokens a step"),
+)
+
+
+def _kinds(args: argparse.Namespace) -> list[_Kind]:
+    """Return all combinations of hardware and settings."""
+    prices: list[float | None] = args.price_per_hour or [None] * len(args.hardware)
     if len(prices) != len(args.hardware):
         raise ConfigError(
             f"--price-per-hour has {len(prices)} prices for {len(args.hardware)} kinds of "
             "--hardware; give one for each"
         )
-    if len(args.hardware) > 1 and args.engines != AUTO:
-        raise ConfigError("several kinds of --hardware need --engines auto")
-    size = args.tensor_parallel_size
-    return [
-        kind(hardware, *_roofline(args, hardware), None if price is None else size * price)
-        for hardware, price in zip(args.hardware, prices, strict=True)
-    ]
+    columns = [getattr(args, name) or [None] for name, _ in SETTINGS]
+    found = []
+    for hardware, price in zip(args.hardware, prices, strict=True):
+        for values in product(*columns):
+            words = [hardware]
+            for (_, word), column, value in zip(SETTINGS, columns, values, strict=True):
+                if len(column) > 1:
+                    words.append(word.format(value))
+            names = [name for name, _ in SETTINGS]
+            one = argparse.Namespace(**(vars(args) | dict(zip(names, values, strict=True))))
+            each = None if price is None else one.tensor_parallel_size * price
+            found.append(_Kind(", ".join(words), each, one, hardware))
+    return found
 
 
-def _pools(args: argparse.Namespace, shape: EngineShape) -> EngineLayout | None:
+def _choice(
+    args: argparse.Namespace,
+    trace: list[TraceRequest],
+    goals: Goals,
+    kind: _Kind,
+    model: StepModel,
+    shape: EngineShape,
+) -> EngineChoice:
     from twostroke.planner.engine import Link
     from twostroke.planner.layout import EngineLayout
+    from twostroke.planner.predict import check_lengths, predict
+    from twostroke.planner.search import EngineChoice
 
-    if args.prefill_engines is None:
-        return None
-    if not shape.token_bytes:
-        raise ConfigError(
-            "pools need kv_bytes, the bytes of a token's keys and values, and these step records "
-            "do not have them; use records of a newer server"
-        )
+    shape = _with_settings(shape, kind.args)
     link = Link(shape.token_bytes, 1e9 * args.hand_over_gbytes)
-    return EngineLayout(0, shape, args.prefill_engines, args.decode_engines, link)
+    check_lengths(trace, EngineLayout(1, shape), _block(args))
+
+    def forecast(layout: EngineLayout) -> LayoutForecast:
+        return predict(trace, layout, model, goals, _block(args), args.seed)
+
+    def engines(count: int) -> LayoutForecast:
+        if args.prefill_engines is not None:
+            return pools(args.prefill_engines, args.decode_engines)
+        return forecast(EngineLayout(count, shape))
+
+    def pools(prefill: int, decode: int) -> LayoutForecast:
+        if not shape.token_bytes:
+            raise ConfigError(
+                "pools need kv_bytes, the bytes of a token's keys and values, and these step "
+                "records do not have them; use records of a newer server"
+            )
+        return forecast(EngineLayout(0, shape, prefill, decode, link))
+
+    return EngineChoice(kind.name, model, engines, kind.price, pools if args.pools else None)
+
+
+def simulated(args: argparse.Namespace, goals: Goals) -> Simulate:
+    """Return a function that simulates a layout with another trace, without intervals."""
+    from twostroke.planner.predict import predict
+
+    def run(
+        forecast: LayoutForecast, kind: EngineChoice, trace: list[TraceRequest]
+    ) -> LayoutForecast:
+        block = _block(args)
+        return predict(trace, forecast.layout, kind.model, goals, block, args.seed, interval=False)
+
+    return run
+
+
+def _block(args: argparse.Namespace) -> int:
+    """Return the tokens of a block of the trace."""
+    from twostroke.measure.load.traces import block_tokens
+
+    return block_tokens(args.trace_shrink)
 
 
 def _no_layout(search: Search, target: float) -> str:
@@ -257,15 +352,19 @@ def _recorded(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineShape]:
+def _data_sheet(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineShape]:
+    """Return step times for a model on hardware, and the shape of an engine there."""
     from twostroke.config import EngineConfig
     from twostroke.measure.roofline.hardware import find_hardware
     from twostroke.measure.roofline.roofline import Roofline
     from twostroke.measure.roofline.shapes import find_spec
     from twostroke.planner.layout import shape_of_hardware
+    from twostroke.planner.learned import learned_model
     from twostroke.planner.steptimes import roofline_model
 
     settings, stored = roofline_settings(args)
+    if args.decode_weights not in (None, args.weights):
+        settings = replace(settings, decode_weights=args.decode_weights)
     spec, hardware = find_spec(args.model), find_hardware(name)
     roofline = Roofline(spec, hardware, settings, 0.0, stored)
     shape = shape_of_hardware(
@@ -276,13 +375,18 @@ def _roofline(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineSha
         hardware.name,
         EngineConfig(),
     )
-    return roofline_model(roofline), shape
+    return (roofline_model if hardware.measured else learned_model)(roofline), shape
 
 
 def _with_settings(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
-    names = ("max_num_seqs", "max_num_batched_tokens")
-    values = {name: getattr(args, name) for name in names}
-    return shape._replace(**{name: value for name, value in values.items() if value is not None})
+    """Return the shape with the settings of the command line; of several values, the first."""
+    found = {}
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        value = getattr(args, name)
+        value = value[0] if isinstance(value, list) else value
+        if value is not None:
+            found[name] = value
+    return shape._replace(**found)
 
 
 def goals_of(args: argparse.Namespace) -> Goals:
@@ -299,9 +403,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
         "ttft_slo_ms itl_slo_ms"
     )
     for name in positive.split():
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, and is {value:g}")
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, and is {value:g}")
     if not 0 < args.target <= 1:
         raise ConfigError(
             f"--target {args.target:g}: give a share above 0 and up to 1, such as 0.99"
@@ -314,9 +419,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--engines sets engines for both phases: leave it out with --prefill-engines"
         )
+    if args.pools and args.engines != AUTO:
+        raise ConfigError("--pools needs --engines auto, which looks for the sizes of the pools")
     if args.engines == AUTO and args.ttft_slo_ms is None and args.itl_slo_ms is None:
         raise ConfigError("--engines auto needs a goal: --ttft-slo-ms, --itl-slo-ms, or both")
     if any(not 0 < price < float("inf") for price in args.price_per_hour or ()):
         raise ConfigError("--price-per-hour: give prices above 0")
+    if args.calibrate is not None or args.steps is not None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if len(getattr(args, name) or ()) > 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: step records are of one setting; give one value"
+                )
     if args.steps is not None and args.calibrate is not None:
         raise ConfigError("--steps and --calibrate: give one of them")

@@ -60,6 +60,8 @@ class EngineInfo:
     file_format: str = ""  # "gguf" or "safetensors"
     kv_layout: str = ""  # of a block: the same in all engines that exchange blocks
     figures: ModelFigures = NO_FIGURES
+    isa: str = ""  # instruction set of the native kernels; "": the engine does not use them
+    isas: tuple[str, ...] = ()  # that this machine has kernels for, the fastest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twostroke.config import KV_8_BIT, EngineConfig
 from twostroke.engine.api import EngineInfo
@@ -24,6 +24,7 @@ from twostroke.engine.kernel_choice import is_native
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import MemoryPlan
+from twostroke.kernels import cpu
 from twostroke.model.describe.cost import model_figures
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.find.hub import find_model
@@ -114,8 +115,18 @@ class Engine:
             file_format=self.file_format,
             kv_layout=self.core.scheduler.offers.layout,
             figures=model_figures(self.spec, self.core.cost),
+            **self._instruction_sets(),
             **self._ceilings()._asdict(),
         )
+
+    def _instruction_sets(self) -> dict[str, Any]:
+        """Return the instruction set of the native kernels, and those that this CPU has."""
+        if self.device != "cpu" or not cpu.available():
+            return {}
+        isas = tuple(cpu.module().isas())
+        if not is_native(self.config, self.device):
+            return {"isas": isas}
+        return {"isas": isas, "isa": isas[0] if self.config.isa == "auto" else self.config.isa}
 
     def _ceilings(self) -> Ceilings:
         if not self.config.measure_ceilings:

@@ -1,6 +1,7 @@
 """`SimulatedEngine`: the product's Scheduler and KV cache, with modelled step times.
 
     add ─▶ begin(now): plan a step ─▶ (host_s + modelled seconds) ─▶ end(now): commit the step
+       ─▶ stretch(now): run steps that only decode, until a request ends or arrives
 
 One step runs at a time, as on a synchronous executor. The product's code decides admission,
 chunking, preemption and caching. Only the tokens and the times are simulated.
@@ -9,18 +10,18 @@ chunking, preemption and caching. Only the tokens and the times are simulated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from twostroke.observe.record import PhaseRecord, StepRecord
-from twostroke.plan import PhaseWork, StepResult
+from twostroke.plan import NO_WORK, PhaseWork, StepResult
 from twostroke.planner.handover import SimulatedTransport, transfer_of
+from twostroke.planner.stretch import TOKEN, SteadyScheduler
 from twostroke.route.router import EngineState, Role
-from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig, StepInFlight
 from twostroke.sched.updates import Update
 
-TOKEN = 7  # the id of every sampled token
+TIMELINE_S = 10.0  # the interval of an engine's timeline
 
 
 class StepCost(Protocol):
@@ -53,17 +54,40 @@ class EngineUsage:
     preempted: int = 0
     kv_seconds: float = 0.0  # share of the KV cache held by requests, times seconds
     kv_peak: float = 0.0  # largest share of the KV cache held by requests
+    # Number of an interval of `TIMELINE_S` → `device_s` and `kv_seconds` of its steps
+    intervals: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, step: StepInFlight, device_s: float, step_s: float) -> None:
+    def add(self, step: StepInFlight, device_s: float, end_s: float) -> None:
         plan = step.plan
         self.steps += 1
-        self.device_s += device_s
         self.prefill_tokens += plan.prefill_work.tokens
         self.decode_tokens += plan.decode_work.tokens
         self.preempted += step.preempted
-        taken = step.kv.taken
-        self.kv_seconds += taken * step_s
-        self.kv_peak = max(self.kv_peak, taken)
+        self._add_time(device_s, end_s - step.planned_s, step.kv.taken, end_s)
+        self.kv_peak = max(self.kv_peak, step.kv.taken)
+
+    def add_stretch(
+        self,
+        steps: int,
+        rows: int,
+        device_s: float,
+        seconds: float,
+        held: tuple[float, float],
+        end_s: float,
+    ) -> None:
+        """`held`: the share of the KV cache that requests hold at the start and at the end."""
+        self.steps += steps
+        self.decode_tokens += steps * rows
+        self._add_time(device_s, seconds, sum(held) / 2, end_s)
+        self.kv_peak = max(self.kv_peak, *held)
+
+    def _add_time(self, device_s: float, seconds: float, taken: float, end_s: float) -> None:
+        held = taken * seconds
+        self.device_s += device_s
+        self.kv_seconds += held
+        number = int(end_s / TIMELINE_S)
+        before = self.intervals.get(number, (0.0, 0.0))
+        self.intervals[number] = (before[0] + device_s, before[1] + held)
 
 
 class SimulatedEngine:
@@ -89,13 +113,39 @@ class SimulatedEngine:
             self._transport = SimulatedTransport(clock, link.bytes_per_s)
             transfer = transfer_of(self._transport, config.block_size, link.block_bytes(config))
         self.link = link
-        self.scheduler = Scheduler(config, clock, transfer)
+        self.scheduler = SteadyScheduler(config, clock, transfer)
         self.usage = EngineUsage()
+        self._decoded = False  # the last step only decoded
         self._cost, self._host_s = cost, host_s
 
     def wake_s(self) -> float | None:
         """Return when the next copy of blocks ends, or None without a running copy."""
         return None if self._transport is None else self._transport.next_end_s()
+
+    def stretch(self, now: float, until_s: float) -> float | None:
+        """Run the steps that begin before `until_s` and only decode, as the last step did. Return
+        when they end; None if there are not at least two."""
+        if not self._decoded or self.link is not None:
+            return None
+        limit = self.scheduler.steady_steps()
+        if limit < 2:
+            return None
+        rows, positions = self.scheduler.num_running, self.scheduler.positions
+        ends_s: list[float] = []
+        device_s, end_s = 0.0, now
+        while len(ends_s) < limit and end_s < until_s:
+            step_s = self._cost.seconds(NO_WORK, PhaseWork(rows, rows, positions, positions))
+            positions += rows
+            device_s += step_s
+            end_s += step_s + self._host_s
+            ends_s.append(end_s)
+        if not ends_s:
+            return None
+        before = self.scheduler.kv.usage().taken
+        self.scheduler.run_stretch(ends_s)
+        held = before, self.scheduler.kv.usage().taken
+        self.usage.add_stretch(len(ends_s), rows, device_s, end_s - now, held, end_s)
+        return end_s
 
     def begin(self, now: float) -> tuple[float, StepInFlight] | None:
         """Plan the next step. Return when it ends, and the step; None if there is nothing to do."""
@@ -108,12 +158,13 @@ class SimulatedEngine:
     def end(self, step: StepInFlight, now: float) -> list[Update]:
         """Commit the step and return its updates."""
         plan = step.plan
+        self._decoded = not plan.prefill
         step_s = now - step.planned_s
         device_s = step_s - self._host_s
         committed = self.scheduler.commit(
             StepResult([TOKEN] * len(step.sampled), {}, {}, device_s), now
         )
-        self.usage.add(step, device_s, step_s)
+        self.usage.add(step, device_s, now)
         prefill, decode = (
             PhaseRecord(one.rows, one.tokens, one.kv_tokens, 0.0, 0.0)
             for one in (plan.prefill_work, plan.decode_work)

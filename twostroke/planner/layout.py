@@ -16,6 +16,10 @@ from twostroke.sched.step import SchedulerConfig
 MIN_KV_TOKENS = 256
 
 
+class CapacityError(ConfigError):
+    """A kind of engine cannot hold the model, or a request of the trace."""
+
+
 class EngineShape(NamedTuple):
     """The capacity of one engine and the settings of its scheduler."""
 
@@ -59,6 +63,11 @@ class EngineLayout:
     @property
     def count(self) -> int:
         return self.engines + self.prefill + self.decode
+
+    @property
+    def pooled(self) -> bool:
+        """Each phase has engines of its own."""
+        return not self.engines
 
     @property
     def pools(self) -> dict[Role, int]:
@@ -137,7 +146,7 @@ def shape_of_hardware(
             "folder, a config.json or a GGUF file"
         )
     if kv_tokens < MIN_KV_TOKENS:
-        raise ConfigError(
+        raise CapacityError(
             f"{model} does not fit on {hardware}: its weights leave room for {kv_tokens:,.0f} "
             f"tokens of KV cache, and at least {MIN_KV_TOKENS} are needed; use smaller --weights, "
             "a higher --tensor-parallel-size, or other hardware"

@@ -95,16 +95,26 @@ def show_tried(console: Console, plan: Json) -> None:
     rows.add_column("tried")
     for name in ("price an hour", "requests within the goals", "TTFT p99 in ms"):
         rows.add_column(name, justify="right")
-    for one in sorted(plan["tried"], key=lambda one: (one["hardware"], one["engines"])):
-        price, met = one["price_per_hour"], one["met"]
-        rows.add_row(
-            f"{one['engines']} × {one['hardware'] or 'engine'}",
-            "" if price is None else f"{price:,.2f}",
-            f"{met['expected']:.1%} ({met['low']:.1%} to {met['high']:.1%})",
-            between(one["p99_ttft_ms"]),
-        )
+    for row in tried_rows(plan):
+        rows.add_row(*row)
     console.print()
     console.print(rows)
+
+
+def tried_rows(plan: Json) -> list[list[str]]:
+    """Return layout, price, share of the requests within the goals, and TTFT of each layout."""
+    rows = []
+    for one in sorted(plan["tried"], key=lambda one: (one["hardware"], one["engines"])):
+        price, met = one["price_per_hour"], one["met"]
+        rows.append(
+            [
+                f"{one['layout']}, {one['hardware']}" if one["hardware"] else one["layout"],
+                "" if price is None else f"{price:,.2f}",
+                f"{met['expected']:.1%} ({met['low']:.1%} to {met['high']:.1%})",
+                between(one["p99_ttft_ms"]),
+            ]
+        )
+    return rows
 
 
 def verdict(plan: Json) -> str:

@@ -1,8 +1,9 @@
 """`cheapest`: finds the layout with the lowest price that meets the goals.
 
 More engines of one kind never serve a trace worse. So a bisection finds the smallest sufficient
-number with few simulations. The search skips layouts that cost more than the best layout so far.
-The result keeps all simulated layouts.
+number with few simulations. Pools are found in two bisections: the fewest prefill engines beside as
+many decode engines as are allowed, and then the fewest decode engines. The search skips layouts
+that cost more than the best layout so far. The result keeps all simulated layouts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class EngineChoice:
     model: StepModel
     predict: Callable[[int], LayoutForecast]
     price: float | None = None  # None: not known
+    predict_pools: Callable[[int, int], LayoutForecast] | None = None  # None: no pools
 
 
 @dataclass
@@ -46,6 +48,7 @@ class SimulatedLayout:
         return {
             "hardware": self.kind.name,
             "engines": self.engines,
+            "layout": self.forecast.layout.name,
             "price_per_hour": None if self.kind.price is None else self.price,
             "met": met._asdict(),
             "p99_ttft_ms": ttft._asdict(),
@@ -68,21 +71,53 @@ def cheapest(
     """Return the cheapest layout in which a share `target` of the requests meets the goals even in
     the worst simulation. Of two layouts with the same price the first counts."""
     search = Search()
+
+    def keep(kind: EngineChoice, count: int, forecast: LayoutForecast) -> SimulatedLayout | None:
+        found = SimulatedLayout(kind, count, forecast)
+        search.tried.append(found)
+        return found if forecast.figures["met"].low >= target else None
+
+    def limit_of(kind: EngineChoice) -> int:
+        """Return how many engines cost less than the best layout so far."""
+        if search.best is None:
+            return max_engines
+        each = 1.0 if kind.price is None else kind.price
+        return min(max_engines, ceil(search.best.price / each) - 1)
+
     for kind in kinds:
 
-        def attempt(count: int, kind: EngineChoice = kind) -> SimulatedLayout | None:
-            found = SimulatedLayout(kind, count, kind.predict(count))
-            search.tried.append(found)
-            return found if found.forecast.figures["met"].low >= target else None
+        def engines(count: int, kind: EngineChoice = kind) -> SimulatedLayout | None:
+            return keep(kind, count, kind.predict(count))
 
-        limit = max_engines
-        if search.best is not None:
-            each = 1.0 if kind.price is None else kind.price
-            limit = min(limit, ceil(search.best.price / each) - 1)
-        found = fewest(attempt, limit)
-        if found is not None:
-            search.best = found
+        search.best = fewest(engines, limit_of(kind)) or search.best
+    for kind in kinds:
+        found = _fewest_in_pools(kind, keep, limit_of(kind))
+        search.best = found or search.best
     return search
+
+
+def _fewest_in_pools(
+    kind: EngineChoice,
+    keep: Callable[[EngineChoice, int, LayoutForecast], SimulatedLayout | None],
+    limit: int,
+) -> SimulatedLayout | None:
+    """Return the smallest pools with together at most `limit` engines."""
+    predict, most = kind.predict_pools, limit - 1
+    if predict is None or most < 1:
+        return None
+
+    def prefill(count: int) -> SimulatedLayout | None:
+        return keep(kind, count + most, predict(count, most))
+
+    enough = fewest(prefill, most)
+    if enough is None:
+        return None
+    first = enough.engines - most
+
+    def decode(count: int) -> SimulatedLayout | None:
+        return keep(kind, first + count, predict(first, count))
+
+    return fewest(decode, limit - first)
 
 
 def fewest(attempt: Callable[[int], SimulatedLayout | None], limit: int) -> SimulatedLayout | None:

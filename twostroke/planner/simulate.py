@@ -1,12 +1,14 @@
 """`simulate`: runs a trace on simulated engines behind the product's router, on a virtual clock.
 
-Events are arrivals and ends of steps, in the order of their times. The same trace, engines and
-seeds give the same times of every token.
+Events are arrivals and ends of steps or of stretches of steps, in the order of their times. The
+same trace, engines and seeds give the same times of every token.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -15,7 +17,8 @@ from typing import Any
 from twostroke.kv.transfer import Offer
 from twostroke.measure.load.traces import MOONCAKE_BLOCK, TraceRequest
 from twostroke.observe.record import RequestRecord, continued
-from twostroke.planner.engine import TOKEN, SimulatedEngine
+from twostroke.planner.engine import SimulatedEngine
+from twostroke.planner.stretch import TOKEN
 from twostroke.request import FIRST_MARK_TOKENS, EngineRequest, Resumed, SamplingParams
 from twostroke.route.router import EngineState, Prompt, Queued, Router
 from twostroke.sched.step import StepInFlight
@@ -86,8 +89,10 @@ class Simulation:
         self._sent: dict[str, SimulatedRequest] = {}
         self._offers: dict[str, tuple[SimulatedEngine, int]] = {}  # by request id of the fetch
         self._ended: list[RequestRecord] = []
+        self._arrivals: deque[float] = deque()  # times of the requests that have not arrived
 
     def run(self, trace: Sequence[TraceRequest]) -> list[RequestRecord]:
+        self._arrivals.extend(sorted(one.at_s + self._start_s for one in trace))
         for number, one in enumerate(trace):
             self._at(one.at_s + self._start_s, self._arrive, number, one)
         while self._events:
@@ -101,6 +106,7 @@ class Simulation:
     # ── events ──────────────────────────────────────────────────────────────────────────────
 
     def _arrive(self, number: int, traced: TraceRequest) -> None:
+        self._arrivals.popleft()
         received_s = self._clock.now - self._start_s
         request = request_of(f"r{number}", number, traced, received_s, self._block_tokens)
         prompt = prompt_of(request)
@@ -132,6 +138,12 @@ class Simulation:
         """Start the engine's next step, unless a step is running or there is no work."""
         if id(engine) in self._busy:
             return
+        until_s = self._arrivals[0] if self._arrivals else math.inf
+        end_s = engine.stretch(self._clock.now, until_s)
+        if end_s is not None:
+            self._busy.add(id(engine))
+            self._at(end_s, self._end_stretch, engine)
+            return
         begun = engine.begin(self._clock.now)
         if engine.link is not None:
             self._release_fetched(engine)
@@ -140,6 +152,10 @@ class Simulation:
             self._at(begun[0], self._end_step, engine, begun[1])
         elif (wake_s := engine.wake_s()) is not None:
             self._at(wake_s, self._begin, engine)
+
+    def _end_stretch(self, engine: SimulatedEngine) -> None:
+        self._busy.discard(id(engine))
+        self._begin(engine)
 
     # ── requests ────────────────────────────────────────────────────────────────────────────
 

@@ -260,10 +260,12 @@ class RooflineSteps:
     the communication of ranks."""
 
     def __init__(self, roofline: Roofline) -> None:
-        measured = roofline.hardware.measured
+        self.efficiencies = (PREFILL_EFFICIENCY, DECODE_EFFICIENCY)  # of FLOPs, of memory
+        if roofline.hardware.measured:
+            self.efficiencies = (1.0, 1.0)
         self._cost = roofline.cost
-        self._rate = roofline.rate * (1.0 if measured else PREFILL_EFFICIENCY)
-        self._bandwidth = roofline.bandwidth * (1.0 if measured else DECODE_EFFICIENCY)
+        self._rate = roofline.rate * self.efficiencies[0]
+        self._bandwidth = roofline.bandwidth * self.efficiencies[1]
         self._comm_s = roofline.comm_s
 
     def seconds(self, prefill: PhaseWork, decode: PhaseWork) -> float:

@@ -89,6 +89,12 @@ def test_mooncakes_prompts_share_what_their_hash_ids_share(mooncake: str, shrink
         (AZURE + "2023-11-16 18:17:00,many,3\n", "line 5: .*many.* is not a time and two numbers"),
         (AZURE + "2023-11-16 18:00:00.0,3,3\n", "line 5: .* with an ascending time"),
         (json.dumps(MOONCAKE[0]) + "\n{\n", "line 2: .* is not a JSON object with timestamp"),
+        ("TIMESTAMP,ContextTokens\n1,2\n", "line 1: .* lacks the columns GeneratedTokens"),
+        (json.dumps(MOONCAKE[0] | {"timestamp": -1}) + "\n", "line 1: .* with an ascending time"),
+        (
+            json.dumps(MOONCAKE[0] | {"timestamp": float("nan")}) + "\n",
+            "line 1: .* with an ascending time",
+        ),
         (json.dumps({"timestamp": 1}) + "\n", "line 1: .* is not a JSON object with timestamp"),
     ],
 )

@@ -2,8 +2,8 @@
 
 A rule looks at the time that requests wait for other requests, for memory, for the template or for
 the network. A rule yields a cause if this time exceeds a share of the requests' time and is long
-enough to be noticed. The computation of a request's own prompt and tokens is no cause; `twostroke
-roofline` estimates how long the computation takes.
+enough to be noticed. The computation of a request's own prompt and tokens is no cause if the
+machine computes as quickly as it can (`machine.py`; `twostroke roofline` estimates the time).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from twostroke.measure.doctor.account import (
     client_extra_of,
     is_stall,
 )
+from twostroke.measure.doctor.machine import machine_findings
 from twostroke.measure.doctor.treatment import experiment
 from twostroke.measure.doctor.verdict import (
     BOTH,
     HEALTHY,
     NOT_ENOUGH,
     NOTES,
+    OF_MACHINE,
     SLOW_TO_START,
     SLOW_TO_STREAM,
     Cause,
@@ -65,11 +67,7 @@ def diagnose(observed: Observations) -> Verdict:
     """Return the verdict on a server from its observations, with causes, notes and figures."""
     account = _account(observed)
     rules = _Rules(observed, account)
-    # "cold_start" comes first: an engine that was down explains the other causes.
-    causes = sorted(
-        rules.causes(),
-        key=lambda cause: (cause.cause != "cold_start", -cause.weight * cause.confidence),
-    )
+    causes = sorted(rules.causes(), key=_order)
     deciding = [cause for cause in causes if cause.confidence >= MIN_CONFIDENCE]
     if deciding:
         phases = {cause.phase for cause in deciding}
@@ -92,6 +90,12 @@ def diagnose(observed: Observations) -> Verdict:
         seconds=observed.seconds,
         requests=account.requests,
     )
+
+
+def _order(cause: Cause) -> tuple[int, float]:
+    """An engine that was down explains the other causes, and comes first; then the machine."""
+    rank = 0 if cause.cause == "cold_start" else 1 if cause.cause in OF_MACHINE else 2
+    return rank, -cause.weight * cause.confidence
 
 
 def _account(observed: Observations) -> TimeAccount:
@@ -120,6 +124,7 @@ class _Rules:
             self.kv_preemption,
             self.prefill_starves,
             self.host_bound,
+            self.machine,
         )
         found: dict[str, Cause] = {}
         for rule in rules:
@@ -382,6 +387,13 @@ class _Rules:
             )
             yield self._cause("host_bound_decode", share, HOST_SHARE, "stream", message)
 
+    # ── the machine ─────────────────────────────────────────────────────────────────────────
+
+    def machine(self) -> Iterator[Cause]:
+        for found in machine_findings(self.observed, self.account):
+            share = min(1.0, found.share)
+            yield self._cause(found.cause, share, found.min_share, "both", *found.evidence)
+
     # ── notes, and causes that could not be examined ────────────────────────────────────────
 
     def unexplained_start(self) -> bool:
@@ -432,6 +444,9 @@ class _Rules:
             why = f"needs step records; the evidence here is {self.account.level}"
             for name in ("host_bound_decode", "tokenizer_or_template", "no_prefix_reuse"):
                 found[name] = why
+        if self.observed.machine_after is None:
+            why = "the server does not report the counters of its machine"
+            found |= dict.fromkeys(("cpu_taken", "clock_throttled", "memory_swapped"), why)
         if self.client_extra is None:
             found["client_or_network"] = (
                 "only the round trip to /health was examined; the rest needs probes and a server "

@@ -31,8 +31,26 @@ CAUSES = {
     "overloaded": "The server is overloaded: requests wait behind a full batch.",
     "cold_start": "The engine was starting while requests arrived.",
     "host_bound_decode": "The device waits for the host between steps.",
+    "cpu_taken": "Other programs or a quota take the server's processor time.",
+    "clock_throttled": "The processor runs below its clock.",
+    "memory_swapped": "Memory of the server is in swap or comes from disk.",
+    "gpu_shared": "Other processes compute on the server's GPU.",
+    "gpu_unused": "The model runs on the CPU although the machine has a GPU.",
+    "slow_kernels": "The kernels do not use the instructions that the CPU has.",
+    "dense_weights": "Decode reads weights of 16 or 32 bits where a quantised file would do.",
+    "slow_computing": "The same steps take longer than they did in the server's best time.",
     "slow_interconnect": "Devices wait for the results of other devices.",
 }
+# Causes in the machine. They make all else slower, so that they come before other causes.
+OF_MACHINE = (
+    "cpu_taken",
+    "clock_throttled",
+    "memory_swapped",
+    "gpu_shared",
+    "gpu_unused",
+    "slow_kernels",
+    "slow_computing",
+)
 # Notes do not change the verdict.
 NOTES = {
     "output_bound": "Most of the time goes into long answers, which is not a fault.",

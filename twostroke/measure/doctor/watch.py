@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
+from urllib.parse import urlsplit
 
 from twostroke.errors import ConfigError
 from twostroke.measure.explain.why import Record
@@ -23,16 +24,18 @@ from twostroke.measure.load.http_client import Connections, Endpoint, ServerErro
 from twostroke.measure.load.sample_client import CHAT, COMPLETIONS, OpenAIClient, first_model
 from twostroke.measure.load.scrape import MetricsScrape, change, identify, scrape
 from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
+from twostroke.observe.machine import MachineReader, listening_process
 
 GAUGE_INTERVAL_S = 0.5
 RECORDS_INTERVAL_S = 4.0  # the server keeps the last 2,048 steps
-HISTORY_S = 30.0  # age of the oldest records that are fetched at the start of the watch
+HISTORY_S = 600.0  # records from before the watch: the server's best time
 TRAFFIC_CHECK_S = 1.0  # seconds until the doctor looks for traffic of other clients
 LAST_PROBE_S = 15.0  # how long the last probe may run after the end of the watch
 READY_POLL_S = 0.1
 PROBE_PROMPT, PROBE_OUTPUT = 24, 16  # tokens
 # If the requests of other clients are visible, the doctor sends only a few short probes.
 LIGHT_PROBES, LIGHT_OUTPUT = 3, 8  # number of probes, tokens
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PROBE_NAME = "doctor"  # in the request ids of probes
 
 
@@ -68,6 +71,18 @@ class Observations:
     )  # `prefix_marks` of requests before the watch
     limits: dict[str, Any] = field(default_factory=dict)  # settings and sizes from /records
     has_traffic: bool = False  # there were requests of other clients
+    # Counters of the server's machine at the start and the end of the watch; None: not reported.
+    machine_before: Record | None = None
+    machine_after: Record | None = None
+
+
+def _local_machine(url: str, observed: Observations) -> MachineReader | None:
+    """Return a reader for a server of this machine that does not report its own counters."""
+    parts = urlsplit(url)
+    if observed.machine_before is not None or parts.hostname not in LOOPBACK or not parts.port:
+        return None
+    pid = listening_process(parts.port)
+    return None if pid is None else MachineReader(on_gpu=True, pid=pid)
 
 
 def is_probe(request: Record) -> bool:
@@ -118,6 +133,9 @@ class _Watch:
         if self._probe and model is None:
             model = str((await first_model(self._connections))["id"])
         await self._fetch_first_records()
+        local = _local_machine(self._connections.endpoint.url, observed)
+        if local is not None:
+            observed.machine_before = local.read().as_json()
         await self._find_max_num_seqs()
         observed.before = await scrape(self._connections)
         began = perf_counter()
@@ -134,6 +152,8 @@ class _Watch:
         observed.seconds = perf_counter() - began
         observed.after = await scrape(self._connections)
         await self._fetch_records()
+        if local is not None:
+            observed.machine_after = local.read().as_json()
         if observed.steps is not None:
             observed.steps = [self._steps[at] for at in sorted(self._steps)]
             observed.requests = sorted(
@@ -215,6 +235,7 @@ class _Watch:
             # Earlier steps explain the waits of the first requests.
             found = await self._connections.fetch_json(f"/records?seconds={HISTORY_S:g}")
             self.observations.since_s = found["now_s"]
+            self.observations.machine_before = found.pop("machine", None)
             self.observations.steps = []
             self._steps = {step["committed_s"]: step for step in found["steps"]}
             for request in found["requests"]:
@@ -232,6 +253,7 @@ class _Watch:
             found = await self._connections.fetch_json(
                 f"/records?seconds={2 * RECORDS_INTERVAL_S:g}"
             )
+            self.observations.machine_after = found.get("machine")
             for step in found["steps"]:
                 self._steps[step["committed_s"]] = step
             for request in found["requests"]:

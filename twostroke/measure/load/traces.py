@@ -114,10 +114,22 @@ def _read(path: Path) -> Iterator[TraceRequest]:
                 yield from _mooncake(path, next(file), file)
             elif first.strip().split(",")[:3] == list(AZURE_COLUMNS):
                 yield from _azure(path, file)
+            elif missing := _missing_columns(first):
+                raise ConfigError(
+                    f"{path}, line 1: this looks like Azure's trace, but lacks the columns "
+                    f"{', '.join(missing)}; they come first, as {','.join(AZURE_COLUMNS)}"
+                )
             else:
                 raise _unknown(path, "line 1")
     except (OSError, EOFError) as error:  # a damaged .gz, too
         raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _missing_columns(header: str) -> list[str]:
+    """Return the columns of Azure's trace that a header with some of them lacks."""
+    found = [name.strip() for name in header.strip().split(",")]
+    missing = [name for name in AZURE_COLUMNS if name not in found]
+    return missing if len(missing) < len(AZURE_COLUMNS) else []
 
 
 def _unknown(path: Path, where: str) -> ConfigError:
@@ -239,7 +251,7 @@ def _mooncake(path: Path, first: str, lines: Iterator[str]) -> Iterator[TraceReq
                 expected = "a JSON object with timestamp, input_length, output_length, hash_ids"
                 raise _malformed(path, number, line, expected) from None
             begun = at if begun is None else begun
-            if at - begun < last or prompt < 0 or output < 0:
+            if not 0 <= at < math.inf or at - begun < last or prompt < 0 or output < 0:
                 raise _malformed(
                     path, number, line, "a request with an ascending time and lengths from 0"
                 )

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from twostroke.config import EngineConfig
+from twostroke.observe.machine import MachineReader
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.generation.prompts import ThreadPool
@@ -30,6 +31,7 @@ class RecordRoute:
         self._info = service.client.info
         self._pacing = _pacing(service.settings.engine, self._info.device != "cpu")
         self._thread = ThreadPool("requests for records", 1, 4)
+        self._machine = MachineReader(self._info.device.startswith("cuda"))
 
     async def __call__(self, http: HttpRequest) -> None:
         seconds = _seconds(http)
@@ -60,6 +62,11 @@ class RecordRoute:
                 "max_model_len": info.max_model_len,
                 "kv_groups": [group._asdict() for group in info.kv_groups],
                 "pacing": self._pacing,
+                "weights": info.weights or info.dtype,
+                "weight_bytes": info.weight_bytes,
+                "isa": info.isa,
+                "isas": info.isas,
+                "machine": self._machine.read().as_json(),
                 "steps": [step_json(one) for one in steps],
                 "requests": [request_json(one) for one in requests],
             }

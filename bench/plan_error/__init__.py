@@ -1,0 +1,1 @@
+"""The planner's error on measurements of other servers that it was not fitted to."""
