@@ -17,6 +17,7 @@ from twostroke.measure.load import workload
 from twostroke.planner import calibrate
 
 SHEET = ["--model", "llama-3.1-8b", "--hardware", "H100"]
+GOAL = ["--engines", "auto", "--ttft-slo-ms", "500"]
 SYNTHETIC = ["--rate", "4", "--input-len", "200", "--output-len", "10", "--trace-seconds", "10"]
 SHORT = [*SYNTHETIC, "--trace-seconds", "1"]
 
@@ -79,7 +80,7 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
     found = plan(capsys, *SHEET, *SYNTHETIC, "--ttft-slo-ms", "500", "--itl-slo-ms", "50")
     ttft = found["forecast"]["figures"]["p50_ttft_ms"]
     assert 0 < ttft["low"] < ttft["expected"] < ttft["high"]
-    assert "60% (FLOPs)" in found["step_times"]["source"]
+    assert "efficiencies from" in found["step_times"]["source"]
     assert main(["plan", *SHEET, *SYNTHETIC, "--ttft-slo-ms", "500"]) == 0
     assert "1 engine (H100) meets the goals: 100.0%" in capsys.readouterr().out
 
@@ -100,6 +101,53 @@ def test_the_cheapest_of_two_kinds_of_hardware_is_found(
     assert found["price_per_hour"] == min(met)
     assert main(["plan", *words, "--price-per-hour", "3", "1"]) == 0
     assert "an hour, meets the goals" in " ".join(capsys.readouterr().out.split())
+
+
+def test_settings_with_several_values_are_kinds_of_engines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*SHEET, *SYNTHETIC, "--engines", "auto", "--ttft-slo-ms", "2000"]
+    settings = ["-tp", "1", "2", "--weights", "fp8", "fp16", "--kv-cache-dtype", "fp16", "fp8"]
+    found = plan(capsys, *words, *settings, "--price-per-hour", "2", "--max-num-seqs", "64")
+    assert found["hardware"] == "H100, tp 1, fp8, KV fp16"  # the first of those that cost the least
+    assert found["price_per_hour"] == 2.0
+    assert found["forecast"]["layout"]["max_num_seqs"] == 64
+    fits = [*SYNTHETIC, "--model", "llama-3.1-70b", "--hardware", "H100", "--engines", "auto"]
+    found = plan(capsys, *fits, "--ttft-slo-ms", "5000", "-tp", "1", "2", "4")
+    assert "tp 1" not in {one["hardware"].partition(", ")[2] for one in found["tried"]}  # no room
+
+
+def test_pools_are_searched_beside_engines_for_both_phases(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = ["--rate", "25", "--input-len", "1500", "--output-len", "20", "--trace-seconds", "3"]
+    goals = ["--ttft-slo-ms", "1500", "--itl-slo-ms", "40", "--target", "0.9"]
+    found = plan(capsys, *SHEET, *load, *goals, "--engines", "auto", "--pools")
+    layouts = {one["layout"] for one in found["tried"]}
+    assert any("prefill and" in name for name in layouts)
+    met = [one["engines"] for one in found["tried"] if one["met"]["low"] >= 0.9]
+    layout = found["forecast"]["layout"]
+    assert sum(layout[name] for name in ("engines", "prefill_engines", "decode_engines")) == min(
+        met
+    )
+
+
+def test_a_report_has_pictures_of_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "plan.html"
+    words = [*SHEET, *SYNTHETIC, "--ttft-slo-ms", "500", "--itl-slo-ms", "50"]
+    found = plan(capsys, *words, "--html", str(report))
+    (curve,) = found["loads"]
+    rates = [point["rate"] for point in curve["points"]]
+    assert rates == sorted(rates)
+    assert curve["points"][0]["p99_ttft_ms"] <= curve["points"][-1]["p99_ttft_ms"] * 1.2
+    figures = found["forecast"]["figures"]
+    whole = sum(figures[f"mean_{part}_ms"]["expected"] for part in ("queue", "prefill", "decode"))
+    assert whole == pytest.approx(figures["mean_e2el_ms"]["expected"], rel=0.05)
+    page = report.read_text()
+    for title in ("TTFT p99 by load", "engines over time", "Where the time goes", "Latencies"):
+        assert title in page
 
 
 def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +177,13 @@ def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
             "no number of engines up to 64 meets the goals",
         ),
         ([*SYNTHETIC, *SHEET, "A100"], "need --engines auto"),
+        ([*SYNTHETIC, *SHEET, "-tp", "1", "2"], "need --engines auto"),
+        ([*SYNTHETIC, *SHEET, "-tp", "0"], "--tensor-parallel-size must be above 0"),
+        ([*SYNTHETIC, *SHEET, "--pools"], "--pools needs --engines auto"),
+        (
+            [*SYNTHETIC, "--model", "llama-3.1-70b", "--hardware", "L4", "A10G", *GOAL],
+            "does not fit on L4.* does not fit on A10G",
+        ),
         ([*SYNTHETIC, *SHEET, "--price-per-hour", "1", "2"], "2 prices for 1 kinds"),
         ([*SYNTHETIC, *SHEET, "--target", "99"], "--target 99: give a share"),
         ([*SYNTHETIC, "--steps", "nowhere.json"], "nowhere.json cannot be read"),
