@@ -25,6 +25,7 @@ from twostroke.draft.drafters import (
 )
 from twostroke.draft.settings import SpeculationConfig
 from twostroke.draft.survival import Counts, Survival
+from twostroke.observe.record import RequestRecord
 
 MAX_STEP_DRAFTS = 256  # drafted tokens of all rows in a step
 LimitDrafts = Callable[[str, Sequence[int]], int]
@@ -44,6 +45,15 @@ class StepDrafts(NamedTuple):
     offers: int = 0  # rows with an offer
     expected: float = 0.0  # drafted tokens that are expected to become text
     gain: float = 0.0  # expected rate of tokens over the rate without drafts, minus 1
+
+    def count(self, record: RequestRecord, drafted: int, accepted: int) -> None:
+        """Count the outcome of a request's draft in its record."""
+        record.drafted += drafted
+        record.accepted += accepted
+        found = self.by_request.get(record.request_id)
+        if found is not None and found.drafter == PredictedDrafter.name:
+            record.predicted += drafted
+            record.predicted_accepted += accepted
 
 
 NO_DRAFTS = StepDrafts({})

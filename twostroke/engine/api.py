@@ -60,6 +60,7 @@ class EngineInfo:
     file_format: str = ""  # "gguf" or "safetensors"
     kv_layout: str = ""  # of a block: the same in all engines that exchange blocks
     figures: ModelFigures = NO_FIGURES
+    speculative: bool = False  # drafts are verified
 
 
 @dataclass(frozen=True, slots=True)

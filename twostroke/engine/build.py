@@ -114,6 +114,7 @@ class Engine:
             file_format=self.file_format,
             kv_layout=self.core.scheduler.offers.layout,
             figures=model_figures(self.spec, self.core.cost),
+            speculative=self.core.scheduler.speculator is not None,
             **self._ceilings()._asdict(),
         )
 

@@ -231,14 +231,15 @@ class DeviceSampler:
         positions: Ints,
         masks: Masks,
     ) -> None:
-        for n, row in enumerate(rows.tolist()):
-            if row in state.rows:
-                index = int(which[n])
-                own = {0: masks[index]} if index in masks else None
-                allowed = torch_sampling.as_tensors(own, self._vocab_size, self._device)
-                line = adjusted[n : n + 1]
-                line.copy_(logits[index])
-                torch_sampling.adjust(line, [row], [int(positions[n])], state, allowed)
+        lines = [n for n, row in enumerate(rows.tolist()) if row in state.rows]
+        samples = which[lines].tolist()
+        own = {n: masks[index] for n, index in enumerate(samples) if index in masks}
+        allowed = torch_sampling.as_tensors(own, self._vocab_size, self._device)
+        found = logits[samples].float()
+        torch_sampling.adjust(
+            found, rows[lines].tolist(), positions[lines].tolist(), state, allowed
+        )
+        adjusted[lines] = found
 
     def advance(self, drawn: Drawn, out: torch.Tensor) -> None:
         """Write the final tokens to `out`, [S], by sample, and to their rows."""

@@ -146,6 +146,12 @@ class RequestRecord:
     route: str = ""  # with several engines: the engines it was sent to, and why
     stays: list[EngineSpan] = field(default_factory=list)  # the times in these engines
     owner: int | None = None  # the number of its API key
+    # Drafted tokens that were verified for it, and those that became text; likewise those of its
+    # predicted output alone.
+    drafted: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
 
     @property
     def queue_s(self) -> float:
@@ -193,6 +199,8 @@ def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
             record.gap_causes.extend(between)
         record.gap_causes.extend(later.gap_causes)
     record.kv_evicted_tokens = max(record.kv_evicted_tokens, later.kv_evicted_tokens)
+    for name in ("drafted", "accepted", "predicted", "predicted_accepted"):
+        setattr(record, name, getattr(record, name) + getattr(later, name))
     record.chunks += later.chunks
     record.preempted += later.preempted
     record.token_s.extend(later.token_s)
