@@ -6,7 +6,7 @@ import random
 
 from tests.draft.test_drafters import FakeText
 from twostroke.draft.settings import SpeculationConfig
-from twostroke.draft.speculator import Row, Speculator
+from twostroke.draft.speculator import PROBE_EVERY, PROBE_TOKENS, Row, Speculator
 
 FREE, DEAR = (lambda count: 1.0), (lambda count: 1.0 + count)
 
@@ -74,3 +74,18 @@ def test_an_ended_request_leaves_nothing_behind_but_its_text() -> None:
     assert len(speculator) == 0
     speculator.begin("b", FakeText([9, 2, 3], num_prompt=3, salt="s"))
     assert speculator.drafts([Row("b", 3)], 1, FREE).by_request["b"].tokens == (4, 5, 6)
+
+
+def test_the_cost_of_drafts_is_measured_again_now_and_then() -> None:
+    """A likely draft that is thought too dear is verified once in `PROBE_EVERY` steps."""
+    speculator = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2))
+    text = FakeText([1, 2, 3, 4, 5] * 2, num_prompt=4)
+    speculator.begin("a", text)
+    steps = []
+    for n in range(3 * PROBE_EVERY):
+        found = speculator.drafts([Row("a", 8)], 1, DEAR).by_request
+        steps += [n] if found else []
+        assert not found or len(found["a"].tokens) <= PROBE_TOKENS
+        text.tokens.append(n % 5 + 1)
+    assert len(steps) == 3
+    assert all(b - a == PROBE_EVERY for a, b in zip(steps, steps[1:], strict=False))

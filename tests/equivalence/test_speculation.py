@@ -63,10 +63,14 @@ def decoder_of(backend: str, window: bool = False) -> Decoder | NativeDecoder:
     return Decoder(spec, Loud(spec), torch.float32, torch.device("cpu"), 1024, Kernels())
 
 
+def core_of(backend: str, window: bool = False, **settings: Any) -> EngineCore:
+    return make_core(decoder_of(backend, window), **{"max_model_len": 256, **settings})
+
+
 @cache
 def alone(backend: str, window: bool = False) -> list[Written]:
     """Each prompt by itself, without drafts."""
-    core = make_core(decoder_of(backend, window))
+    core = core_of(backend, window)
     return [run(core, [prompt], OUTPUT)[0] for prompt in PROMPTS]
 
 
@@ -92,7 +96,7 @@ def assert_exact(expected: list[Written], got: list[Written], backend: str) -> N
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_schedule_with_drafts_gives_the_same_tokens(backend: str, way: str) -> None:
-    core = make_core(decoder_of(backend), speculation=FIXED, **WAYS[way])
+    core = core_of(backend, speculation=FIXED, **WAYS[way])
     first = run(core, PROMPTS, OUTPUT)
     again = run(core, PROMPTS, OUTPUT)
     for got in (first, again):
@@ -113,7 +117,7 @@ def test_every_schedule_with_drafts_gives_the_same_tokens(backend: str, way: str
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sliding_windows_and_drafts(backend: str) -> None:
-    core = make_core(decoder_of(backend, True), speculation=FIXED, block_size=4)
+    core = core_of(backend, True, speculation=FIXED, block_size=4)
     for _ in range(2):
         assert_exact(alone(backend, True), run(core, PROMPTS, OUTPUT), backend)
     assert min(outcome(core)) > 10
@@ -158,8 +162,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_sampled_text_has_the_tokens_of_its_seed(backend: str, option: str) -> None:
     """The random numbers belong to seed, position and token: drafts do not change them."""
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **OPTIONS[option])
-    (expected,) = sampled(make_core(decoder_of(backend)), params, 1)
-    core = make_core(decoder_of(backend), speculation=FIXED)
+    (expected,) = sampled(core_of(backend), params, 1)
+    core = core_of(backend, speculation=FIXED)
     for got in sampled(core, params):
         same = sum(one == other for one, other in zip(expected, got, strict=True))
         # In torch a product of more rows may round differently: a near tie may be decided so.
@@ -169,7 +173,7 @@ def test_sampled_text_has_the_tokens_of_its_seed(backend: str, option: str) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probabilities_are_those_of_each_token(backend: str) -> None:
-    core = make_core(decoder_of(backend), speculation=FIXED)
+    core = core_of(backend, speculation=FIXED)
     for _ in range(2):
         got = run(core, PROMPTS, OUTPUT, logprobs=3)
         for one in got:
@@ -308,7 +312,7 @@ def test_the_default_model_copies_a_text_with_drafts_and_writes_the_same() -> No
 
 @needs_native
 def test_the_adaptive_depth_gives_the_same_text() -> None:
-    core = make_core(decoder_of("native"), speculation=SpeculationConfig(ngram_min=2))
+    core = core_of("native", speculation=SpeculationConfig(ngram_min=2))
     for _ in range(3):
         got = run(core, PROMPTS, OUTPUT)
         assert [one.tokens for one in got] == [one.tokens for one in alone("native")]

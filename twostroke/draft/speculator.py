@@ -28,6 +28,11 @@ from twostroke.draft.survival import Counts, Survival
 from twostroke.observe.record import RequestRecord
 
 MAX_STEP_DRAFTS = 256  # drafted tokens of all rows in a step
+# The cost of drafted tokens is learnt from steps that have some. If no draft was expected to pay for
+# itself in this many steps, a likely draft of a few tokens is verified to measure the cost again.
+PROBE_EVERY = 256
+PROBE_TOKENS = 4
+PROBE_SURVIVAL = 0.5  # of each token of such a draft
 LimitDrafts = Callable[[str, Sequence[int]], int]
 
 
@@ -82,6 +87,7 @@ class Speculator:
         self.survival = Survival()
         self.drafters = make_drafters(config)
         self._followed: dict[str, _Followed] = {}
+        self._steps_without = 0  # steps in a row with offers and no drafts
 
     def __len__(self) -> int:
         return len(self._followed)
@@ -124,6 +130,9 @@ class Speculator:
         if self.config.adaptive:
             chosen = choose_depths(survivals, num_rows, seconds, max_tokens, self.config.min_depth)
             depths, expected, gain = chosen
+            self._steps_without = 0 if any(depths) else self._steps_without + 1
+            if self._steps_without >= PROBE_EVERY and seconds(0) is not None:
+                depths, expected = self._probe(survivals, max_tokens)
         else:
             depths, expected, gain = [], 0.0, 0.0
             for survival in survivals:
@@ -137,6 +146,15 @@ class Speculator:
             if depth
         }
         return StepDrafts(by_request, len(found), expected, gain)
+
+    def _probe(self, survivals: list[list[float]], max_tokens: int) -> tuple[list[int], float]:
+        """Return the depths of a step that measures the cost of drafts, and the expected tokens."""
+        best = max(range(len(survivals)), key=lambda n: sum(survivals[n]))
+        likely = [one for one in survivals[best] if one >= PROBE_SURVIVAL]
+        likely = likely[: min(PROBE_TOKENS, max_tokens)]
+        if likely:
+            self._steps_without = 0
+        return [len(likely) if n == best else 0 for n in range(len(survivals))], sum(likely)
 
     def _best_offer(self, followed: _Followed, limit: int) -> tuple[Offer | None, list[float]]:
         """Return the offer with the most tokens that are expected to become text."""
