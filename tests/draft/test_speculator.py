@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from tests.draft.test_drafters import FakeText
 from twostroke.draft.settings import SpeculationConfig
@@ -88,4 +89,4 @@ def test_the_cost_of_drafts_is_measured_again_now_and_then() -> None:
         assert not found or len(found["a"].tokens) <= PROBE_TOKENS
         text.tokens.append(n % 5 + 1)
     assert len(steps) == 3
-    assert all(b - a == PROBE_EVERY for a, b in zip(steps, steps[1:], strict=False))
+    assert all(b - a == PROBE_EVERY for a, b in pairwise(steps))

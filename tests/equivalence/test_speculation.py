@@ -7,6 +7,7 @@ that some drafts were accepted and some rejected.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -30,6 +31,7 @@ from tests.loud import Loud
 from tests.support import narrow_isa
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
+from twostroke.draft.drafters import Offer, Text
 from twostroke.draft.settings import SpeculationConfig
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import cpu
@@ -49,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "one shot": {},
     "one by one": {"max_num_seqs": 1},
     "chunked and mixed": {"max_num_batched_tokens": 16, "max_num_seqs": 3},
-    "preempted": {"num_blocks": 36, "block_size": 8, "lookahead": 0, "max_num_batched_tokens": 48},
+    "preempted": {"num_blocks": 24, "block_size": 8, "lookahead": 0, "max_num_batched_tokens": 48},
     "prefix hit": {"prefix_caching": True},
 }
 BACKENDS = [pytest.param("native", marks=needs_native), "reference"]
@@ -63,8 +65,34 @@ def decoder_of(backend: str, window: bool = False) -> Decoder | NativeDecoder:
     return Decoder(spec, Loud(spec), torch.float32, torch.device("cpu"), 1024, Kernels())
 
 
+class Noise:
+    """A drafter of random tokens, whose offer wins every third time."""
+
+    name = "noise"
+
+    def __init__(self, vocab_size: int = 300) -> None:
+        self._random, self._vocab_size = random.Random(0), vocab_size
+        self._count = 0
+
+    def open(self, text: Text) -> Noise:
+        return self
+
+    def propose(self, max_tokens: int) -> Offer | None:
+        self._count += 1
+        if self._count % 3:
+            return None
+        tokens = tuple(self._random.randrange(5, self._vocab_size) for _ in range(max_tokens))
+        keys = tuple((self._count, n) for n in range(max_tokens))  # nothing is learnt of them
+        return Offer("noise", tokens, keys, (1.0,) * max_tokens)
+
+    def close(self, text: Text) -> None: ...
+
+
 def core_of(backend: str, window: bool = False, **settings: Any) -> EngineCore:
-    return make_core(decoder_of(backend, window), **{"max_model_len": 256, **settings})
+    core = make_core(decoder_of(backend, window), **{"max_model_len": 256, **settings})
+    if core.scheduler.speculator is not None:
+        core.scheduler.speculator.drafters.append(Noise())
+    return core
 
 
 @cache
@@ -199,7 +227,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(request: pytest.FixtureRequest, folder: Path) -> tuple[LLM, LLM]:
     """The tiny model without and with drafts."""
     settings = {"kernels": request.param, "device": "cpu"}
-    return tiny_llm(folder, **settings), tiny_llm(folder, speculative_config=CONFIG, **settings)
+    drafting = tiny_llm(folder, speculative_config=CONFIG, **settings)
+    drafting.engine.core.scheduler.speculator.drafters.append(Noise())
+    return tiny_llm(folder, **settings), drafting
 
 
 def both(pair: tuple[LLM, LLM], prompt: str = TEXT, **params: Any) -> tuple[Any, Any]:

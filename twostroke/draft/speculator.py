@@ -28,8 +28,8 @@ from twostroke.draft.survival import Counts, Survival
 from twostroke.observe.record import RequestRecord
 
 MAX_STEP_DRAFTS = 256  # drafted tokens of all rows in a step
-# The cost of drafted tokens is learnt from steps that have some. If no draft was expected to pay for
-# itself in this many steps, a likely draft of a few tokens is verified to measure the cost again.
+# The cost of drafted tokens is learnt from steps that have some. If no draft was expected to pay
+# for itself in this many steps, a likely draft of a few tokens is verified to measure the cost.
 PROBE_EVERY = 256
 PROBE_TOKENS = 4
 PROBE_SURVIVAL = 0.5  # of each token of such a draft
