@@ -336,7 +336,7 @@ def test_the_default_model_copies_a_text_with_drafts_and_writes_the_same() -> No
     got = run(core, prompts, 32)
     assert [one.tokens for one in got] == [one.tokens for one in plain]
     accepted, rejected = outcome(core)
-    assert accepted > 8
+    assert accepted > 4
     assert rejected > 0
 
 
