@@ -56,7 +56,9 @@ def test_several_methods_may_be_active(method: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle3", "model": "m"}, "model belongs to a draft model"),
+        ({"method": "eagle3", "model": "m"}, "'eagle3' is not supported yet"),
+        ({"method": "qwen3_next_mtp"}, "'qwen3_next_mtp' is not supported yet"),
+        ({"model": "m"}, "model belongs to a draft model"),
         ({"method": "eagle3"}, "'eagle3' is not supported yet; the methods are ngram and suffix"),
         ({"method": "mtp"}, "'mtp' is not supported yet"),
         ({"method": "draft_model"}, "'draft_model' is not supported yet"),

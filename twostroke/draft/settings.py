@@ -71,6 +71,7 @@ class SpeculationConfig:
 
 def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
     """Read and check the settings; raise `ConfigError` for an unknown key or a bad value."""
+    methods = _methods(given.get("method"))
     for key in given:
         if key in OF_DRAFT_MODELS:
             raise ConfigError(
@@ -84,7 +85,6 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
             )
         if key not in KNOWN:
             raise ConfigError(f"{NAME} has no key {shown(key)}{nearest(str(key), KNOWN)}")
-    methods = _methods(given.get("method"))
     max_depth = _whole(given, "num_speculative_tokens", 1, MAX_DEPTH, 12)
     min_depth = _whole(given, "min_speculative_tokens", 0, MAX_DEPTH, 1)
     if min_depth > max_depth:
@@ -134,7 +134,7 @@ def _methods(value: Any) -> tuple[str, ...]:
     found = []
     for name in names:
         name = name.strip() if isinstance(name, str) else name
-        if name in NOT_YET:
+        if name in NOT_YET or str(name).endswith("_mtp"):
             raise ConfigError(
                 f"{NAME}: the method {name!r} is not supported yet; the methods are "
                 f"{' and '.join(METHODS)}, which need no model"
