@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from twostroke.errors import ConfigError, nearest, shown
 
@@ -161,5 +161,5 @@ def _number(given: Mapping[str, Any], key: str, low: float, high: float, default
     return float(value)
 
 
-def _refuse(key: str, value: Any, expected: str) -> None:
+def _refuse(key: str, value: Any, expected: str) -> NoReturn:
     raise ConfigError(f"{NAME}: {key} must be {expected}, not {shown(value)}")

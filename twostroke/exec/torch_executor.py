@@ -119,7 +119,8 @@ class InFlight:
             logprobs |= zip(which.tolist(), _split(best, counts.tolist()), strict=True)
             for one in requested:
                 logprobs[one.sample] = one.in_place_of_best(logprobs[one.sample])
-        tokens, counts = self.tokens.tolist(), None
+        tokens: list[int] = self.tokens.tolist()
+        counts: list[int] | None = None
         kept = keep_accepted(self.plan, tokens)
         if kept is not None:
             counts = kept.counts

@@ -175,7 +175,7 @@ class TokenCounts:
         }
         if details:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
-            of_completion = {}
+            of_completion: Json = {}
             if self.reasoning is not None:
                 of_completion["reasoning_tokens"] = self.reasoning
             if self.predicted is not None:
