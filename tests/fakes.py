@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from twostroke.kv.cache import GroupLimits
 from twostroke.plan import NewRow, StepPlan, StepResult
@@ -106,7 +107,14 @@ class FakeExecutor:
         for evict in plan.evicted:
             row = self.rows[evict.row]
             del row.tables[0][evict.start : evict.stop], row.stretches[evict.start : evict.stop]
-        spans = [(slot.row, slot.position, 1) for slot in plan.decode]
+        drafts = iter(plan.draft_tokens)
+        for slot in plan.decode:
+            row = self.rows[slot.row]
+            assert slot.position == len(row.tokens) - 1, "decode feeds the newest"
+            for token in islice(drafts, slot.drafts):
+                row.push(token)
+        assert next(drafts, None) is None, "a draft has no slot"
+        spans = [(slot.row, slot.position, 1 + slot.drafts) for slot in plan.decode]
         spans += [(chunk.row, chunk.start, chunk.size) for chunk in plan.prefill]
         assert len({row for row, _, _ in spans}) == len(spans), "a row is planned twice"
         named: NamedBlocks = {}
@@ -115,16 +123,32 @@ class FakeExecutor:
         for row, start, size in spans:
             self._attend(self.rows[row], start, size, named)
         self.uncommitted.append(named)
-        sampled = [slot.row for slot in plan.decode]
-        sampled += [chunk.row for chunk in plan.prefill if chunk.last]
+        tokens: list[int] = []
+        counts = []
         for slot in plan.decode:
-            assert slot.position == len(self.rows[slot.row].tokens) - 1, "decode feeds the newest"
-        tokens = []
-        for number in sampled:
-            row = self.rows[number]
-            tokens.append(next_token(row.prefixes[-1], row.new.seed))
-            row.push(tokens[-1])
-        return StepResult(tokens, {}, {}, 0.0)
+            tokens += (written := self._verify(self.rows[slot.row], slot.position))
+            counts.append(len(written))
+        for chunk in plan.prefill:
+            if chunk.last:
+                row = self.rows[chunk.row]
+                tokens.append(next_token(row.prefixes[-1], row.new.seed))
+                counts.append(1)
+                row.push(tokens[-1])
+        return StepResult(tokens, {}, {}, 0.0, counts=counts if plan.draft_tokens else None)
+
+    @staticmethod
+    def _verify(row: Row, position: int) -> list[int]:
+        """Return the accepted drafts after `position` and the token after them, which become the
+        text of the row."""
+        drafts, written = row.tokens[position + 1 :], list[int]()
+        for n, prefix in enumerate(row.prefixes[position:]):
+            written.append(next_token(prefix, row.new.seed))
+            if drafts[n : n + 1] != written[n:]:
+                break
+        del row.tokens[position + 1 :], row.prefixes[position + 1 :]
+        for token in written:
+            row.push(token)
+        return written
 
     def committed(self) -> None:
         self.uncommitted.popleft()

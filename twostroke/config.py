@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
+from twostroke.draft.settings import SpeculationConfig, read_speculative_config
 from twostroke.errors import ConfigError, RequestError, shown
 from twostroke.kv.eviction import MIN_BLOCKS, MIN_SEGMENTS, SEGMENT_TOKENS
 from twostroke.request import SamplingParams
@@ -80,6 +81,8 @@ class EngineConfig(StrictSettings):
     # and the newest blocks) or heavy-hitters (blocks between with the least attention).
     kv_eviction: str | None = None
     kv_eviction_budget: int = 4096  # tokens that a request keeps after its prefill
+    # Speculative decoding, with vLLM's keys (`draft/settings.py`); None: no drafts.
+    speculative_config: dict[str, Any] | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
@@ -177,6 +180,10 @@ class EngineConfig(StrictSettings):
             isinstance(overrides, dict) and all(isinstance(name, str) for name in overrides)
         ):
             self._refuse("hf_overrides", 'a dict such as {"rope_theta": 1000000}')
+        if self.speculative_config is not None:
+            if not isinstance(self.speculative_config, dict):
+                self._refuse("speculative_config", 'a dict such as {"method": "suffix"}, or None')
+            read_speculative_config(self.speculative_config)
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
         self._check_bools(
             "skip_tokenizer_init",
@@ -235,6 +242,11 @@ class EngineConfig(StrictSettings):
             calibration=own and self.calibration,
         )
 
+    def speculation(self) -> SpeculationConfig | None:
+        """Return the settings of speculative decoding; None: no drafts."""
+        given = self.speculative_config
+        return None if given is None else read_speculative_config(given)
+
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes
         if sizes is None:
@@ -268,6 +280,11 @@ class EngineConfig(StrictSettings):
             )
         if self.kv_eviction is not None:
             self._check_eviction()
+            if self.speculative_config is not None:
+                raise ConfigError(
+                    "speculative_config and kv_eviction exclude each other: rejected drafts would "
+                    "decide which blocks are evicted; leave one of them out"
+                )
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

@@ -100,6 +100,7 @@ class StepPlan(NamedTuple):
     prefill_work: PhaseWork
     decode_work: PhaseWork
     evicted: tuple[BlockEvict, ...] = ()
+    draft_tokens: tuple[int, ...] = ()  # of all slots, in order: `Slot.drafts` each
 
     @property
     def num_tokens(self) -> int:

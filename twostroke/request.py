@@ -256,6 +256,7 @@ class EngineRequest:
     hand_over: bool = False  # end as PREFILLED after the next token, with an offer of its blocks
     resumed: Resumed | None = None
     owner: int | None = None  # the number of its API key
+    prediction: tuple[int, ...] = ()  # the output that the client expects: drafts
 
 
 class FinishReason(enum.StrEnum):

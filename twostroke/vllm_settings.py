@@ -42,7 +42,6 @@ REFUSED = {
     "cpu_offload_gb": "weights stay on the device",
     "enable_sleep_mode": "weights stay on the device",
     "enable_lora": "LoRA adapters are not supported yet; merge the adapter into the model",
-    "speculative_config": "speculative decoding is not supported yet",
     "logits_processors": "a step runs no code of other packages",
     "kv_transfer_config": "a server with --prefill-engines and --decode-engines transfers KV "
     "blocks",
@@ -80,7 +79,6 @@ class VLLMSettings(EngineConfig):
     cpu_offload_gb: float = 0
     enable_sleep_mode: bool = False
     enable_lora: bool = False
-    speculative_config: Any = None
     logits_processors: Any = None
     kv_transfer_config: Any = None
 

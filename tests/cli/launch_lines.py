@@ -45,7 +45,7 @@ VLLM: list[tuple[str, str]] = [
         "meta-llama/Llama-3.1-8B-Instruct --speculative-config "
         '{"method":"ngram","num_speculative_tokens":5} --compilation-config '
         '{"cudagraph_mode":"FULL_AND_PIECEWISE"} --kv-cache-dtype fp8',
-        "--speculative-config",
+        "",
     ),
     ("meta-llama/Llama-3.1-8B-Instruct -cc.cudagraph_mode=NONE -cc.mode=NONE", ""),
     (

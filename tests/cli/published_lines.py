@@ -35,6 +35,7 @@ NO_LINE = re.compile(
 OF_OTHER_MODELS = {
     *("--tool-call-parser", "--reasoning-parser", "--tokenizer-mode"),
     *("--quantization", "--kv-cache-dtype", "--load-format"),
+    *("--speculative-config", "--spec-type"),  # a model that drafts
 }
 
 

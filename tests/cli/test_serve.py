@@ -64,7 +64,11 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
             "--enable-lora: LoRA adapters are not supported yet; merge the adapter",
         ),
         (["--enable-lora", "m", "--port", "1"], "--enable-lora: LoRA adapters"),
-        (["--speculative-config.method", "ngram"], "--speculative-config: speculative decoding is"),
+        (["--speculative-config.method", "mtp"], "--speculative-config: the method 'mtp' is not"),
+        (["--spec-tokens", "1000"], "--speculative-config: num_speculative_tokens must be a whole"),
+        (["--spec-tokens", "few"], "--spec-tokens few: expected a whole number"),
+        (["--spec-type", "draft-mtp"], "--spec-type draft-mtp: no model drafts yet; ngram-mod"),
+        (["-md", "draft.gguf"], "-md: no model drafts yet"),
         (["-c", "lots"], "-c lots: expected a whole number"),
         (["-ctk", "q4_0"], "-ctk q4_0: the KV cache supports f32, f16, bf16 and q8_0; give one"),
         (["-ctk", "f16", "-ctv", "f32"], "-ctv f32: keys and values have the same type"),
@@ -473,15 +477,49 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, says: str) ->
     assert says in problem
 
 
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'],
+            {"method": "ngram", "num_speculative_tokens": 4},
+        ),
+        (["-sc.method=suffix"], {"method": "suffix"}),
+        (
+            ["--spec-method", "suffix", "--spec-tokens", "6"],
+            {"method": "suffix", "num_speculative_tokens": 6},
+        ),
+        (
+            ["--num-speculative-tokens", "3", "--ngram-prompt-lookup-max", "4"],
+            {"num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        ),
+        (
+            ["--draft-max", "16", "--draft-min", "2"],
+            {"num_speculative_tokens": 16, "min_speculative_tokens": 2},
+        ),
+        (["--spec-type", "ngram-mod,ngram-cache"], {"method": "ngram"}),
+        (["--spec-default"], {"method": "ngram"}),
+        (["--spec-type", "none"], None),
+    ],
+)
+def test_speculative_decoding_has_the_flags_of_both_servers(
+    words: list[str], config: dict[str, object] | None
+) -> None:
+    taken = read(*words)
+    assert not taken.problems
+    assert taken.config is not None
+    assert taken.config.speculative_config == config
+
+
 def test_the_file_may_not_name_refused_flags_either(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
-        "speculative_config: {method: ngram}\nmodel-impl: off\nseed: x\nasync-scheduling: true\n"
+        "enable_lora: true\nmodel-impl: off\nseed: x\nasync-scheduling: true\n"
         "numa-bind-nodes: [0, 1]\nprot: 1\noverride-generation-config.temperature: 0.5\n"
     )
     taken = read("--config", str(path), "-pp", "2")
     told = [problem.split()[0].rstrip(":") for problem in taken.problems]
-    assert told == ["-pp", "--config", "--speculative-config", "--model-impl", "--seed"]
+    assert told == ["-pp", "--config", "--enable-lora", "--model-impl", "--seed"]
     assert taken.config is not None
     assert taken.config.override_generation_config == {"temperature": 0.5}
     assert taken.notice.startswith("options without effect: --async-scheduling (")

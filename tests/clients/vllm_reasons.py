@@ -51,7 +51,7 @@ REASONS: list[tuple[str, str, str]] = [
     ("", "--watermark-config", "`--watermark-config`"),
     ("", "--enable-prompt-embeds", "`--enable-prompt-embeds`: prompts as embeddings"),
     ("", "--worker-extension-cls", "`--worker-extension-cls`: code of others in the engine"),
-    ("", "--speculative-config", "`--speculative-config`"),
+    ("", "--speculative-config", "`--speculative-config` with a draft model"),
     ("", "--tool-server", "`--tool-server`: tools that the server runs itself"),
     ("", "--enable-return-routed-experts", "`--enable-return-routed-experts`"),
     ("", "--weight-transfer-config", "`--weight-transfer-config`: weights from a trainer"),

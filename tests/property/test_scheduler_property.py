@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups, random_prompt
+from twostroke.draft.settings import SpeculationConfig
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, blocks_held
 from twostroke.kv.eviction import Eviction
@@ -30,9 +31,10 @@ class Life:
         goals: bool = False,
         windows: tuple[int | None, ...] = (),
         evicts: bool = False,
+        drafts: bool = False,
     ) -> None:
         """`windows`: of the KV groups; if empty, one group with a random window or none. `evicts`:
-        one group without a window, and an eviction policy."""
+        one group without a window, and an eviction policy. `drafts`: speculative decoding."""
         rng = self.rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 8])
         window = rng.choice([None, None, None, rng.randint(1, 20)])
@@ -71,6 +73,9 @@ class Life:
             )
         self.longest_prompt = longest
         self.depth = rng.choice([1, 1, 2, 3])
+        self.drafts = drafts
+        if drafts:  # its own random numbers: a life is the same with and without
+            self.config, self.depth = with_drafts(self.config, random.Random(-2 - seed)), 1
         self.failing = rng.choice([0, 0, 0, 0.03])  # share of the steps that fail
         if evicts:
             self.failing = rng.choice([0, 0.01, 0.05])
@@ -117,6 +122,8 @@ class Life:
                 salt=rng.choice(["", "", "tenant"]),
                 family=f"f{number}" if siblings > 1 else "",
             )
+            if self.drafts:
+                given = predicted(given, self.config.max_model_len, rng)
             try:
                 self.scheduler.add(given)
             except RequestError:
@@ -147,7 +154,8 @@ class Life:
         self.scheduler.audit()
         plan = None if step is None else step.plan
         if plan is not None:
-            tokens = sum(chunk.size for chunk in plan.prefill) + len(plan.decode)
+            tokens = sum(chunk.size for chunk in plan.prefill)
+            tokens += sum(1 + slot.drafts for slot in plan.decode)
             assert 0 < tokens <= self.config.max_num_batched_tokens
             assert tokens == plan.num_tokens
             self.steps += 1
@@ -193,6 +201,28 @@ def with_goals(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     return replace(config, ttft_slo_s=ttft, itl_slo_s=itl)
 
 
+def with_drafts(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
+    speculation = SpeculationConfig(
+        methods=rng.choice([("ngram",), ("suffix",), ("ngram", "suffix")]),
+        max_depth=rng.choice([1, 3, 8]),
+        ngram_min=rng.choice([1, 2]),
+        suffix_factor=rng.choice([1.0, 4.0]),
+        suffix_requests=rng.choice([0, 2, 100]),
+        adaptive=rng.random() < 0.4,
+    )
+    return replace(config, speculation=speculation)
+
+
+def predicted(given: EngineRequest, longest: int, rng: random.Random) -> EngineRequest:
+    """The request, now and then with a prediction that is partly right."""
+    if rng.random() < 0.5 or len(given.prompt_token_ids) >= longest:
+        return given
+    tokens = expected_tokens(given, longest)
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        tokens.insert(rng.randrange(len(tokens) + 1), rng.randrange(7))
+    return replace(given, prediction=tuple(tokens))
+
+
 @pytest.mark.parametrize("goals", [False, True])
 @pytest.mark.parametrize("block", range(SCENARIOS // 20))
 def test_every_random_life_ends_once_with_the_right_tokens_and_leaks_nothing(
@@ -216,6 +246,41 @@ def test_every_random_life_with_eviction_sees_what_its_policy_leaves(block: int)
     """Each token of a request sees the same blocks, however the request is preempted."""
     for seed in range(block * 20, block * 20 + 20):
         live(Life(seed, evicts=True), seed)
+
+
+@pytest.mark.parametrize("windows", [(), (None, 16)])
+@pytest.mark.parametrize("block", range(6))
+def test_every_random_life_with_drafts_writes_the_tokens_of_a_life_without(
+    block: int, windows: tuple[int | None, ...]
+) -> None:
+    """With spans, rejections, preemptions and failures: the tokens are those of the model."""
+    for seed in range(block * 15, block * 15 + 15):
+        live(Life(seed, windows=windows, drafts=True), seed)
+
+
+def test_lives_with_drafts_accept_and_reject_and_preempt() -> None:
+    accepted = rejected = preempted = mixed = 0
+    for seed in range(60):
+        life = Life(seed, drafts=True)
+        commit = life.scheduler.commit
+
+        def counted(result: StepResult, commit=commit, life=life):  # type: ignore[no-untyped-def]
+            nonlocal accepted, rejected, preempted, mixed
+            step = life.scheduler.in_flight[0]
+            for slot, count in zip(step.plan.decode, result.counts or (), strict=False):
+                accepted += count - 1
+                rejected += 1 + slot.drafts - count
+            preempted += step.preempted * bool(result.counts)
+            mixed += bool(result.counts and step.plan.prefill)
+            return commit(result)
+
+        life.scheduler.commit = counted  # type: ignore[method-assign]
+        live(life, seed)
+        assert life.scheduler.speculator is not None
+        assert len(life.scheduler.speculator) == 0, "a request is still followed"
+    assert min(accepted, rejected) > 500
+    assert preempted > 5
+    assert mixed > 20
 
 
 def live(life: Life, seed: int) -> None:

@@ -28,6 +28,7 @@ ORDER = [
     environment
     network_auth, connection_watch
     kv
+    draft.settings
     request, structured, config, plan
     observe.startup_timer, observe.record
     outputs, vllm_settings
@@ -36,6 +37,7 @@ ORDER = [
     kv.host_pool, kv.device_memory, kv.pool
     model.text, model.weights, model.load, model.formats, model.torch
     model.native_decoder, model.attention_maps
+    draft
     sched, observe, exec
     engine, route
     serve, serve.error_responses, serve.parsers, serve.fields, serve.settings
@@ -58,6 +60,7 @@ ORDER = [
 
 # Modules that are listed apart from their folder:
 # observe.record, observe.startup_timer   records that the scheduler and the executor fill
+# draft.settings   settings that `config` validates
 # kv.pool, kv.host_pool, kv.device_memory   memory, sized by the model's description
 # engine.arg_utils   vLLM's name for the options of the command line
 # __version__, _native   a constant of the package, and the compiled module

@@ -84,15 +84,13 @@ def execute(args: argparse.Namespace) -> int:
 
     from twostroke.measure.compare.ab import TrialCallbacks, run_ab
     from twostroke.measure.compare.ab_report import markdown, trial_json
-    from twostroke.measure.compare.playbook import MISSING, PLAYBOOK
+    from twostroke.measure.compare.playbook import PLAYBOOK
     from twostroke.measure.compare.prediction import outcome_of
     from twostroke.measure.load.bench import ServeOptions
 
     if args.playbook == "list":
         for name, (a, b, _) in PLAYBOOK.items():
             print(f"{name:18} {a or 'defaults'}  →  {b}")
-        for name, reason in MISSING.items():
-            print(f"{name:18} {reason}")
         return 0
     arms, load, experiment = _chosen(args)
     chosen = {name: value for name in LOAD if (value := getattr(args, name)) is not None}

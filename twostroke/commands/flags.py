@@ -51,6 +51,9 @@ ENGINE_HELP = {
     "to kv_eviction_budget; heavy-hitters: it also keeps the blocks between that got the most "
     "attention (default: it keeps all blocks)",
     "kv_eviction_budget": "tokens that a request keeps with kv_eviction",
+    "speculative_config": "draft several tokens and verify them in one step, as JSON, such as "
+    '{"method": "suffix", "num_speculative_tokens": 8}; methods are ngram and suffix (default: no '
+    "drafts)",
     "enable_prefix_caching": "reuse the KV blocks of a prompt prefix that was computed before",
     "enable_chunked_prefill": "prefill a long prompt in several steps",
     "scheduling_policy": "fcfs or priority",

@@ -137,3 +137,17 @@ def add_tables(parser: Parser, tables: ForeignTables) -> None:
         add_hidden(parser, [flag], IgnoredOption, nargs=option.nargs, reason=reason)
     for flags, (allowed, reason) in tables.restricted.items():
         add_hidden(parser, flags.split(), RestrictedOption, allowed=allowed, reason=reason)
+
+
+def add_speculation(
+    parser: Parser, args: argparse.Namespace, key: str, flag: str, value: str
+) -> None:
+    """Set one key of --speculative-config. All keys but the method are whole numbers."""
+    setting: str | int = value
+    if key != "method":
+        try:
+            setting = int(value)
+        except ValueError:
+            parser.problem(f"{flag} {value}: expected a whole number")
+            return
+    args.speculative_config = {**(getattr(args, "speculative_config", None) or {}), key: setting}

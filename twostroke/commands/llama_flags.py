@@ -20,6 +20,7 @@ from twostroke.commands.foreign import (
     Restrictions,
     Table,
     add_hidden,
+    add_speculation,
     negations,
     table,
 )
@@ -189,6 +190,17 @@ _RENAMED: list[tuple[str, str, Callable[[str], Any]]] = [
 ]
 RENAMED = {flag: (name, read) for flags, name, read in _RENAMED for flag in flags.split()}
 EXPECTED = {"write_timeout_s": "a number of seconds", "hf_overrides": "a number"}
+# Options of speculative decoding → the key of --speculative-config.
+SPECULATION = {
+    "--draft": "num_speculative_tokens",
+    "--draft-n": "num_speculative_tokens",
+    "--draft-max": "num_speculative_tokens",
+    "--spec-draft-n-max": "num_speculative_tokens",
+    "--draft-min": "min_speculative_tokens",
+    "--draft-n-min": "min_speculative_tokens",
+    "--spec-draft-n-min": "min_speculative_tokens",
+}
+SPEC_TYPE, SPEC_DEFAULT = "--spec-type", "--spec-default"
 NO_CACHE = "--no-cache-prompt"
 NODES_OR_TOKENS = "-n"  # --nnodes of vLLM, --predict of llama-server
 
@@ -213,6 +225,14 @@ RESTRICTED: Restrictions = {
 }
 IGNORED: Table = table(
     {
+        "the depth and the matches of drafts follow from measured costs and counts": (
+            "--spec-ngram-mod-n-min= --spec-ngram-mod-n-max= --spec-ngram-mod-n-match= "
+            "--spec-ngram-simple-size-n= --spec-ngram-simple-size-m= "
+            "--spec-ngram-simple-min-hits= --spec-ngram-map-k-size-n= --spec-ngram-map-k-size-m= "
+            "--spec-ngram-map-k-min-hits= --spec-ngram-map-k4v-size-n= "
+            "--spec-ngram-map-k4v-size-m= --spec-ngram-map-k4v-min-hits= --spec-ngram-size-n= "
+            "--spec-ngram-size-m= --spec-ngram-min-hits="
+        ),
         "-b is the size of a step, which is computed as a whole": "-ub= --ubatch-size=",
         "attention never stores the scores of a whole context": "-fa=? --flash-attn=?",
         "weights are in ordinary memory": "--mlock -lm= --load-mode= -lzm= --lazy-mode= "
@@ -250,11 +270,9 @@ REFUSED: Table = table(
         "--n-cpu-moe= -ncffn= --n-cpu-ffn= --rpc= -nkvo --no-kv-offload",
         "use taskset or numactl to select cores": "-C= --cpu-mask= -Cr= --cpu-range= -Cb= "
         "--cpu-mask-batch= -Crb= --cpu-range-batch=",
-        "speculative decoding is not supported yet; leave the option out, the answers are the "
-        "same": (
+        "no model drafts yet; --spec-default and --spec-type ngram-mod draft without one": (
             "-md= --model-draft= --spec-draft-model= -hfd= -hfrd= --hf-repo-draft= "
-            "--spec-draft-hf= --spec-type= --spec-default --spec-draft-n-max= --spec-draft-n-min= "
-            "--draft= --draft-n= --draft-max= --draft-min= --draft-n-min= --draft-p-min= "
+            "--spec-draft-hf= --draft-p-min= "
             "--spec-draft-p-min= --draft-p-split= --spec-draft-p-split= -ngld= "
             "--gpu-layers-draft= --n-gpu-layers-draft= --spec-draft-ngl= -devd= --device-draft= "
             "--spec-draft-device= -lcs= --lookup-cache-static= -lcd= --lookup-cache-dynamic= "
@@ -269,13 +287,8 @@ REFUSED: Table = table(
             "--poll-batch-draft= --spec-draft-poll-batch= -otd= --override-tensor-draft= "
             "--spec-draft-override-tensor= -cmoed --cpu-moe-draft --spec-draft-cpu-moe -ncmoed= "
             "--n-cpu-moe-draft= --spec-draft-n-cpu-moe= --spec-draft-ncmoe= --spec-synth-len= "
-            "--spec-synth-rates= --spec-draft-backend-sampling --spec-ngram-mod-n-min= "
-            "--spec-ngram-mod-n-max= --spec-ngram-mod-n-match= --spec-ngram-simple-size-n= "
-            "--spec-ngram-simple-size-m= --spec-ngram-simple-min-hits= --spec-ngram-map-k-size-n= "
-            "--spec-ngram-map-k-size-m= --spec-ngram-map-k-min-hits= "
-            "--spec-ngram-map-k4v-size-n= --spec-ngram-map-k4v-size-m= "
-            "--spec-ngram-map-k4v-min-hits= --spec-ngram-size-n= --spec-ngram-size-m= "
-            "--spec-ngram-min-hits= --fim-qwen-7b-spec --fim-qwen-14b-spec"
+            "--spec-synth-rates= --spec-draft-backend-sampling --fim-qwen-7b-spec "
+            "--fim-qwen-14b-spec"
         ),
         "LoRA adapters and control vectors are not supported yet; merge them into the model": (
             "--lora= --lora-scaled= --lora-init-without-apply --control-vector= "
@@ -354,6 +367,27 @@ class _RenamedLlamaOption(ForeignOption):
             args.body_timeout_s = setting
 
 
+class _SpeculationKey(ForeignOption):
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
+        add_speculation(parser, args, SPECULATION[flag], flag, value)
+
+
+class _SpeculationType(ForeignOption):
+    """llama-server's drafters; those that search texts are n-gram drafters here."""
+
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
+        names = ["ngram-mod"] if flag == SPEC_DEFAULT else _words(value)
+        if names == ["none"]:
+            return
+        for name in names:
+            if not name.startswith("ngram-"):
+                parser.problem(
+                    f"{flag} {name}: no model drafts yet; ngram-mod drafts without a model"
+                )
+                return
+        add_speculation(parser, args, "method", flag, "ngram")
+
+
 class _SamplingOption(ForeignOption):
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         name = SAMPLING[flag]
@@ -415,6 +449,9 @@ def add_llama_arguments(parser: Parser) -> None:
     """Add llama-server's options. The help shows vLLM's names of these settings."""
     add_hidden(parser, RENAMED, _RenamedLlamaOption)
     add_hidden(parser, SAMPLING, _SamplingOption)
+    add_hidden(parser, SPECULATION, _SpeculationKey)
+    add_hidden(parser, [SPEC_TYPE], _SpeculationType)
+    add_hidden(parser, [SPEC_DEFAULT], _SpeculationType, nargs=0)
     add_hidden(parser, [NO_CACHE], _NoCache, nargs=0)
     add_hidden(parser, ["--rope-scaling"], _RopeScaling)
     add_hidden(parser, ["--yarn-ext-factor"], _YarnExtFactor)

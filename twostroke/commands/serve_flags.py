@@ -114,6 +114,14 @@ def add_server_arguments(parser: Parser) -> None:
     )
     _add(parser, "--webui", dest="ui", action=SWITCH, help=argparse.SUPPRESS)  # llama-server's
     _add(parser, "-q", dest="quantization", help=argparse.SUPPRESS)
+    _add(
+        parser,
+        "-sc",
+        dest="speculative_config",
+        type=json_object,
+        action=MergeJson,
+        help=argparse.SUPPRESS,
+    )
     _add(parser, "-tp", dest="tensor_parallel_size", type=int, help=argparse.SUPPRESS)
     readers = {
         "max_model_len": parse_length,

@@ -18,6 +18,7 @@ from twostroke.commands.foreign import (
     Restrictions,
     Table,
     add_hidden,
+    add_speculation,
     add_tables,
     negations,
     table,
@@ -43,12 +44,10 @@ REFUSED: Table = table(
         "answers do not contain the experts of a token; leave the option out": (
             "--enable-return-routed-experts --aux-output-config="
         ),
-        "speculative decoding is not supported yet; leave the option out, the answers are the "
-        "same": (
-            "--speculative-config= -sc= --spec-method= --spec-model= --spec-tokens= "
-            "--speculative-model= --num-speculative-tokens= "
-            "--speculative-draft-tensor-parallel-size= --ngram-prompt-lookup-max= "
-            "--ngram-prompt-lookup-min= --spec-decoding-acceptance-method="
+        'no model drafts yet; --speculative-config \'{"method": "suffix"}\' drafts without '
+        "one": "--spec-model= --speculative-model= --speculative-draft-tensor-parallel-size=",
+        "samples always keep the distribution of the model; leave the option out": (
+            "--spec-decoding-acceptance-method="
         ),
         "LoRA adapters are not supported yet; merge the adapter into the model": "--enable-lora "
         "--lora-modules=+ --default-mm-loras= --enable-prompt-adapter --prompt-adapters=+",
@@ -250,8 +249,8 @@ RESTRICTED: Restrictions = {
 # Flags of the tables that vLLM 0.33 does not have any more.
 _OF_EARLIER_VERSIONS = (
     "--quantization-param-path --calculate-kv-scales --override-attention-dtype "
-    "--speculative-model --num-speculative-tokens --speculative-draft-tensor-parallel-size "
-    "--ngram-prompt-lookup-max --ngram-prompt-lookup-min --spec-decoding-acceptance-method "
+    "--speculative-model --speculative-draft-tensor-parallel-size "
+    "--spec-decoding-acceptance-method "
     "--enable-prompt-adapter --prompt-adapters --logits-processor-pattern "
     "--override-pooler-config --worker-use-ray --lora-extra-vocab-size "
     "--long-lora-scaling-factors --lora-cache-dir --max-prompt-adapters "
@@ -272,6 +271,14 @@ RENAMED = {
     "--max-num-active-seqs": ("max_num_seqs", int),
     "--max-num-queued-reqs": ("max_queue", int),
     "--h11-max-incomplete-event-size": ("max_header_bytes", int),
+}
+# Options of speculative decoding → the key of --speculative-config.
+SPECULATION = {
+    "--spec-method": "method",
+    "--spec-tokens": "num_speculative_tokens",
+    "--num-speculative-tokens": "num_speculative_tokens",
+    "--ngram-prompt-lookup-max": "prompt_lookup_max",
+    "--ngram-prompt-lookup-min": "prompt_lookup_min",
 }
 FILE_FORMATS = {
     "--tokenizer-mode": ("auto", "hf", "slow", "mistral"),
@@ -296,6 +303,11 @@ class _RenamedVllmOption(ForeignOption):
             setattr(args, name, read(value))
         except ValueError:
             parser.problem(f"{flag} {value}: expected a number")
+
+
+class _SpeculationKey(ForeignOption):
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
+        add_speculation(parser, args, SPECULATION[flag], flag, value)
 
 
 class _FileFormat(ForeignOption):
@@ -387,6 +399,7 @@ def add_foreign_arguments(parser: Parser) -> None:
     )
     add_tables(parser, tables)
     add_hidden(parser, RENAMED, _RenamedVllmOption)
+    add_hidden(parser, SPECULATION, _SpeculationKey)
     add_hidden(parser, FILE_FORMATS, _FileFormat)
     add_hidden(parser, ["--generation-config"], _GenerationConfig)
     add_hidden(parser, ["--hf-token", "-hft"], _HubVariable, nargs="?")

@@ -62,6 +62,7 @@ class EngineInfo:
     figures: ModelFigures = NO_FIGURES
     isa: str = ""  # instruction set of the native kernels; "": the engine does not use them
     isas: tuple[str, ...] = ()  # that this machine has kernels for, the fastest first
+    speculative: bool = False  # drafts are verified
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ def scheduler_config(
         max_decode_stall=config.decode_stall(),
         receives=config.kv_receives,
         eviction=eviction(config, spec, groups, native),
+        speculation=config.speculation(),
     )
 
 

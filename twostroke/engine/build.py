@@ -116,6 +116,7 @@ class Engine:
             kv_layout=self.core.scheduler.offers.layout,
             figures=model_figures(self.spec, self.core.cost),
             **self._instruction_sets(),
+            speculative=self.core.scheduler.speculator is not None,
             **self._ceilings()._asdict(),
         )
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from twostroke.config import EngineConfig
+from twostroke.draft.speculator import MAX_STEP_DRAFTS
 from twostroke.engine.assembly import Started, scheduler_config, transport_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import engines_on_gpu, find_device
@@ -99,6 +100,13 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     on_gpu = torch.device(device).type == "cuda"
     held = built.executor.program.decoder.spec
     limits = scheduler_config(config, held, built.memory, on_gpu)
+    if limits.speculation is not None and executor.max_in_flight > 1:
+        # A step is launched before the tokens of the step before it are known.
+        log.warning(
+            "speculative_config has no effect on a GPU yet: the engine drafts on CPUs, and with "
+            "kernels='reference'"
+        )
+        limits = replace(limits, speculation=None)
     # The cost of a step is that of all ranks.
     kv_itemsize = built.memory.sizing.token_bytes / held.kv_elements_per_token
     cost = decoder_cost(spec, built.executor.program.decoder, kv_itemsize)
@@ -325,6 +333,7 @@ def _start_reference(
             plan.device.type == "cuda", memory.max_model_len
         ),
         kv_dtype=plan.kv_dtype,
+        max_drafts=0 if config.speculative_config is None else MAX_STEP_DRAFTS,
     )
     return make_executor(decoder, shape, shared=config.kv_sharing != "none")
 
@@ -417,6 +426,7 @@ class ExecutorShape(NamedTuple):
     block_size: int
     max_num_batched_tokens: int
     kv_dtype: torch.dtype
+    max_drafts: int = 0  # drafted tokens in a step
 
     @classmethod
     def of_limits(cls, limits: SchedulerConfig, kv_dtype: torch.dtype) -> ExecutorShape:
@@ -427,6 +437,7 @@ class ExecutorShape(NamedTuple):
             block_size=limits.block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_dtype=kv_dtype,
+            max_drafts=0 if limits.speculation is None else MAX_STEP_DRAFTS,
         )
 
 
@@ -447,7 +458,8 @@ def make_executor(
     rows = DeviceRows(shape.max_num_seqs, shape.max_model_len, shape.block_size, num_groups, device)
     graphs = pieces = None
     with torch.inference_mode():
-        program = StepProgram(decoder, pool, rows)
+        most = shape.max_num_seqs + shape.max_drafts
+        program = StepProgram(decoder, pool, rows, max_samples=most)
         if graph_sizes:
             record = record or EagerReplay()
             graphs = DecodeGraphs(program, graph_sizes, record)

@@ -145,7 +145,8 @@ class EngineCore:
         grammars = self._grammars
         # Requests that skip the step because other requests wait for masks.
         held = grammars.held() if grammars is not None and grammars.active else NO_REQUESTS
-        step = self.scheduler.plan(held)
+        limit = grammars.limit_drafts if grammars is not None and grammars.active else None
+        step = self.scheduler.plan(held, limit)
         self._idle_step = step is None
         try:
             if step is not None:
@@ -168,7 +169,7 @@ class EngineCore:
             samples = grammars.samples(step.plan)
             while samples and in_flight[0] is not step:
                 updates += self.collect_step()
-            masks = grammars.masks(samples)
+            masks = grammars.masks(samples, step.plan)
         step.pending = self._executor.sample(handle, masks)
 
     def collect_step(self) -> list[Update]:

@@ -249,7 +249,10 @@ class OutputProcessor:
             ended = update.finish_reason is not None
             if completion.output.finish_reason is None:
                 changed[state.request_id] = state
-                self._write(state.output, state.request.params, completion, update)
+                for one in _by_token(update) if state.request.params.stop else (update,):
+                    self._write(state.output, state.request.params, completion, one)
+                    if completion.output.finish_reason is not None:
+                        break
                 if completion.output.finish_reason is not None:
                     outputs = state.output.outputs
                     state.output.finished = all(output.finished for output in outputs)
@@ -395,3 +398,16 @@ class OutputProcessor:
 def _engine_request_id(request_id: str, index: int, n: int) -> str:
     """Return the id of the engine request for one completion."""
     return request_id if n == 1 else f"{request_id}/{index}"
+
+
+def _by_token(update: Update) -> Iterator[Update]:
+    """Divide an update into one for each token, so that a stop string ends the output at its token.
+    The last update has the end."""
+    count, entries = len(update.tokens), update.logprobs
+    for n in range(max(1, count)):
+        one = update._replace(tokens=update.tokens[n : n + 1], logprobs=entries[n : n + 1])
+        if n:
+            one = one._replace(prompt_logprobs=None)
+        if n < count - 1:
+            one = one._replace(finish_reason=None, stop_reason=None, record=None, offer=None)
+        yield one

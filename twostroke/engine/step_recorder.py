@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from twostroke.draft.speculator import StepDrafts
 from twostroke.model.describe.cost import CostModel
 from twostroke.observe.blame import GapLedger
-from twostroke.observe.record import Causes, FirstToken, PhaseRecord, Records, StepRecord
-from twostroke.plan import StepResult
+from twostroke.observe.record import (
+    Causes,
+    DraftRecord,
+    FirstToken,
+    PhaseRecord,
+    Records,
+    StepRecord,
+)
+from twostroke.plan import StepPlan, StepResult
 from twostroke.sched.step import StepInFlight
 from twostroke.sched.updates import CommitResult
 
@@ -70,6 +78,7 @@ class StepRecorder:
                 comm_s=result.comm_s,
                 comm_bytes=result.comm_bytes,
                 kv_evicted_tokens=evicted_blocks * self._block_size,
+                drafts=None if step.drafts is None else _draft_record(step.drafts, plan, result),
             )
         )
 
@@ -97,3 +106,15 @@ class StepRecorder:
         if result.idle_s is not None:
             return result.idle_s
         return max(step.launched_s, free_s) - free_s if free_s else 0.0
+
+
+def _draft_record(drafts: StepDrafts, plan: StepPlan, result: StepResult) -> DraftRecord:
+    depths = [slot.drafts for slot in plan.decode]
+    accepted = [0] * max(depths, default=0)
+    for count in (result.counts or ())[: len(depths)]:
+        for position in range(count - 1):
+            accepted[position] += 1
+    rows = sum(1 for depth in depths if depth)
+    return DraftRecord(
+        drafts.offers, rows, sum(depths), tuple(accepted), drafts.expected, drafts.gain
+    )

@@ -141,6 +141,10 @@ class PackedRecord(msgspec.Struct, array_like=True, frozen=True):
     worst_gap: Causes | None
     kv_evicted_tokens: int
     gap_causes: bytes | None
+    drafted: int
+    accepted: int
+    predicted: int
+    predicted_accepted: int
 
 
 class FullUpdate(msgspec.Struct, array_like=True, frozen=True):

@@ -11,7 +11,7 @@ logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -68,6 +68,13 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor  # [n] int32; -1: the logits were NaN or infinite
 
 
+class _Rows(NamedTuple):
+    """Rows whose logits `torch_sampling.py` adjusts."""
+
+    rows: dict[int, NewRow]
+    tokens: torch.Tensor
+
+
 class DeviceSampler:
     def __init__(
         self,
@@ -96,6 +103,7 @@ class DeviceSampler:
         self._penalties = np.zeros((3, max_rows), np.float32)
         self._zero_counts = np.zeros(vocab_size, np.int16)  # zero but while a row is counted
         self.rows: dict[int, NewRow] = {}  # those whose lists are too long
+        self._new: dict[int, NewRow] = {}  # the newest request of each row
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────
 
@@ -103,6 +111,7 @@ class DeviceSampler:
         """Take in a request that has been given a row; it may have written tokens before."""
         row, params = new.row, new.params
         self.rows.pop(row, None)
+        self._new[row] = new
         self._special_until[row] = _special_until(new)
         self._wants[:, row] = 0
         if self._special_until[row] <= len(new.tokens):
@@ -164,10 +173,12 @@ class DeviceSampler:
         positions: Ints,
         masks: Masks,
         params: DrawParams[Numbers],
+        drafted: Collection[int] = (),
     ) -> Drawn:
         """Draw a token for each of the rows `which` of `logits`, [S, V]. `rows`, `positions` and
         `params` are of these samples alone; the keys of `masks` are rows of the logits. The logits
-        do not change."""
+        do not change. `drafted`: rows with drafts. Their drafts are not counted yet, so that
+        penalties are computed from their tokens."""
         host, at = self._pinned(sampling_table.NUM_FIELDS, len(which)), sampling_table
         table = host.numpy()
         numbers, bits = table.view(np.float32), table.view(np.uint32)
@@ -191,8 +202,12 @@ class DeviceSampler:
             len(which), self._vocab_size, dtype=torch.float32, device=self._device
         )
         self._kernels.adjust_logits(logits, samples, self._state, allowed, adjusted)
-        if self.rows:
-            self._adjust_long_lists(adjusted, logits, which, rows, positions, masks)
+        state: torch_sampling.SamplerState = self
+        if drafted:
+            penalised = [row for row in drafted if self._new[row].params.penalised]
+            state = _Rows({row: self._new[row] for row in penalised} | self.rows, self.tokens)
+        if state.rows:
+            self._adjust_from_tokens(state, adjusted, logits, which, rows, positions, masks)
         tokens = torch.empty(len(which), dtype=torch.int32, device=self._device)
         settings = samples.view(torch.float32)
         draw_params = DrawParams(
@@ -206,8 +221,9 @@ class DeviceSampler:
         self._kernels.sample(adjusted, draw_params, out=tokens)
         return Drawn(samples, tokens)
 
-    def _adjust_long_lists(
+    def _adjust_from_tokens(
         self,
+        state: torch_sampling.SamplerState,
         adjusted: torch.Tensor,
         logits: torch.Tensor,
         which: Ints,
@@ -215,14 +231,15 @@ class DeviceSampler:
         positions: Ints,
         masks: Masks,
     ) -> None:
-        for n, row in enumerate(rows.tolist()):
-            if row in self.rows:
-                index = int(which[n])
-                own = {0: masks[index]} if index in masks else None
-                allowed = torch_sampling.mask_tensors(own, self._vocab_size, self._device)
-                line = adjusted[n : n + 1]
-                line.copy_(logits[index])
-                torch_sampling.adjust(line, [row], [int(positions[n])], self, allowed)
+        lines = [n for n, row in enumerate(rows.tolist()) if row in state.rows]
+        samples = which[lines].tolist()
+        own = {n: masks[index] for n, index in enumerate(samples) if index in masks}
+        allowed = torch_sampling.mask_tensors(own, self._vocab_size, self._device)
+        found = logits[samples].float()
+        torch_sampling.adjust(
+            found, rows[lines].tolist(), positions[lines].tolist(), state, allowed
+        )
+        adjusted[lines] = found
 
     def advance(self, drawn: Drawn, out: torch.Tensor) -> None:
         """Write the final tokens to `out`, [S], by sample, and to their rows."""

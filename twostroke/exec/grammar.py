@@ -300,13 +300,47 @@ class Grammars:
                 follower.turn = self._turn
         return frozenset(held)
 
-    def masks(self, samples: Mapping[int, str]) -> dict[int, Mask]:
+    def limit_drafts(self, request_id: str, drafts: Sequence[int]) -> int:
+        """Return how many of these drafted tokens may be verified. The grammar allows them, and
+        does not end with them. A request has no drafts while its reasoning is followed."""
+        follower = self._followers.get(request_id)
+        if follower is None:
+            return len(drafts)
+        matcher, thinking = follower.matcher, follower.thinking
+        if matcher is None or (thinking is not None and not thinking.over):
+            return 0
+        if follower.first_mask is not None or matcher.is_error():
+            return 0
+        expected_s = sum(one.expected_s for one in self._followers.values())
+        affordable = int(STEP_BUDGET_S / max(expected_s, 1e-6)) - 1
+        count = 0
+        for token in drafts[: max(0, affordable)]:
+            if token in self._end_ids or not matcher.try_consume_tokens([token]):
+                break
+            count += 1
+            if matcher.is_stopped():
+                break
+        stopped = matcher.is_stopped()
+        if count:
+            matcher.rollback(count)
+        return count - stopped
+
+    def masks(self, samples: Mapping[int, str], plan: StepPlan | None = None) -> dict[int, Mask]:
         """Return the masks of `samples`, after all earlier tokens are committed. Requests that have
-        ended or may write any token have no mask."""
+        ended or may write any token have no mask. `plan`: of the step, if it may have drafts: the
+        samples after drafted tokens have the masks of the grammar after them."""
         masks = {}
+        drafts = _drafts_of(plan) if plan is not None and plan.draft_tokens else {}
         for index, name in samples.items():
             follower = self._followers.get(name)
-            mask = None if follower is None else self._mask(follower)
+            if follower is None:
+                continue
+            before = drafts.get(index, ())
+            if before and follower.matcher is not None:
+                follower.matcher.try_consume_tokens(list(before))
+            mask = self._mask(follower)
+            if before and follower.matcher is not None:
+                follower.matcher.rollback(len(before))
             if mask is not None:
                 masks[index] = mask
         return masks
@@ -387,6 +421,19 @@ class Grammars:
                 "alternatives, patterns and repetitions"
             )
         return None
+
+
+def _drafts_of(plan: StepPlan) -> dict[int, tuple[int, ...]]:
+    """Return the drafted tokens before each sample that follows some."""
+    found = {}
+    first = draft = 0
+    for slot in plan.decode:
+        tokens = plan.draft_tokens[draft : draft + slot.drafts]
+        for n in range(1, slot.drafts + 1):
+            found[first + n] = tokens[:n]
+        first += 1 + slot.drafts
+        draft += slot.drafts
+    return found
 
 
 def _start_thread(work: Callable[[], None]) -> threading.Thread:

@@ -20,6 +20,7 @@ from twostroke.exec.samples import (
     LOGIT_SLICE,
     chunk_slices,
     decode_tokens,
+    keep_accepted,
     prompt_slices,
     samples_of,
     wants_prompt_logprobs,
@@ -126,9 +127,16 @@ class NativeExecutor:
             for start, stop, first in chunk_slices(handle.plan):
                 lines = self._decoder.logits(first + np.arange(stop - start, dtype=np.int32))
                 self.on_chunk_logits(start, lines)
+        counts = None
+        kept = keep_accepted(handle.plan, tokens)
+        if kept is not None:
+            counts = kept.counts
+            tokens, logprobs = kept.of(tokens, logprobs)
         device_s = monotonic() - handle.started_s
         shares = self._decoder.model.shares().tolist() if self._attention_shares else ()
-        return Computed(StepResult(tokens, logprobs, prompts, device_s, shares=shares))
+        return Computed(
+            StepResult(tokens, logprobs, prompts, device_s, counts=counts, shares=shares)
+        )
 
     def stage_seconds(self) -> dict[str, float]:
         """Return the seconds of each stage of `forward`, summed over all steps."""

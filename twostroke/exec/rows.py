@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.exec.samples import draft_cells
 from twostroke.plan import BlockEvict, NewRow, StepPlan
 
 Ints = npt.NDArray[np.int64]
@@ -76,8 +77,9 @@ class RowState:
 
     def apply(self, plan: StepPlan) -> Writes:
         """Apply a plan. Return the cells to write."""
+        drafts = self._draft_writes(plan) if plan.draft_tokens else NO_WRITES
         if not (plan.new or plan.appended or plan.dropped or plan.retired or plan.evicted):
-            return NO_WRITES
+            return drafts
         at: list[int] = []
         values: list[int] = []
         retired = set(plan.retired)
@@ -105,15 +107,20 @@ class RowState:
         self._host_cells[places] = cells
         if plan.evicted:
             places, cells = self._close_up(plan.evicted, places)
-        if not plan.new:
+        if not plan.new and not plan.draft_tokens:
             return Writes(places, cells)
-        parts, tokens = [places], [cells]
+        parts, tokens = [places, drafts.at], [cells, drafts.values]
         for new in plan.new:
             self._take(new)
             first = self._token_cell(new.row)
             parts.append(np.arange(first, first + len(new.tokens)))
             tokens.append(np.array(new.tokens, np.int32))
         return Writes(np.concatenate(parts), np.concatenate(tokens))
+
+    def _draft_writes(self, plan: StepPlan) -> Writes:
+        """The drafted tokens, which the step reads as if they were written."""
+        rows, positions, tokens = draft_cells(plan)
+        return Writes(self.token_cells(rows, positions), tokens)
 
     def _close_up(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
         """Remove evicted entries from tables. Return `written` and the cells of the changed

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from twostroke.plan import Chunk, NewRow, Slot, StepPlan
+from twostroke.plan import Chunk, NewRow, Slot, StepPlan, TokenLogprobs
 
 LOGIT_SLICE = 64  # positions whose logits are in memory together for prompt log-probabilities
 
@@ -61,6 +61,58 @@ def samples_of(decode: DecodeTokens, chunks: Sequence[Chunk]) -> Samples:
         np.concatenate([decode.positions + 1, (table[:, 1] + table[:, 2])[last]]),
         np.concatenate([np.arange(count), ends[last] - 1]),
     )
+
+
+class Kept(NamedTuple):
+    """The samples of a step that become text."""
+
+    samples: list[int]  # indices, in order
+    counts: list[int]  # of each slot and each last chunk
+
+    def of(
+        self, tokens: Sequence[int], logprobs: Mapping[int, TokenLogprobs]
+    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Return the tokens of these samples, and their log-probabilities by their new index."""
+        found = {n: logprobs[index] for n, index in enumerate(self.samples) if index in logprobs}
+        return [tokens[index] for index in self.samples], found
+
+
+def keep_accepted(plan: StepPlan, drawn: Sequence[int]) -> Kept | None:
+    """Verify the drafts of a step. `drawn`: the token of every sample. None: there are no drafts.
+
+        fed     t   d1   d2   d3          the token before, and three drafts
+        drawn   d1  d2   x    y           d3 ≠ x: t is followed by d1, d2, x
+
+    Each sample is drawn from the distribution after the tokens before it, as if these were the
+    text, with the random numbers of its position. A draft is accepted if it is equal to the sample
+    in its place. The first sample that differs is drawn from the right distribution too: it follows
+    accepted drafts alone. So the tokens, and not only their distribution, are those of a step
+    without drafts. This is rejection sampling for a drafter that is certain of its drafts: the
+    draft d is accepted with probability p(d), else a token is drawn from p without d.
+    """
+    if not plan.draft_tokens:
+        return None
+    samples: list[int] = []
+    counts = []
+    first = draft = 0
+    for slot in plan.decode:
+        count = 0
+        while count < slot.drafts and plan.draft_tokens[draft + count] == drawn[first + count]:
+            count += 1
+        samples += range(first, first + count + 1)
+        counts.append(count + 1)
+        first += 1 + slot.drafts
+        draft += slot.drafts
+    samples += range(first, len(drawn))
+    return Kept(samples, counts + [1] * (len(drawn) - first))
+
+
+def draft_cells(plan: StepPlan) -> tuple[Ints, Ints, npt.NDArray[np.int32]]:
+    """Return the row, the position and the token of every draft."""
+    rows = [slot.row for slot in plan.decode for _ in range(slot.drafts)]
+    positions = [slot.position + 1 + n for slot in plan.decode for n in range(slot.drafts)]
+    tokens = np.array(plan.draft_tokens, np.int32)
+    return np.array(rows, np.int64), np.array(positions, np.int64), tokens
 
 
 class ChunkSlice(NamedTuple):

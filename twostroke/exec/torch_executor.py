@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from twostroke.exec.device_sampling import Numbers
+from twostroke.exec.device_sampling import Drawn, Numbers
 from twostroke.exec.executor import ChunkLogits, Masks
 from twostroke.exec.graphs import DecodeGraphs, PiecewiseGraphs
 from twostroke.exec.program import StepProgram
@@ -26,6 +26,8 @@ from twostroke.exec.samples import (
     PromptSlice,
     Samples,
     chunk_slices,
+    draft_cells,
+    keep_accepted,
     prompt_slices,
     wants_prompt_logprobs,
 )
@@ -104,6 +106,7 @@ class InFlight:
     end: DeviceEvent
     comm_s: float
     comm_bytes: float
+    plan: StepPlan
 
     def wait(self) -> StepResult:
         self.end.synchronize()
@@ -116,8 +119,14 @@ class InFlight:
             logprobs |= zip(which.tolist(), _split(best, counts.tolist()), strict=True)
             for one in requested:
                 logprobs[one.sample] = one.in_place_of_best(logprobs[one.sample])
+        tokens: list[int] = self.tokens.tolist()
+        counts: list[int] | None = None
+        kept = keep_accepted(self.plan, tokens)
+        if kept is not None:
+            counts = kept.counts
+            tokens, logprobs = kept.of(tokens, logprobs)
         return StepResult(
-            self.tokens.tolist(),
+            tokens,
             logprobs,
             {
                 row: [entry for part in parts for entry in _split(part)]
@@ -125,6 +134,7 @@ class InFlight:
             },
             1e-3 * self.start.elapsed_time(self.end),
             idle_s,
+            counts,
             comm_s=self.comm_s,
             comm_bytes=self.comm_bytes,
         )
@@ -212,7 +222,7 @@ class TorchExecutor:
         if masks:
             special = np.union1d(special, np.array(list(masks)))
         if len(special):
-            self._draw(samples, special, masks or {})
+            self._draw(samples, special, masks or {}, handle.plan)
         top_logprobs = self._top_logprobs(samples)
         prompts = self._prompt_logprobs(handle)
         if self.on_chunk_logits is not None and handle.hidden is not None:
@@ -228,7 +238,9 @@ class TorchExecutor:
         end.record()
         comm = self._ranks.comm.since(handle.comm)
         spent = comm.seconds, comm.sent_bytes(self._ranks.size)
-        return InFlight(tokens, top_logprobs, prompts, handle.before, handle.start, end, *spent)
+        return InFlight(
+            tokens, top_logprobs, prompts, handle.before, handle.start, end, *spent, handle.plan
+        )
 
     @torch.inference_mode()
     def follow(self, handle: ForwardHandle) -> None:
@@ -258,10 +270,13 @@ class TorchExecutor:
 
     # ── rare options ────────────────────────────────────────────────────────────────────────
 
-    def _draw(self, samples: Samples, which: Ints, masks: Masks) -> None:
+    def _draw(self, samples: Samples, which: Ints, masks: Masks, plan: StepPlan) -> None:
         """Sample again with all options of the requests."""
         program, state = self.program, self._rows
         rows, positions = samples.rows[which], samples.positions[which]
+        drafted = {slot.row for slot in plan.decode if slot.drafts}
+        if drafted:  # the first samples were written over the drafts
+            self._write_drafts(plan)
         key0, key1 = stream_keys(state.seed[rows], positions)
         params: DrawParams[Numbers] = DrawParams(
             temperature=state.temperature[rows],
@@ -271,8 +286,26 @@ class TorchExecutor:
             key0=key0,
             key1=key1,
         )
-        drawn = program.sampler.draw(program.logits, which, rows, positions, masks, params)
+        drawn = program.sampler.draw(program.logits, which, rows, positions, masks, params, drafted)
+        if drafted:
+            drawn = self._accepted(drawn, which, plan, len(samples.rows))
         program.sampler.advance(drawn, program.tokens)
+
+    def _write_drafts(self, plan: StepPlan) -> None:
+        rows, positions, tokens = draft_cells(plan)
+        at = torch.from_numpy(self._rows.token_cells(rows, positions))
+        self._rows.cells.scatter_(0, self._send(at), self._send(torch.from_numpy(tokens)))
+
+    def _accepted(self, drawn: Drawn, which: Ints, plan: StepPlan, count: int) -> Drawn:
+        """Return the samples that become text, since the sampler counts the tokens of each row.
+        The tokens of the other samples go to the step's tokens, which are compared with the
+        drafts."""
+        tokens = self.program.tokens[:count]
+        tokens[self._send(torch.from_numpy(which))] = drawn.tokens
+        kept = keep_accepted(plan, tokens.tolist())
+        assert kept is not None
+        lines = self._send(torch.from_numpy(np.flatnonzero(np.isin(which, kept.samples))))
+        return Drawn(drawn.samples[:, lines].contiguous(), drawn.tokens[lines])
 
     def _top_logprobs(self, samples: Samples) -> TopLogprobs | None:
         """Compute the requested log-probabilities."""

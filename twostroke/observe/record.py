@@ -70,6 +70,17 @@ class PhaseRecord(NamedTuple):
     num_bytes: float  # in a mixed step the weights are read once and count as decode
 
 
+class DraftRecord(NamedTuple):
+    """The speculative decoding of a step: the choice, what was expected of it, and the outcome."""
+
+    offers: int  # rows for which a drafter had an offer
+    rows: int  # rows with drafts
+    tokens: int  # drafted tokens
+    accepted: tuple[int, ...]  # rows whose draft was accepted at least up to each position
+    expected: float  # drafted tokens that were expected to be accepted
+    gain: float  # expected rate of tokens over the rate without drafts, minus 1
+
+
 class StepRecord(NamedTuple):
     step: int
     planned_s: float  # when planning began
@@ -96,6 +107,7 @@ class StepRecord(NamedTuple):
     comm_bytes: float = 0.0  # bytes that a rank sent for them, the mean over the ranks
     kv_evicted_tokens: int = 0  # tokens evicted from the KV cache before this step
     engine: str = ""  # the name of its engine, if there are several
+    drafts: DraftRecord | None = None  # None: no drafter had an offer
 
     @property
     def num_written(self) -> int:
@@ -134,6 +146,12 @@ class RequestRecord:
     route: str = ""  # with several engines: the engines it was sent to, and why
     stays: list[EngineSpan] = field(default_factory=list)  # the times in these engines
     owner: int | None = None  # the number of its API key
+    # Drafted tokens that were verified for it, and those that became text; likewise those of its
+    # predicted output alone.
+    drafted: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
 
     @property
     def queue_s(self) -> float:
@@ -181,6 +199,8 @@ def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
             record.gap_causes.extend(between)
         record.gap_causes.extend(later.gap_causes)
     record.kv_evicted_tokens = max(record.kv_evicted_tokens, later.kv_evicted_tokens)
+    for name in ("drafted", "accepted", "predicted", "predicted_accepted"):
+        setattr(record, name, getattr(record, name) + getattr(later, name))
     record.chunks += later.chunks
     record.preempted += later.preempted
     record.token_s.extend(later.token_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from twostroke.observe.record import Causes, RequestRecord, StepRecord
+from twostroke.observe.record import Causes, DraftRecord, RequestRecord, StepRecord
 
 PHASES = ("prefill", "decode")
 MIXES = ("prefill", "decode", "mixed")
@@ -93,6 +93,29 @@ class TransferTotals:
         self.fetched += not failed
 
 
+class DraftTotals:
+    """Speculative decoding: drafts, and their tokens."""
+
+    __slots__ = ("accepted", "accepted_per_pos", "drafts", "expected", "offers", "steps", "tokens")
+
+    def __init__(self) -> None:
+        self.steps = self.offers = 0  # steps with an offer, and rows that had one
+        self.drafts = self.tokens = self.accepted = 0
+        self.accepted_per_pos: list[int] = []
+        self.expected = 0.0  # accepted tokens, as expected before each step
+
+    def add(self, record: DraftRecord) -> None:
+        self.steps += 1
+        self.offers += record.offers
+        self.drafts += record.rows
+        self.tokens += record.tokens
+        self.expected += record.expected
+        self.accepted += sum(record.accepted)
+        self.accepted_per_pos += [0] * (len(record.accepted) - len(self.accepted_per_pos))
+        for position, count in enumerate(record.accepted):
+            self.accepted_per_pos[position] += count
+
+
 class Totals:
     """Written by one thread; other threads may read at any time."""
 
@@ -110,6 +133,7 @@ class Totals:
         self.kv_evicted_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
         self.predicted_s = self.predicted_actual_s = self.prediction_error_s = 0.0
+        self.drafts = DraftTotals()
         # Requests
         self.ended = dict.fromkeys(REASONS, 0)
         self.refused = dict.fromkeys(REFUSED, 0)
@@ -165,6 +189,8 @@ class Totals:
             self._add_gap(since, record.regular)
         for gap in record.late:
             self._add_gap(gap, 1)
+        if record.drafts is not None:
+            self.drafts.add(record.drafts)
         if record.predicted_s is not None:
             self.predicted_s += record.predicted_s
             self.predicted_actual_s += device_s

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from twostroke.kv.cache import KVCache
+from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepBuilder
 
@@ -33,8 +33,9 @@ class DecodeSet:
         step: StepBuilder,
         preempt_for: Callable[[ScheduledRequest], bool],
         held: frozenset[str] = frozenset(),
-    ) -> None:
-        """Give a slot to every request that can compute a token in this step.
+    ) -> list[KVSequence]:
+        """Give a slot to every request that can compute a token in this step. Return the sequences
+        of the slots.
 
         `held`: ids of requests that get no slot. `preempt_for(request)` preempts the last request
         in scheduling order to free blocks. It returns False if the last request is `request`
@@ -66,6 +67,26 @@ class DecodeSet:
             sequences.append(seq)
         step.add_slots(chosen, sequences, evicts)
         kv.advance_each(sequences, step.step)
+        return sequences
+
+    def add_drafts(
+        self, step: StepBuilder, drafts: Sequence[Sequence[int]], sequences: Sequence[KVSequence]
+    ) -> None:
+        """Add drafted tokens to the slots of a step, as far as there are free blocks: a draft
+        preempts no request."""
+        kv, taken = self._kv, []
+        for request, seq, drafted in zip(step.sampled, sequences, drafts, strict=True):
+            if drafted:
+                grown = kv.reserve(seq, seq.num_computed + len(drafted))
+                if grown is None:
+                    drafted = drafted[: seq.capacity - seq.num_computed]
+                step.add_blocks(request, grown or 0)
+                request.pending += len(drafted)
+                request.remaining -= len(drafted)
+                kv.advance(seq, len(drafted), step.step)
+            taken.append(drafted)
+        if any(taken):
+            step.add_drafts(taken, sequences)
 
     def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
         """Evict the blocks of a request that are above the budget of the eviction policy."""

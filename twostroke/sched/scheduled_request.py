@@ -101,6 +101,14 @@ class ScheduledRequest:
         self.scores = [score + share for score, share in zip(self.scores, shares, strict=False)]
 
     @property
+    def salt(self) -> str:
+        return self.engine_request.salt
+
+    @property
+    def prediction(self) -> Sequence[int]:
+        return self.engine_request.prediction
+
+    @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.num_prompt
 

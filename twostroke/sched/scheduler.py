@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from twostroke.draft.speculator import LimitDrafts, Row, Speculator, StepDrafts
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
@@ -67,6 +68,9 @@ class Scheduler:
         self._arrivals = 0
         self._preempted = 0  # requests, since the newest step was planned
         self._committed_step = -1  # the newest step that has committed
+        self.speculator: Speculator | None = None
+        if config.speculation is not None:
+            self.speculator = Speculator(config.speculation)
 
     # ── state ───────────────────────────────────────────────────────────────────────────────
 
@@ -137,6 +141,8 @@ class Scheduler:
             max_outputs = self.check(engine_request)
         request = self._new_request(engine_request, max_outputs)
         self._requests[engine_request.request_id] = request
+        if self.speculator is not None:
+            self.speculator.begin(request.request_id, request)
         if engine_request.resumed is not None and engine_request.resumed.offer is not None:
             self.received.push(request)
         else:
@@ -200,9 +206,12 @@ class Scheduler:
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, held: frozenset[str] = frozenset()) -> StepInFlight | None:
+    def plan(
+        self, held: frozenset[str] = frozenset(), limit_drafts: LimitDrafts | None = None
+    ) -> StepInFlight | None:
         """Return the next step; None if nothing can run before a step in flight commits. `held`:
-        requests that get no slot in this step."""
+        requests that get no slot in this step. `limit_drafts`: returns how many of the drafted
+        tokens of a request may be verified."""
         budget = self.config.max_num_batched_tokens
         builder = StepBuilder(self._step, budget, self._work, self._clock(), self._evicted)
 
@@ -218,7 +227,10 @@ class Scheduler:
 
         if self.received.has_work:
             self._plan_received(builder)
-        self._decode.plan(builder, preempt_for, held)
+        sequences = self._decode.plan(builder, preempt_for, held)
+        drafts = None
+        if self.speculator is not None and builder.slots and not self.in_flight:
+            drafts = self._plan_drafts(self.speculator, builder, sequences, limit_drafts)
         prompts = self._prefill.has_work
         builder.allowance = self.pacer.allowance(builder, self.in_flight, prompts)
         if prompts:
@@ -239,11 +251,39 @@ class Scheduler:
             waiting=self.num_waiting,
             running=self.num_running,
             kv=self.kv.usage(),
+            drafts=drafts,
         )
         self._step += 1
         self._preempted = 0
         self.in_flight.append(step)
         return step
+
+    def _plan_drafts(
+        self,
+        speculator: Speculator,
+        builder: StepBuilder,
+        sequences: list[KVSequence],
+        limit_drafts: LimitDrafts | None,
+    ) -> StepDrafts | None:
+        """Add drafts to the slots of a step. All tokens before the step are known. A request that
+        runs alone after a failed step has no drafts."""
+        rows = [
+            Row(request.request_id, request.remaining)
+            for request in builder.sampled
+            if request.remaining > 0
+        ]
+        if self._prefill.isolated.active or not rows:
+            return None
+        seconds = self.pacer.seconds_with_drafts(builder.decode_work)
+        room = max(0, builder.budget)
+        chosen = speculator.drafts(rows, len(builder.slots), seconds, room, limit_drafts)
+        if chosen.by_request:
+            drafts = [
+                found.tokens if (found := chosen.by_request.get(request.request_id)) else ()
+                for request in builder.sampled
+            ]
+            self._decode.add_drafts(builder, drafts, sequences)
+        return chosen if chosen.offers else None
 
     def _plan_received(self, builder: StepBuilder) -> None:
         if self._prefill.isolated.active:  # an isolated request runs alone
@@ -361,6 +401,8 @@ class Scheduler:
         the tokens belong to decode slots."""
         for slot, request, count in zip(step.plan.decode, step.sampled, counts, strict=False):
             rejected = 1 + slot.drafts - count
+            if slot.drafts and step.drafts is not None:
+                step.drafts.count(request.record, slot.drafts, count - 1)
             request.pending -= rejected
             request.remaining += rejected
             if request.phase is Phase.DECODE:  # else it has lost its blocks
@@ -452,6 +494,8 @@ class Scheduler:
         request.record.finish_reason = reason
         request.record.finished_s = self._clock()
         del self._requests[request.request_id]
+        if self.speculator is not None:
+            self.speculator.end(request.request_id)
 
     def _release(self, request: ScheduledRequest) -> None:
         self.kv.close(request.kv)

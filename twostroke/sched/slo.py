@@ -25,7 +25,7 @@ plans.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from twostroke.plan import NO_WORK, PhaseWork, StepPlan
 from twostroke.sched.allowance import Allowance
@@ -90,12 +90,14 @@ class Pacer:
         if not prompts:
             return None
         begin = self._device_free_at_s(step.now, in_flight)
-        # `pending` counts the slot that has just been planned. If it is 1, no step in flight writes
-        # a token of the stream: its newest token is committed. If not, the newest token comes at
-        # the end of the last step in flight, which is `begin`.
+        # `pending` counts the slot that has just been planned, with its drafts. If that is all, no
+        # step in flight writes a token of the stream: its newest token is committed. If not, the
+        # newest token comes at the end of the last step in flight, which is `begin`.
         newest = (
-            request.record.token_s[-1] if request.pending == 1 and request.record.token_s else begin
-            for request in streams
+            request.record.token_s[-1]
+            if request.pending == 1 + slot.drafts and request.record.token_s
+            else begin
+            for request, slot in zip(streams, step.slots, strict=True)
         )
         oldest = min(newest, default=begin)
         left = oldest + itl_s - begin - self.host_s
@@ -111,6 +113,23 @@ class Pacer:
             return self._blind_probes <= MAX_BLIND_PROBES
         soon = decode.rows > 2 * min(self._probed_rows)
         return self._steps_since_probe >= (PROBE_SOON if soon else PROBE_EVERY)
+
+    def seconds_with_drafts(self, decode: PhaseWork) -> Callable[[int], float | None]:
+        """Return a function: the expected seconds of a step with these slots and n drafted tokens,
+        with the host's part. The drafts are spread over the rows."""
+        context = decode.kv_reads // max(1, decode.rows)
+
+        def seconds(count: int) -> float | None:
+            work = PhaseWork(
+                decode.rows,
+                decode.tokens + count,
+                decode.kv_tokens + count * context,
+                decode.kv_reads + count,
+            )
+            alone = self.times.decode_only(work)
+            return None if alone is None else alone + self.host_s
+
+        return seconds
 
     def prefill_s(self, start: int, count: int) -> float:
         """The expected prefill time of `count` tokens from `start` on, beside the streams; 0 if

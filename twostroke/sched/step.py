@@ -9,6 +9,8 @@ from functools import partial
 from itertools import repeat
 from operator import attrgetter
 
+from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculator import StepDrafts
 from twostroke.kv.cache import GroupLimits, KVSequence, KVUsage
 from twostroke.kv.eviction import Eviction
 from twostroke.plan import (
@@ -52,6 +54,7 @@ class SchedulerConfig:
     max_decode_stall: float | None = None  # in steady gaps; used without an itl_slo_s
     receives: bool = False  # other engines may hand over streams at any time
     eviction: Eviction | None = None
+    speculation: SpeculationConfig | None = None  # None: no drafts; needs steps one at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +71,7 @@ class StepInFlight:
     waiting: int
     running: int
     kv: KVUsage  # with the blocks of this step taken and filled
+    drafts: StepDrafts | None = None  # None: no row had an offer
     launched_s: float = 0.0  # when the executor was given the plan
     pending: Pending | None = None  # the result, once the step is launched
 
@@ -97,6 +101,7 @@ class StepBuilder:
         self.sampled: list[ScheduledRequest] = []  # slots first, then last chunks
         self.last_chunks: list[ScheduledRequest] = []
         self.chunk_requests: list[ScheduledRequest] = []
+        self.draft_tokens: list[int] = []  # of all slots
         self.recomputed = 0  # tokens that were computed before and are no longer cached
         self.allowance: Allowance | None = None  # prefill time, if streams have a goal
         self.prefill_work = self.decode_work = NO_WORK
@@ -135,6 +140,18 @@ class StepBuilder:
             positions = [at - gone for at, gone in zip(positions, evicted, strict=True)]
         rows = len(requests)
         self.decode_work = PhaseWork(rows, rows, *self._work.of_slots(positions))
+
+    def add_drafts(self, drafts: Sequence[Sequence[int]], sequences: Sequence[KVSequence]) -> None:
+        """Add drafted tokens to the slots. `drafts` and `sequences`: of each slot."""
+        rows, tokens, attended, read = len(self.slots), 0, 0, 0
+        for n, (slot, drafted, seq) in enumerate(zip(self.slots, drafts, sequences, strict=True)):
+            self.slots[n] = slot._replace(drafts=len(drafted))
+            self.draft_tokens += drafted
+            tokens += 1 + len(drafted)
+            of_row = self._work.of_chunk(slot.position - seq.num_evicted, 1 + len(drafted))
+            attended, read = attended + of_row[0], read + of_row[1]
+        self.budget -= tokens - rows
+        self.decode_work = PhaseWork(rows, tokens, attended, read)
 
     def add_chunk(self, request: ScheduledRequest, count: int) -> None:
         start = request.kv.num_computed
@@ -190,4 +207,5 @@ class StepBuilder:
             prefill_work=self.prefill_work,
             decode_work=self.decode_work,
             evicted=tuple(self.evicted),
+            draft_tokens=tuple(self.draft_tokens),
         )

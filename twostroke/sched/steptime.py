@@ -4,6 +4,7 @@ There are two regimes. In each, the time is a sum of amounts of work times costs
 negative:
 
     decode only     a step  +  rows  +  cached positions read
+                    +  with drafts: any  +  drafted tokens  +  positions they attend to
     with prefill    a step  +  tokens (three slopes)  +  positions attended to  +  rows
                     +  cached positions read, at the cost they have without prefill
 
@@ -38,6 +39,7 @@ RESCALE_AT = 1e9  # weight of the newest step at which all weights are divided b
 DAMPING = 0.01  # of a cost's change: costs that a step barely shows are learnt slowly
 FACTOR_RATE = 0.1  # of the factor
 READS_UNIT = 4096
+READS = 2  # index of the cost of cached positions read, without prefill
 MIN_OUTLIERS = 3  # outliers in a row from which on they count in full
 ERROR_OVER = 30  # steps over which errors are averaged
 SETTLED_STEPS = 64  # steps of a regime after which one round of descent a step is enough
@@ -124,7 +126,7 @@ class Costs:
 class StepTimes:
     def __init__(self) -> None:
         self.largest = 0  # prefill tokens in one step, of those seen
-        self._decode = Costs(3, 0)
+        self._decode = Costs(6, 0)
         self._mixed = Costs(6, 5)
 
     def add(self, prefill: PhaseWork, decode: PhaseWork, seconds: float) -> None:
@@ -154,7 +156,7 @@ class StepTimes:
         return max(mixed, alone or 0.0)
 
     def _reads_s(self, decode: PhaseWork) -> float:
-        return self._decode.factor * self._decode.costs[-1] * decode.kv_reads / READS_UNIT
+        return self._decode.factor * self._decode.costs[READS] * decode.kv_reads / READS_UNIT
 
     @property
     def error(self) -> float:
@@ -172,7 +174,12 @@ class StepTimes:
 
 
 def _decode_amounts(decode: PhaseWork) -> list[float]:
-    return [1.0, decode.rows / 8, decode.kv_reads / READS_UNIT]
+    drafts = decode.tokens - decode.rows
+    if not drafts:
+        return [1.0, decode.rows / 8, decode.kv_reads / READS_UNIT, 0.0, 0.0, 0.0]
+    attended = decode.kv_tokens - decode.kv_reads  # beyond the first token of each row
+    reads = decode.kv_reads / READS_UNIT
+    return [1.0, decode.rows / 8, reads, 1.0, drafts / 8, attended / READS_UNIT]
 
 
 def _mixed_amounts(prefill: PhaseWork, decode: PhaseWork) -> list[float]:

@@ -218,7 +218,6 @@ def test_one_server_as_both_arms_gets_no_prompt_twice() -> None:
         (["--pilot", "1", "--b", "http://127.0.0.1:9"], "--pilot must be 0 or at least 2"),
         (["--b", "x", "--aa"], "--b and --aa each define B"),
         (["--playbook", "chunk-buget"], "did you mean 'chunk-budget'"),
-        (["--playbook", "speculative"], "speculative decoding is not supported yet"),
         (["--playbook", "chunk-budget", "--a", "http://127.0.0.1:9"], "starts both servers"),
         (["--from-doctor", "/nowhere.json"], "/nowhere.json: No such file"),
         (["--b", "/no/such/program --port {port}"], "`/no/such/program` does not start"),

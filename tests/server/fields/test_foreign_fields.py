@@ -39,7 +39,7 @@ NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 CHAT_NEUTRAL: dict[str, Any] = {
     **NEUTRAL, "functions": [], "function_call": "auto", "modalities": ["text"], "audio": None,
-    "prediction": {"type": "content", "content": "a"}, "enable_thinking": False,
+    "enable_thinking": False,
     "reasoning": {"effort": "low", "exclude": True}, "thinking": {"type": "disabled"},
     "reasoning_format": "auto", "separate_reasoning": True, "stream_reasoning": True,
     "parse_tool_calls": True, "n_probs": 0, "best_of": 1,

@@ -35,13 +35,11 @@ PLAYBOOK = {
     "kv-cache-fp16": Play("", "--kv-cache-dtype float16", DECODE),
     "attention-backend": Play("", "--kernels reference"),
     "threads-per-phase": Play("", _threads()),
+    "speculative": Play("", "--spec-method suffix,ngram", DECODE),
 }
-MISSING = {"speculative": "speculative decoding is not supported yet"}
 
 
 def play(name: str) -> Play:
-    if name in MISSING:
-        raise ConfigError(f"--playbook {name}: {MISSING[name]}")
     if name not in PLAYBOOK:
         raise ConfigError(
             f"--playbook {name!r} does not exist{nearest(name, PLAYBOOK)}; `--playbook list` "

@@ -338,7 +338,6 @@ CHAT: Final[Table] = {
     "audio": unsupported(advice="this server writes text only"),
     "modalities": unsupported(["text"], advice='only ["text"] is'),
     "web_search_options": unsupported(),
-    "prediction": ignored(),  # only makes OpenAI's models faster
 }
 COMPLETION: Final[Table] = {
     **_SHARED,

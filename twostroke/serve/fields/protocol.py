@@ -98,6 +98,24 @@ class ConversationRequest(GenerateRequest, kw_only=True):
     thinking_token_budget: int | None = None  # vLLM's: max. reasoning tokens; -1: no limit
 
 
+class PredictionPart(Body, kw_only=True):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Prediction(Body, kw_only=True):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"] = "content"
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatRequest(ConversationRequest, kw_only=True):
     FOREIGN: ClassVar[Table] = foreign_fields.CHAT
     INPUT: ClassVar[tuple[str, ...]] = (
@@ -109,6 +127,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
         "tool_choice",
         "response_format",
         "verbosity",
+        "prediction",
     )
 
     messages: list[dict[str, Any]]
@@ -131,6 +150,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None  # false: only the first call is returned
     reasoning_effort: Name | None = None  # a variable of the chat template
     verbosity: Name | None = None  # has no effect
+    prediction: Prediction | None = None  # the expected answer; without drafting it has no effect
 
 
 # Fields that `BatchChatRequest` refuses.

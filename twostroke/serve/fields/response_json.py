@@ -164,6 +164,8 @@ class TokenCounts:
     cached: int = 0
     completion: int = 0
     reasoning: int | None = None  # of the completion; None: reasoning is not parsed
+    # Tokens of a predicted output that were verified: accepted, rejected. None: there were none.
+    predicted: tuple[int, int] | None = None
 
     def usage(self, details: bool = True) -> Json:
         usage: Json = {
@@ -173,8 +175,15 @@ class TokenCounts:
         }
         if details:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+            of_completion: Json = {}
             if self.reasoning is not None:
-                usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+                of_completion["reasoning_tokens"] = self.reasoning
+            if self.predicted is not None:
+                accepted, rejected = self.predicted
+                of_completion["accepted_prediction_tokens"] = accepted
+                of_completion["rejected_prediction_tokens"] = rejected
+            if of_completion:
+                usage["completion_tokens_details"] = of_completion
         return usage
 
     def add_reasoning(self, tokens: int | None) -> None:
@@ -187,7 +196,18 @@ def count_tokens(outputs: Sequence[RequestOutput]) -> TokenCounts:
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(cached_tokens(output) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+        predicted=predicted_tokens(outputs),
     )
+
+
+def predicted_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int] | None:
+    """Return how many tokens of predicted outputs were accepted and rejected; None if there were
+    none."""
+    records = [record for output in outputs for record in output.records if record.predicted]
+    if not records:
+        return None
+    accepted = sum(record.predicted_accepted for record in records)
+    return accepted, sum(record.predicted for record in records) - accepted
 
 
 def cached_tokens(output: RequestOutput) -> int:
@@ -234,6 +254,9 @@ def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | 
         "preemptions": sum(len(record.preempted) for record in records),
         "kv_evicted_tokens": sum(record.kv_evicted_tokens for record in records),
     }
+    if drafted := sum(record.drafted for record in records):
+        found["draft_n"] = drafted
+        found["draft_n_accepted"] = sum(record.accepted for record in records)
     if each_gap:
         one = records[0].gap_causes if len(records) == 1 else None
         found["token_gaps_ms"] = None if one is None else LazyList(_gaps_in_ms(one))

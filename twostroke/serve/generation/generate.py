@@ -38,6 +38,7 @@ from twostroke.serve.fields.response_json import (
     cached_tokens,
     error_event,
     event,
+    predicted_tokens,
     progress,
     request_metrics,
     timings,
@@ -135,6 +136,7 @@ class ChunkWriter(ABC, Generic[G]):
         if not self.usage_at_end:
             return DONE
         self.counts.cached = sum(map(cached_tokens, self.finished))
+        self.counts.predicted = predicted_tokens(self.finished)
         more: Json = {"timings": timings(self.finished)}
         if self.generation.service.settings.enable_per_request_metrics:
             metrics = request_metrics(self.finished)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import islice, takewhile
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -130,6 +131,12 @@ class PromptProcessor:
             check_grammar=False,
             max_prompt_tokens=self.max_tokens,
         )
+
+    def encode_prediction(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a predicted output, at most as many as an answer may have."""
+        tokens = self.tokenizer.encode(text[: self._max_chars], add_special_tokens=False)
+        known = takewhile(lambda token: token < self._input.limits.vocab_size, tokens)
+        return tuple(islice(known, self.max_tokens))
 
     def _truncated(self, prompt: str | Sequence[int], request: GenerateRequest) -> Sequence[int]:
         """Return the last tokens of the prompt, or the first with `truncation_side: "right"`."""

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 
 from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
 from twostroke.network_auth import REASONS
-from twostroke.observe.totals import BucketCounts, Totals, TransferTotals
+from twostroke.observe.totals import BucketCounts, DraftTotals, Totals, TransferTotals
 
 Values = Mapping[str, float]
 
@@ -57,6 +57,8 @@ class Families:
         yield from self._vllm_now(load, client.asleep)
         yield self._cache_config(client.info)
         yield from self._vllm_counters(totals)
+        if totals.drafts.steps:
+            yield from self._drafts(totals.drafts)
         for name, (field, text) in VLLM_HISTOGRAMS.items():
             yield self._histogram(f"vllm:{name}", text, {"": getattr(totals, field)})
         # Also under the name before vLLM 0.11, which dashboards still use.
@@ -119,6 +121,22 @@ class Families:
         yield self._counters(name, text, sources, "source")
         text = "Requests that ended, by how."
         yield self._counters("vllm:request_success", text, totals.ended, "finished_reason")
+
+    def _drafts(self, drafts: DraftTotals) -> Iterator[Metric]:
+        """Speculative decoding; only once a drafter has had an offer."""
+        for name, text, value in (
+            ("num_drafts", "Drafts that were verified: rows with drafted tokens.", drafts.drafts),
+            ("num_draft_tokens", "Drafted tokens that were verified.", drafts.tokens),
+            ("num_accepted_tokens", "Drafted tokens that became text.", drafts.accepted),
+        ):
+            yield self._counters(f"vllm:spec_decode_{name}", text, {"": value})
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "By their place in the draft."
+        places = {str(n): float(count) for n, count in enumerate(drafts.accepted_per_pos)}
+        yield self._counters(name, text, places, "position")
+        text = "Drafted tokens that were expected to become text, before each step."
+        yield self._counters("twostroke:draft_expected_tokens", text, {"": drafts.expected})
+        text = "Rows for which a drafter had an offer, verified or not."
+        yield self._counters("twostroke:draft_offers", text, {"": drafts.offers})
 
     # ── ours ────────────────────────────────────────────────────────────────────────────────
 

@@ -29,7 +29,7 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """A metric of vLLM's speculative decoding, which twostroke does not support yet."""
+    """A counter of speculative decoding for each place in a draft."""
 
     values: list[int]
 
@@ -41,6 +41,9 @@ class Histogram(Metric):
     buckets: dict[str, int]  # upper limit → number of values up to the limit; the last is +Inf
 
 
+PER_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
 def metric_objects(families: Iterable[Family]) -> list[Metric]:
     """Convert Prometheus families to objects, one for each set of labels."""
     found: list[Metric] = []
@@ -49,9 +52,25 @@ def metric_objects(families: Iterable[Family]) -> list[Metric]:
         for sample in family.samples:
             labels = tuple(item for item in sample.labels.items() if item[0] != "le")
             samples.setdefault(labels, []).append(sample)
+        if family.name == PER_PLACE:
+            found += _vectors(family)
+            continue
         for labels, group in samples.items():
             found.append(_metric(family.name, family.type, dict(labels), group))
     return found
+
+
+def _vectors(family: Family) -> list[Metric]:
+    places: dict[tuple[tuple[str, str], ...], dict[int, int]] = {}
+    for sample in family.samples:
+        labels = tuple(item for item in sample.labels.items() if item[0] != "position")
+        if "position" in sample.labels and not sample.name.endswith("_created"):
+            place = int(sample.labels["position"])
+            places.setdefault(labels, {})[place] = int(sample.value)
+    return [
+        Vector(family.name, dict(labels), [values.get(n, 0) for n in range(max(values) + 1)])
+        for labels, values in places.items()
+    ]
 
 
 def _metric(name: str, metric_type: str, labels: dict[str, str], samples: list[Sample]) -> Metric:

@@ -105,7 +105,7 @@ async def _slots(service: Service, http: HttpRequest) -> None:
     """A slot is a sequence that may run. As many slots are busy as sequences run that the client
     may know of."""
     info, running = service.client.info, service.num_running(http)
-    slot = {"n_ctx": info.max_model_len, "speculative": False}
+    slot = {"n_ctx": info.max_model_len, "speculative": info.speculative}
     slots = [{"id": n, **slot, "is_processing": n < running} for n in range(info.max_num_seqs)]
     await http.respond_json(slots)
 

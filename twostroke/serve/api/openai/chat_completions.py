@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from twostroke.outputs import CompletionOutput, RequestOutput
 from twostroke.request import EngineRequest
@@ -46,7 +47,11 @@ class ChatGeneration(ConversationGeneration[ChatRequest]):
             self.role = str(self.request.messages[-1].get("role"))
         if self.request.echo and self.request.messages:
             self.echoed = _text_of(self.request.messages[-1], self.role)
-        return super().prepare()
+        requests = super().prepare()
+        if self.request.prediction is None or not self.service.client.info.speculative:
+            return requests
+        expected = self.service.prompts.encode_prediction(self.request.prediction.text)
+        return [replace(one, prediction=expected) for one in requests]
 
     def stream_writer(self) -> ChatStreamWriter:
         return ChatStreamWriter(self)

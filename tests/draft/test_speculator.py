@@ -1,0 +1,92 @@
+"""The drafts of a step: the best offer of each row, and what is learnt from the text."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from tests.draft.test_drafters import FakeText
+from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculator import PROBE_EVERY, PROBE_TOKENS, Row, Speculator
+
+FREE, DEAR = (lambda count: 1.0), (lambda count: 1.0 + count)
+
+
+def test_the_offer_with_the_most_expected_tokens_wins_a_row() -> None:
+    speculator = Speculator(SpeculationConfig(ngram_min=2))
+    text = FakeText([1, 2, 3, 4, 1, 2], num_prompt=5, prediction=[2, 8, 8, 8, 8])
+    speculator.begin("a", text)
+    found = speculator.drafts([Row("a", 4)], 1, FREE)
+    assert found.by_request["a"] == ("prediction", (8, 8, 8, 8))
+    # The prediction is wrong again and again; n-grams are right.
+    for token in [3, 4, 1, 2] * 12:
+        text.tokens.append(token)
+        found = speculator.drafts([Row("a", 4)], 1, FREE)
+    assert found.by_request["a"].drafter in ("ngram", "suffix")
+    assert found.by_request["a"].tokens == (3, 4, 1, 2)
+
+
+def test_offers_that_are_not_verified_are_learnt_from_too() -> None:
+    """The cost forbids every draft; the survival of the offers is known all the same."""
+    speculator = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2))
+    text = FakeText([1, 2, 3, 4, 5] * 2, num_prompt=4)
+    speculator.begin("a", text)
+    rng = random.Random(0)
+    for n in range(200):
+        assert not speculator.drafts([Row("a", 8)], 1, DEAR).by_request
+        text.tokens.append(n % 5 + 1)
+    repeats = speculator.drafts([Row("a", 8)], 1, DEAR).expected, speculator.survival
+    noise = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2))
+    text = FakeText([rng.randrange(4) for _ in range(40)], num_prompt=4)
+    noise.begin("a", text)
+    for _ in range(200):
+        noise.drafts([Row("a", 8)], 1, DEAR)
+        text.tokens.append(rng.randrange(4))
+    key = ("ngram", 5, 0)
+    assert repeats[1].rate(key, 0.5, {}) > 0.9
+    assert noise.survival.rate(key, 0.5, {}) < 0.6
+
+
+def test_a_fixed_depth_takes_every_offer_within_the_budget() -> None:
+    speculator = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2, adaptive=False))
+    for name in "ab":
+        speculator.begin(name, FakeText([1, 2, 3, 4, 5, 6, 1, 2], num_prompt=8))
+    rows = [Row("a", 4), Row("b", 4)]
+    found = speculator.drafts(rows, 2, DEAR, max_tokens=6)
+    assert [len(found.by_request[name].tokens) for name in "ab"] == [4, 2]
+
+
+def test_a_limit_of_a_request_cuts_its_draft() -> None:
+    speculator = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2))
+    speculator.begin("a", FakeText([1, 2, 3, 4, 5, 6, 1, 2], num_prompt=8))
+    found = speculator.drafts([Row("a", 4)], 1, FREE, limit_drafts=lambda name, tokens: 2)
+    assert found.by_request["a"].tokens == (3, 4)
+    found = speculator.drafts([Row("a", 4)], 1, FREE, limit_drafts=lambda name, tokens: 0)
+    assert not found.by_request
+
+
+def test_an_ended_request_leaves_nothing_behind_but_its_text() -> None:
+    speculator = Speculator(SpeculationConfig(methods=("suffix",), suffix_factor=4.0))
+    text = FakeText([1, 2, 3, 4, 5, 6], num_prompt=2, salt="s")
+    speculator.begin("a", text)
+    speculator.drafts([Row("a", 4)], 1, FREE)
+    speculator.end("a")
+    speculator.end("a")
+    assert len(speculator) == 0
+    speculator.begin("b", FakeText([9, 2, 3], num_prompt=3, salt="s"))
+    assert speculator.drafts([Row("b", 3)], 1, FREE).by_request["b"].tokens == (4, 5, 6)
+
+
+def test_the_cost_of_drafts_is_measured_again_now_and_then() -> None:
+    """A likely draft that is thought too dear is verified once in `PROBE_EVERY` steps."""
+    speculator = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2))
+    text = FakeText([1, 2, 3, 4, 5] * 2, num_prompt=4)
+    speculator.begin("a", text)
+    steps = []
+    for n in range(3 * PROBE_EVERY):
+        found = speculator.drafts([Row("a", 8)], 1, DEAR).by_request
+        steps += [n] if found else []
+        assert not found or len(found["a"].tokens) <= PROBE_TOKENS
+        text.tokens.append(n % 5 + 1)
+    assert len(steps) == 3
+    assert all(b - a == PROBE_EVERY for a, b in pairwise(steps))

@@ -1,0 +1,284 @@
+"""`Drafter`: guesses the next tokens of a text on the host. Three of them need no model.
+
+    NgramDrafter      the last few tokens occurred before in this text: what followed then
+    SuffixDrafter     the longest end of the text that occurs in this or an earlier text: the most
+                      frequent continuation, with its frequency
+    PredictedDrafter  the client has sent the text that it expects (OpenAI's `prediction`)
+
+A drafter keeps a `Draft` state for each request. The tokens of a request only grow.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from twostroke.draft.token_index import NO_MATCHES, Matches, TokenIndex
+
+TEXT_CAPACITY = 1 << 20  # tokens of one text that its own index keeps
+SHARED_CAPACITY = 1 << 18  # tokens of ended requests that are kept, over all salts
+MAX_SALTS = 64
+
+
+class Offer(NamedTuple):
+    """Drafted tokens. `keys` and `priors`: of each token, for `Survival`."""
+
+    drafter: str
+    tokens: tuple[int, ...]
+    keys: tuple[Hashable, ...]
+    priors: tuple[float, ...]
+
+
+class Text(Protocol):
+    """A request as a drafter sees it."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt and the output so far."""
+        ...
+
+    @property
+    def num_prompt(self) -> int: ...
+
+    @property
+    def salt(self) -> str:
+        """Only requests with the same salt may see each other's texts."""
+        ...
+
+    @property
+    def prediction(self) -> Sequence[int]: ...
+
+
+class DraftState(Protocol):
+    """The state of one request in one drafter."""
+
+    def propose(self, max_tokens: int) -> Offer | None:
+        """Return a guess of the tokens after the end of the text."""
+        ...
+
+
+class Drafter(Protocol):
+    name: str
+
+    def open(self, text: Text) -> DraftState | None:
+        """Begin to draft for a request; None: the drafter has nothing for the request."""
+        ...
+
+    def close(self, text: Text) -> None:
+        """The request has ended with this text."""
+        ...
+
+
+def _bucket(length: int) -> int:
+    """Match lengths with similar acceptance: 1, 2, …, 7, then 8 to 11, 12 to 15, 16 and more."""
+    return length if length < 8 else min(length // 4, 4) * 4
+
+
+# ── n-gram ──────────────────────────────────────────────────────────────────────────────────
+
+
+class NgramDrafter:
+    name = "ngram"
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest, self._longest = shortest, longest
+
+    def open(self, text: Text) -> DraftState | None:
+        return _NgramState(text, self._shortest, self._longest)
+
+    def close(self, text: Text) -> None: ...
+
+
+class _NgramState:
+    def __init__(self, text: Text, shortest: int, longest: int) -> None:
+        self._text, self._longest = text, longest
+        self._index = TokenIndex(shortest, TEXT_CAPACITY)
+
+    def propose(self, max_tokens: int) -> Offer | None:
+        index, tokens = self._index, self._text.tokens
+        index.add(islice(tokens, index.total, None))
+        found = index.search(tokens, self._longest, at_end=True)
+        if not found.length:
+            return None
+        tokens_after = list(islice(index.after(found.ends[0]), max_tokens))
+        # The match may end less than `max_tokens` before the end: the text repeats itself.
+        period = len(tokens_after)
+        while period and len(tokens_after) < max_tokens:
+            tokens_after.append(tokens_after[len(tokens_after) - period])
+        if not tokens_after:
+            return None
+        bucket, count = _bucket(found.length), len(tokens_after)
+        keys = tuple(("ngram", bucket, min(n, 6)) for n in range(count))
+        return Offer("ngram", tuple(tokens_after), keys, (0.6,) * count)
+
+
+# ── suffix ──────────────────────────────────────────────────────────────────────────────────
+
+
+class SuffixDrafter:
+    """Ended requests are searched too, with their prompts, as far as they have the same salt."""
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        depth: int,
+        factor: float = 1.0,
+        min_prob: float = 0.1,
+        max_requests: int = 10_000,
+        shared_capacity: int = SHARED_CAPACITY,
+        gram: int = 2,
+    ) -> None:
+        self.depth, self.factor, self.min_prob = depth, factor, min_prob
+        self._gram = min(gram, depth)
+        self._max_requests = max_requests
+        self._capacity = shared_capacity
+        # By salt, the least recently used first. All together have at most `_capacity` tokens.
+        self._shared: OrderedDict[str, TokenIndex] = OrderedDict()
+        self._requests: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of ended requests that are kept."""
+        return sum(min(one.total, one.capacity) for one in self._shared.values())
+
+    def shared(self, salt: str) -> TokenIndex | None:
+        return self._shared.get(salt)
+
+    def open(self, text: Text) -> DraftState | None:
+        return _SuffixState(self, text, self._gram)
+
+    def close(self, text: Text) -> None:
+        """Keep the text for later requests of its salt."""
+        if not self._max_requests or len(text.tokens) <= text.num_prompt:
+            return
+        salt = text.salt
+        index = self._shared.get(salt)
+        if index is None:
+            index = self._shared[salt] = TokenIndex(self._gram, self._capacity)
+        self._shared.move_to_end(salt)
+        if self._requests.get(salt, 0) >= self._max_requests:  # begin again
+            index = self._shared[salt] = TokenIndex(self._gram, self._capacity)
+            self._requests[salt] = 0
+        index.end_text()
+        index.add(text.tokens[-self._capacity :])
+        self._requests[salt] = self._requests.get(salt, 0) + 1
+        while len(self._shared) > MAX_SALTS or (
+            len(self._shared) > 1 and self.num_shared > self._capacity
+        ):
+            oldest, _ = self._shared.popitem(last=False)
+            self._requests.pop(oldest, None)
+
+
+class _SuffixState:
+    def __init__(self, drafter: SuffixDrafter, text: Text, gram: int) -> None:
+        self._drafter, self._text = drafter, text
+        self._index = TokenIndex(gram, TEXT_CAPACITY)
+
+    def propose(self, max_tokens: int) -> Offer | None:
+        drafter, index, tokens = self._drafter, self._index, self._text.tokens
+        index.add(islice(tokens, index.total, None))
+        own = index.search(tokens, drafter.depth, at_end=True)
+        shared, other = drafter.shared(self._text.salt), NO_MATCHES
+        if shared is not None:
+            other = shared.search(tokens, drafter.depth)
+        length = max(own.length, other.length)
+        if not length:
+            return None
+        count = min(max_tokens, max(1, int(drafter.factor * length)))
+        followers = _followers(index, own, length, count)
+        if shared is not None:
+            followers += _followers(shared, other, length, count)
+        drafted, shares = _most_frequent(followers, count, drafter.min_prob)
+        if not drafted:
+            return None
+        bucket = _bucket(length)
+        keys = tuple(
+            ("suffix", bucket, min(n, 3), min(int(4 * share), 3)) for n, share in enumerate(shares)
+        )
+        # A frequency of few occurrences is uncertain.
+        priors = tuple(0.2 + 0.6 * share for share in shares)
+        return Offer("suffix", tuple(drafted), keys, priors)
+
+
+def _followers(index: TokenIndex, found: Matches, length: int, count: int) -> list[list[int]]:
+    """The tokens after each place of the longest match."""
+    if found.length < length:
+        return []
+    return [list(islice(index.after(end), count)) for end in found.ends]
+
+
+def _most_frequent(
+    followers: list[list[int]], max_tokens: int, min_prob: float
+) -> tuple[list[int], list[float]]:
+    """Walk along the most frequent next token of the texts that agree so far. Return the tokens and
+    the share of each. The newest of several equally frequent tokens wins."""
+    drafted: list[int] = []
+    shares: list[float] = []
+    whole = 1.0
+    while len(drafted) < max_tokens:
+        at = len(drafted)
+        counts: dict[int, int] = {}
+        for one in followers:
+            if at < len(one):
+                counts[one[at]] = counts.get(one[at], 0) + 1
+        if not counts:
+            break
+        token = max(counts, key=lambda token: counts[token])
+        share = counts[token] / sum(counts.values())
+        whole *= share
+        if whole < min_prob:
+            break
+        drafted.append(token)
+        shares.append(share)
+        followers = [one for one in followers if at < len(one) and one[at] == token]
+    return drafted, shares
+
+
+# ── predicted output ────────────────────────────────────────────────────────────────────────
+
+
+class PredictedDrafter:
+    name = "prediction"
+
+    def open(self, text: Text) -> DraftState | None:
+        return _PredictedState(text) if text.prediction else None
+
+    def close(self, text: Text) -> None: ...
+
+
+class _PredictedState:
+    """Follows the output through the predicted text. After a difference the end of the output is
+    searched in the prediction; the place nearest to the place before wins."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._prediction = list(text.prediction)
+        self._index = TokenIndex(2, max(2, len(self._prediction)))
+        self._index.add(self._prediction)
+        self._at = 0  # the place in the prediction of the next token
+        self._seen = text.num_prompt  # tokens of the text that the place takes into account
+        self._matched = 0  # tokens before the place that are equal
+
+    def propose(self, max_tokens: int) -> Offer | None:
+        tokens, prediction = self._text.tokens, self._prediction
+        for token in islice(tokens, self._seen, None):
+            same = self._at < len(prediction) and prediction[self._at] == token
+            self._matched = self._matched + 1 if same else 0
+            self._at += 1
+        self._seen = len(tokens)
+        written = len(tokens) - self._text.num_prompt
+        if written and not self._matched:
+            found = self._index.search(tokens[-min(written, 32) :], 32)
+            if not found.length:
+                return None
+            self._at = min(found.ends, key=lambda end: abs(end - self._at))
+            self._matched = found.length
+        drafted = prediction[self._at : self._at + max_tokens]
+        if not drafted:
+            return None
+        bucket = _bucket(min(self._matched, 16))
+        keys = tuple(("prediction", bucket, min(n, 3)) for n in range(len(drafted)))
+        return Offer("prediction", tuple(drafted), keys, (0.8,) * len(drafted))

@@ -1,0 +1,165 @@
+"""`SpeculationConfig`: the settings of speculative decoding, from vLLM's `speculative_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from twostroke.errors import ConfigError, nearest, shown
+
+METHODS = ("ngram", "suffix")
+MAX_DEPTH = 64  # of `num_speculative_tokens`
+# Methods of vLLM and llama-server that need a model of their own.
+NOT_YET = (
+    "ngram_gpu",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "medusa",
+    "mlp_speculator",
+    "dflash",
+    "dspark",
+    "draft-simple",
+    "draft-eagle3",
+    "draft-mtp",
+)
+OF_DRAFT_MODELS = (
+    "model",
+    "draft_tensor_parallel_size",
+    "max_model_len",
+    "quantization",
+    "kv_cache_dtype",
+    "draft_sample_method",
+    "revision",
+)
+OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
+OF_SUFFIX = (
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)
+KNOWN = (
+    "method",
+    "num_speculative_tokens",
+    "min_speculative_tokens",
+    *OF_NGRAM,
+    *OF_SUFFIX,
+    "rejection_sample_method",
+    "enable_adaptive_verification",
+)
+NAME = "speculative_config"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Validated settings. The defaults are those of `speculative_config` without the keys."""
+
+    methods: tuple[str, ...] = METHODS
+    max_depth: int = 12  # drafted tokens of a row in a step
+    min_depth: int = 1  # shorter drafts are not verified
+    ngram_max: int = 5  # tokens that must be equal before an n-gram draft
+    ngram_min: int = 3
+    suffix_depth: int = 24  # longest match of a suffix draft
+    suffix_requests: int = 10_000  # ended requests that are searched
+    suffix_factor: float = 1.0  # drafted tokens for each matched token
+    suffix_min_prob: float = 0.1  # of the whole draft, by the frequencies
+    adaptive: bool = True  # False: every row gets as many drafted tokens as a drafter offers
+
+
+def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
+    """Read and check the settings; raise `ConfigError` for an unknown key or a bad value."""
+    methods = _methods(given.get("method"))
+    for key in given:
+        if key in OF_DRAFT_MODELS:
+            raise ConfigError(
+                f"{NAME}: {key} belongs to a draft model, and models do not draft yet; leave it "
+                f"out, and give a method of {' or '.join(METHODS)}"
+            )
+        if key == "num_speculative_tokens_per_batch_size":
+            raise ConfigError(
+                f"{NAME}: {key} is not needed: the engine chooses the depth of each row in each "
+                "step, from the measured cost of a step; leave it out"
+            )
+        if key not in KNOWN:
+            raise ConfigError(f"{NAME} has no key {shown(key)}{nearest(str(key), KNOWN)}")
+    max_depth = _whole(given, "num_speculative_tokens", 1, MAX_DEPTH, 12)
+    min_depth = _whole(given, "min_speculative_tokens", 0, MAX_DEPTH, 1)
+    if min_depth > max_depth:
+        raise ConfigError(
+            f"{NAME}: min_speculative_tokens {min_depth} is above num_speculative_tokens "
+            f"{max_depth}"
+        )
+    # One of the two alone sets both, as in vLLM.
+    longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
+    defaults = (5, 3) if longest is None and shortest is None else (shortest, longest)
+    ngram_max = _whole(given, "prompt_lookup_max", 1, 64, defaults[0])
+    ngram_min = _whole(given, "prompt_lookup_min", 1, 64, defaults[1])
+    if ngram_min > ngram_max:
+        raise ConfigError(
+            f"{NAME}: prompt_lookup_min {ngram_min} is above prompt_lookup_max {ngram_max}"
+        )
+    rejection = given.get("rejection_sample_method")
+    if rejection not in (None, "standard", "strict"):
+        raise ConfigError(
+            f"{NAME}: rejection_sample_method is {shown(rejection)}, but samples always keep the "
+            "distribution of the model: leave it out, or give 'standard'"
+        )
+    adaptive = given.get("enable_adaptive_verification")
+    if adaptive is not None and type(adaptive) is not bool:
+        _refuse("enable_adaptive_verification", adaptive, "true or false")
+    return SpeculationConfig(
+        methods=methods,
+        max_depth=max_depth,
+        min_depth=max(1, min_depth),
+        ngram_max=ngram_max,
+        ngram_min=ngram_min,
+        suffix_depth=_whole(given, "suffix_decoding_max_tree_depth", 2, 256, 24),
+        suffix_requests=_whole(given, "suffix_decoding_max_cached_requests", 0, 10**6, 10_000),
+        suffix_factor=_number(given, "suffix_decoding_max_spec_factor", 0.1, 64.0, 1.0),
+        suffix_min_prob=_number(given, "suffix_decoding_min_token_prob", 0.0, 1.0, 0.1),
+        adaptive=adaptive is not False,
+    )
+
+
+def _methods(value: Any) -> tuple[str, ...]:
+    """Read one method, several with commas between them, or a list."""
+    if value is None:
+        return METHODS
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names:
+        _refuse("method", value, " or ".join(METHODS))
+    found = []
+    for name in names:
+        name = name.strip() if isinstance(name, str) else name
+        if name in NOT_YET or str(name).endswith("_mtp"):
+            raise ConfigError(
+                f"{NAME}: the method {name!r} is not supported yet; the methods are "
+                f"{' and '.join(METHODS)}, which need no model"
+            )
+        if name not in METHODS:
+            _refuse("method", name, " or ".join(METHODS))
+        found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def _whole(given: Mapping[str, Any], key: str, low: int, high: int, default: Any) -> int:
+    value = given.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not low <= value <= high:
+        _refuse(key, value, f"a whole number from {low} to {high}")
+    return int(value)
+
+
+def _number(given: Mapping[str, Any], key: str, low: float, high: float, default: float) -> float:
+    value = given.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not low <= value <= high:
+        _refuse(key, value, f"a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _refuse(key: str, value: Any, expected: str) -> NoReturn:
+    raise ConfigError(f"{NAME}: {key} must be {expected}, not {shown(value)}")
