@@ -66,6 +66,7 @@ class Timed:
     def run(self, prompts: list[str], tokens: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         tokenizer = self.llm.get_tokenizer()
+        assert tokenizer is not None
         written: dict[str, list[int]] = {}
         records = []
         for prompt in prompts:

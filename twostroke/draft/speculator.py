@@ -51,7 +51,7 @@ class StepDrafts(NamedTuple):
     expected: float = 0.0  # drafted tokens that are expected to become text
     gain: float = 0.0  # expected rate of tokens over the rate without drafts, minus 1
 
-    def count(self, record: RequestRecord, drafted: int, accepted: int) -> None:
+    def note(self, record: RequestRecord, drafted: int, accepted: int) -> None:
         """Count the outcome of a request's draft in its record."""
         record.drafted += drafted
         record.accepted += accepted

@@ -115,8 +115,8 @@ class NativeExecutor:
             drawn = self._draw(logits[part], rows[part], slice_requests, positions[part])
             tokens += drawn
             if raw is not None:
-                counts = [slice_requests[n].params.logprobs or 0 for n in asking]
-                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], counts)
+                num_best = [slice_requests[n].params.logprobs or 0 for n in asking]
+                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], num_best)
                 for n, lines, entry in zip(asking, raw, found, strict=True):
                     token_ids = slice_requests[n].params.logprob_token_ids
                     if token_ids:

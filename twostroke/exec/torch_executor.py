@@ -115,8 +115,8 @@ class InFlight:
             idle_s = max(0.0, 1e-3 * self.before.elapsed_time(self.start))
         logprobs: dict[int, TokenLogprobs] = {}
         if self.top_logprobs is not None:
-            which, counts, best, requested = self.top_logprobs
-            logprobs |= zip(which.tolist(), _split(best, counts.tolist()), strict=True)
+            which, num_best, best, requested = self.top_logprobs
+            logprobs |= zip(which.tolist(), _split(best, num_best.tolist()), strict=True)
             for one in requested:
                 logprobs[one.sample] = one.in_place_of_best(logprobs[one.sample])
         tokens: list[int] = self.tokens.tolist()

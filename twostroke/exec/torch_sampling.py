@@ -34,8 +34,13 @@ LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token ids, v
 class SamplerState(Protocol):
     """The state of the requests that sampling reads."""
 
-    rows: dict[int, NewRow]  # the request of each row
-    tokens: torch.Tensor  # [rows, positions]: the prompt and the sampled tokens of each row
+    @property
+    def rows(self) -> dict[int, NewRow]:
+        """The request of each row."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[rows, positions]: the prompt and the sampled tokens of each row."""
 
 
 @dataclass(frozen=True, slots=True)

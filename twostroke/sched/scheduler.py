@@ -402,7 +402,7 @@ class Scheduler:
         for slot, request, count in zip(step.plan.decode, step.sampled, counts, strict=False):
             rejected = 1 + slot.drafts - count
             if slot.drafts and step.drafts is not None:
-                step.drafts.count(request.record, slot.drafts, count - 1)
+                step.drafts.note(request.record, slot.drafts, count - 1)
             request.pending -= rejected
             request.remaining += rejected
             if request.phase is Phase.DECODE:  # else it has lost its blocks
