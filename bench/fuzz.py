@@ -48,7 +48,7 @@ from twostroke.serve.server import HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
 
 HANG_S = 30.0
-PAGES = (b" / ", b" /?", b"/dash", b"/docs", b"/learn ", b"/learn?")  # for people
+PAGES = (b" / ", b" /?", b" /#", b"/dash", b"/docs", b"/learn ", b"/learn?")  # for people
 WORKERS = 6
 LIMITS: dict[str, Any] = {
     "port": 0,

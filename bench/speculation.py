@@ -105,6 +105,8 @@ def measure(plain: Timed, drafting: Timed, rounds: int, tokens: int) -> list[dic
                     name: engine.run(prompts, tokens if turn >= 0 else tokens // 3)
                     for name, engine in (pair if turn % 2 else pair[::-1])
                 }
+                rates = ", ".join(f"{name} {one[name]['tok_s']:.1f}" for name in one)
+                print(f"round {turn}: {workload}, {streams} streams: {rates} tok/s", flush=True)
                 if turn >= 0:
                     found.setdefault((workload, streams), []).append(one)
     return [summary(workload, streams, results) for (workload, streams), results in found.items()]
@@ -145,11 +147,12 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--method", default="suffix,ngram")
     args = parser.parse_args()
     began = perf_counter()
-    plain = Timed(args.model)
-    drafting = Timed(args.model, speculative_config={"method": args.method})
+    plain = Timed(args.model, threads=args.threads)
+    drafting = Timed(args.model, threads=args.threads, speculative_config={"method": args.method})
     results = measure(plain, drafting, args.rounds, args.tokens)
     for one in results:
         print(
@@ -162,6 +165,7 @@ def main() -> None:
         "model": plain.llm.engine.model_name,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
+        "threads": args.threads,
         "method": args.method,
         "tokens": args.tokens,
         "rounds": args.rounds,
