@@ -31,7 +31,7 @@ from tests.loud import Loud
 from tests.support import narrow_isa
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
-from twostroke.draft.drafters import Offer, Text
+from twostroke.draft.drafters import DraftOffer, Text
 from twostroke.draft.settings import SpeculationConfig
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import cpu
@@ -77,13 +77,13 @@ class Noise:
     def open(self, text: Text) -> Noise:
         return self
 
-    def propose(self, max_tokens: int) -> Offer | None:
+    def propose(self, max_tokens: int) -> DraftOffer | None:
         self._count += 1
         if self._count % 3:
             return None
         tokens = tuple(self._random.randrange(5, self._vocab_size) for _ in range(max_tokens))
         keys = tuple((self._count, n) for n in range(max_tokens))  # nothing is learnt of them
-        return Offer("noise", tokens, keys, (1.0,) * max_tokens)
+        return DraftOffer("noise", tokens, keys, (1.0,) * max_tokens)
 
     def close(self, text: Text) -> None: ...
 

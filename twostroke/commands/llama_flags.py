@@ -367,7 +367,7 @@ class _RenamedLlamaOption(ForeignOption):
             args.body_timeout_s = setting
 
 
-class _SpeculationKey(ForeignOption):
+class _DraftOption(ForeignOption):
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         add_speculation(parser, args, SPECULATION[flag], flag, value)
 
@@ -449,7 +449,7 @@ def add_llama_arguments(parser: Parser) -> None:
     """Add llama-server's options. The help shows vLLM's names of these settings."""
     add_hidden(parser, RENAMED, _RenamedLlamaOption)
     add_hidden(parser, SAMPLING, _SamplingOption)
-    add_hidden(parser, SPECULATION, _SpeculationKey)
+    add_hidden(parser, SPECULATION, _DraftOption)
     add_hidden(parser, [SPEC_TYPE], _SpeculationType)
     add_hidden(parser, [SPEC_DEFAULT], _SpeculationType, nargs=0)
     add_hidden(parser, [NO_CACHE], _NoCache, nargs=0)

@@ -22,7 +22,7 @@ SHARED_CAPACITY = 1 << 18  # tokens of ended requests that are kept, over all sa
 MAX_SALTS = 64
 
 
-class Offer(NamedTuple):
+class DraftOffer(NamedTuple):
     """Drafted tokens. `keys` and `priors`: of each token, for `Survival`."""
 
     drafter: str
@@ -54,7 +54,7 @@ class Text(Protocol):
 class DraftState(Protocol):
     """The state of one request in one drafter."""
 
-    def propose(self, max_tokens: int) -> Offer | None:
+    def propose(self, max_tokens: int) -> DraftOffer | None:
         """Return a guess of the tokens after the end of the text."""
         ...
 
@@ -96,7 +96,7 @@ class _NgramState:
         self._text, self._longest = text, longest
         self._index = TokenIndex(shortest, TEXT_CAPACITY)
 
-    def propose(self, max_tokens: int) -> Offer | None:
+    def propose(self, max_tokens: int) -> DraftOffer | None:
         index, tokens = self._index, self._text.tokens
         index.add(islice(tokens, index.total, None))
         found = index.search(tokens, self._longest, at_end=True)
@@ -111,7 +111,7 @@ class _NgramState:
             return None
         bucket, count = _bucket(found.length), len(tokens_after)
         keys = tuple(("ngram", bucket, min(n, 6)) for n in range(count))
-        return Offer("ngram", tuple(tokens_after), keys, (0.6,) * count)
+        return DraftOffer("ngram", tuple(tokens_after), keys, (0.6,) * count)
 
 
 # ── suffix ──────────────────────────────────────────────────────────────────────────────────
@@ -177,7 +177,7 @@ class _SuffixState:
         self._drafter, self._text = drafter, text
         self._index = TokenIndex(gram, TEXT_CAPACITY)
 
-    def propose(self, max_tokens: int) -> Offer | None:
+    def propose(self, max_tokens: int) -> DraftOffer | None:
         drafter, index, tokens = self._drafter, self._index, self._text.tokens
         index.add(islice(tokens, index.total, None))
         own = index.search(tokens, drafter.depth, at_end=True)
@@ -200,7 +200,7 @@ class _SuffixState:
         )
         # A frequency of few occurrences is uncertain.
         priors = tuple(0.2 + 0.6 * share for share in shares)
-        return Offer("suffix", tuple(drafted), keys, priors)
+        return DraftOffer("suffix", tuple(drafted), keys, priors)
 
 
 def _followers(index: TokenIndex, found: Matches, length: int, count: int) -> list[list[int]]:
@@ -262,7 +262,7 @@ class _PredictedState:
         self._seen = text.num_prompt  # tokens of the text that the place takes into account
         self._matched = 0  # tokens before the place that are equal
 
-    def propose(self, max_tokens: int) -> Offer | None:
+    def propose(self, max_tokens: int) -> DraftOffer | None:
         tokens, prediction = self._text.tokens, self._prediction
         for token in islice(tokens, self._seen, None):
             same = self._at < len(prediction) and prediction[self._at] == token
@@ -281,4 +281,4 @@ class _PredictedState:
             return None
         bucket = _bucket(min(self._matched, 16))
         keys = tuple(("prediction", bucket, min(n, 3)) for n in range(len(drafted)))
-        return Offer("prediction", tuple(drafted), keys, (0.8,) * len(drafted))
+        return DraftOffer("prediction", tuple(drafted), keys, (0.8,) * len(drafted))

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from twostroke.draft.depth import choose_depths
 from twostroke.draft.drafters import (
     Drafter,
+    DraftOffer,
     DraftState,
     NgramDrafter,
-    Offer,
     PredictedDrafter,
     SuffixDrafter,
     Text,
@@ -77,7 +77,9 @@ class _Followed:
 
     text: Text
     states: list[tuple[str, DraftState]]
-    waiting: dict[str, tuple[int, Offer]] = field(default_factory=dict)  # offers not yet compared
+    waiting: dict[str, tuple[int, DraftOffer]] = field(
+        default_factory=dict
+    )  # offers not yet compared
     counts: Counts = field(default_factory=dict)
 
 
@@ -115,7 +117,7 @@ class Speculator:
         """Return the drafts of the next step. `rows`: those that may have drafts, of `num_rows` in
         the step. `seconds(n)`: the expected time of the step with n drafted tokens. `max_tokens`:
         of all rows."""
-        found: list[tuple[str, Offer]] = []
+        found: list[tuple[str, DraftOffer]] = []
         survivals: list[list[float]] = []
         for request_id, limit in rows:
             offer, survival = self._best_offer(self._followed[request_id], limit)
@@ -156,10 +158,10 @@ class Speculator:
             self._steps_without = 0
         return [len(likely) if n == best else 0 for n in range(len(survivals))], sum(likely)
 
-    def _best_offer(self, followed: _Followed, limit: int) -> tuple[Offer | None, list[float]]:
+    def _best_offer(self, followed: _Followed, limit: int) -> tuple[DraftOffer | None, list[float]]:
         """Return the offer with the most tokens that are expected to become text."""
         self._compare(followed)
-        best: Offer | None = None
+        best: DraftOffer | None = None
         best_survival: list[float] = []
         most, known = 0.0, len(followed.text.tokens)
         limit = min(limit, self.config.max_depth)

@@ -43,7 +43,7 @@ class PooledEngine(NamedTuple):
     resources: Mapping[str, float] = MappingProxyType({})  # custom resources of Ray
 
 
-class Placement(Protocol):
+class EnginePlacement(Protocol):
     """Decides where engines run: `LocalPlacement`, or `RayCluster` of `on_ray.py`."""
 
     def launcher(self, engine: PooledEngine) -> Launcher: ...

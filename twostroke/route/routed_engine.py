@@ -29,7 +29,7 @@ from twostroke.observe.record import ENGINE_STEPS, Records, RequestRecord, StepR
 from twostroke.observe.totals import TransferTotals
 from twostroke.request import EngineRequest
 from twostroke.route.member import Member
-from twostroke.route.pool_settings import LocalPlacement, Placement, PooledEngine
+from twostroke.route.pool_settings import EnginePlacement, LocalPlacement, PooledEngine
 from twostroke.route.routed_requests import RoutedRequests
 from twostroke.route.router import EngineState, Role
 from twostroke.route.scaling import Scaling, StartedEngine, name_of, start_engines
@@ -49,7 +49,7 @@ class RoutedEngine(ProcessClient):
         input_processor: InputProcessor,
         seed: int,
         engines: Sequence[PooledEngine],
-        placement: Placement,
+        placement: EnginePlacement,
         limits: tuple[float, int],
     ) -> None:
         """`limits`: `hang_timeout_s` and `restart_limit` of every engine."""
@@ -72,7 +72,7 @@ class RoutedEngine(ProcessClient):
         spawned: Sequence[Spawned] | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,
         restart_limit: int = MAX_QUICK_DEATHS,
-        placement: Placement | None = None,
+        placement: EnginePlacement | None = None,
     ) -> RoutedEngine:
         """Start all engines. `spawned`: their processes, if they have been started already.
         `placement`: where they run, if not on this machine. See `RemoteEngine.start`."""

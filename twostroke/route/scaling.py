@@ -23,7 +23,7 @@ from twostroke.engine.spawn import Launcher
 from twostroke.engine.wire import Ready
 from twostroke.errors import ConfigError, RequestError
 from twostroke.route.member import Member
-from twostroke.route.pool_settings import MAX_ENGINES, Placement, PooledEngine
+from twostroke.route.pool_settings import MAX_ENGINES, EnginePlacement, PooledEngine
 from twostroke.route.router import Role
 
 POLL_S = 0.05  # how often a draining engine is checked
@@ -57,7 +57,7 @@ class PoolOwner(Protocol):
 
 async def start_engines(
     engines: Sequence[PooledEngine],
-    placement: Placement,
+    placement: EnginePlacement,
     hang_timeout_s: float,
     meanwhile: Callable[[], None] | None = None,
     members: Sequence[Member] = (),
@@ -110,7 +110,7 @@ class Scaling:
         self,
         owner: PoolOwner,
         engines: Sequence[PooledEngine],
-        placement: Placement,
+        placement: EnginePlacement,
         hang_timeout_s: float,
     ) -> None:
         """`engines`: the engines at the start. New engines copy the first of their pool."""

@@ -103,7 +103,7 @@ class PredictionPart(Body, kw_only=True):
     text: str
 
 
-class Prediction(Body, kw_only=True):
+class PredictedContent(Body, kw_only=True):
     """OpenAI's predicted output."""
 
     type: Literal["content"] = "content"
@@ -150,7 +150,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None  # false: only the first call is returned
     reasoning_effort: Name | None = None  # a variable of the chat template
     verbosity: Name | None = None  # has no effect
-    prediction: Prediction | None = None  # the expected answer; without drafting it has no effect
+    prediction: PredictedContent | None = None  # the expected answer; read by a drafter
 
 
 # Fields that `BatchChatRequest` refuses.
