@@ -67,6 +67,7 @@ class Engine:
     load_s: float
     weights: str  # their type in memory
     file_format: str  # "gguf" or "safetensors"
+    native: bool  # the native kernels of a CPU compute, not torch
     renderer: TemplateRenderer | None = None  # None: created with the first chat
 
     # Imported here: the engine's own process does not need text processing.
@@ -125,7 +126,7 @@ class Engine:
         if self.device != "cpu" or not cpu.available():
             return {}
         isas = tuple(cpu.module().isas())
-        if not is_native(self.config, self.device):
+        if not self.native:
             return {"isas": isas}
         return {"isas": isas, "isa": isas[0] if self.config.isa == "auto" else self.config.isa}
 
@@ -188,6 +189,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
         load_s=monotonic() - began_s,
         weights=_weight_types(model, config, native, device, dtype),
         file_format="gguf" if files.kind == "gguf" else "safetensors",
+        native=native,
     )
 
 

@@ -171,7 +171,16 @@ def test_requests_wait_for_room_in_a_full_receiver_and_say_so(folder: Path, alon
     expected = alone.generate(asked, params)
 
     async def test(engine: RoutedEngine) -> None:
-        outputs = await asyncio.gather(*(last(engine, prompt, params) for prompt in asked))
+        # The receiver stands still until every prompt has been prefilled and offered.
+        receiver = by_name(engine, "decode-0").pid
+        os.kill(receiver, signal.SIGSTOP)
+        try:
+            tasks = [asyncio.create_task(last(engine, prompt, params)) for prompt in asked]
+            routed = engine.requests.routed
+            await until(lambda: sum(one.offer is not None for one in routed.values()) == len(asked))
+        finally:
+            os.kill(receiver, signal.SIGCONT)
+        outputs = await asyncio.gather(*tasks)
         for output, right in zip(outputs, expected, strict=True):
             assert_same(output, right)
         routes = [output.records[0].route for output in outputs]

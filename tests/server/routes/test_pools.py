@@ -228,7 +228,7 @@ def test_what_pools_cannot_do_is_refused_and_changes_nothing(folder: Path) -> No
             ({"data_parallel_size": 0}, "must be from 1 to 64, not 0"),
             ({"data_parallel_size": 65}, "must be from 1 to 64, not 65"),
             ({"data_parallel_size": 1, "drain_timeout": -1}, "drain_timeout must be from 0"),
-            ({"data_parallel_size": 3}, "start with --kv-cache-memory-bytes"),
+            ({"data_parallel_size": 3}, "start the server with --kv-cache-memory-bytes"),
             ({"decoed": 1}, "unknown field 'decoed'"),
         ):
             status, content = server.ask("/pools", body, key)
