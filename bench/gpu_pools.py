@@ -110,7 +110,7 @@ class Bench:
         return found | {"route": output.records[0].route}
 
     def fetched(self) -> tuple[float, float]:
-        totals = [one.transfers for one in self.engine.each_engine().values() if one.transfers]
+        totals = [one.transfers for one in self.engine.engines_by_name().values() if one.transfers]
         return sum(one.num_bytes for one in totals), sum(one.seconds for one in totals)
 
     async def interference(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ async def measure(name: str, shape: str, device: str, quick: bool) -> dict[str, 
         ready_s = perf_counter() - start
         progress(f"{name}: ready in {ready_s:.1f} s")
         found = await Bench(engine, quick).run()
-        each = {one: info.info for one, info in engine.each_engine().items()}
+        each = {one: info.info for one, info in engine.engines_by_name().items()}
         kv_bytes = {one: info.kv_bytes for one, info in each.items()}
         if isinstance(engine, RoutedEngine):
             await engine.drain(10)

@@ -28,22 +28,23 @@ class ConnectionWatch:
     """A thread that watches the connections of one listening socket."""
 
     def __init__(
-        self, listener: zmq.Socket[Any], max_bytes: int, on_cut: Callable[[], None]
+        self, listener: zmq.Socket[Any], max_bytes: int, on_connection_closed: Callable[[], None]
     ) -> None:
         """Begin after `bind`. `max_bytes`: that a connection may receive after its last whole
-        message, with the messages that wait to be read. `on_cut`: called for each connection that
-        is closed, in the watch's thread."""
-        self._listener, self._max_bytes, self._on_cut = listener, max_bytes, on_cut
+        message, with the messages that wait to be read. `on_connection_closed`: called for each
+        connection that is closed, in the watch's thread."""
+        self._listener, self._max_bytes = listener, max_bytes
+        self._on_connection_closed = on_connection_closed
         self._port = int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._monitor = listener.get_monitor_socket(EVENTS)
         self._whole: dict[int, int] = {}  # bytes at the last whole message, by file descriptor
         self._thread = threading.Thread(target=self._run, name="twostroke-peers", daemon=True)
         self._thread.start()
 
-    def received(self, part: zmq.Frame) -> None:
-        """Note that a whole message has been read. `part`: any of its parts."""
+    def message_received(self, frame: zmq.Frame) -> None:
+        """Note that a whole message has been read. `frame`: any frame of the message."""
         with contextlib.suppress(zmq.ZMQError, TypeError):
-            file = part.get(zmq.SRCFD)
+            file = frame.get(zmq.SRCFD)
             if file in self._whole:
                 self._whole[file] = bytes_received(file) or 0
 
@@ -64,12 +65,13 @@ class ConnectionWatch:
                     else:
                         self._whole.pop(int(event["value"]), None)
                 for file, whole in list(self._whole.items()):
-                    if (bytes_received(file) or 0) - whole > self._max_bytes and self._cut(file):
+                    num_unfinished = (bytes_received(file) or 0) - whole
+                    if num_unfinished > self._max_bytes and self._close_connection(file):
                         self._whole.pop(file, None)
-                        self._on_cut()
+                        self._on_connection_closed()
         self._monitor.close(linger=0)
 
-    def _cut(self, file: int) -> bool:
+    def _close_connection(self, file: int) -> bool:
         """Close a connection; return whether it was one of the listener's."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
             if connection.getsockname()[1] == self._port:  # else the number was used again

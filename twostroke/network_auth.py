@@ -29,11 +29,11 @@ CURVE_BYTES: Final = 64  # more than encryption adds to a part of a message
 MAX_PART_BYTES: Final = 256 << 20
 # Of messages between a server and an engine that have not been read as a whole.
 MAX_UNFINISHED_BYTES: Final = 4 * MAX_PART_BYTES
-# Reasons for which messages are dropped, as in the metrics: they are not messages of ours, they
-# lack the server's key, they do not end.
-UNREADABLE_MESSAGE, WRONG_KEY, ENDLESS = REASONS = ("unreadable", "wrong_key", "endless")
-# A decoder raises one of these for bytes that are not a message of ours.
-UNREADABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+# Reasons for which messages are dropped, as in the metrics: the bytes cannot be decoded, the
+# message lacks the server's key, the message does not end.
+UNREADABLE_MESSAGE, WRONG_KEY, ENDLESS_MESSAGE = REASONS = ("unreadable", "wrong_key", "endless")
+# A decoder raises one of these for bytes that cannot be decoded.
+DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def engine_secret() -> str:

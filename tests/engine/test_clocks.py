@@ -37,7 +37,7 @@ def times_of(one: RequestRecord) -> list[float]:
 def test_times_are_the_same_after_a_round_trip() -> None:
     clock = RemoteClock("another machine")
     for late_s in (0.3, 0.0, 2.0):  # the message that came soonest counts
-        clock.heard(monotonic() - AHEAD_S - late_s)
+        clock.add_sample(monotonic() - AHEAD_S - late_s)
     assert clock.ahead_s == pytest.approx(AHEAD_S, abs=0.2)
     there = clock.to_theirs(
         EngineRequest(
@@ -56,7 +56,7 @@ def test_times_are_the_same_after_a_round_trip() -> None:
 
 def test_processes_of_one_machine_have_one_clock() -> None:
     clock = RemoteClock(clock_id())
-    clock.heard(monotonic() - 3)
+    clock.add_sample(monotonic() - 3)
     assert clock.ahead_s == 0
     request = EngineRequest("a", (1,), SamplingParams(), 0, received_s=9.0)
     assert clock.to_theirs(request) is request

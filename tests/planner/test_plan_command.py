@@ -146,7 +146,8 @@ def test_a_report_has_pictures_of_the_plan(
     whole = sum(figures[f"mean_{part}_ms"]["expected"] for part in ("queue", "prefill", "decode"))
     assert whole == pytest.approx(figures["mean_e2el_ms"]["expected"], rel=0.05)
     page = report.read_text()
-    for title in ("TTFT p99 by load", "engines over time", "Where the time goes", "Latencies"):
+    titles = ("TTFT p99 by load", "engines over time", "Parts of the mean latency", "Latencies")
+    for title in titles:
         assert title in page
 
 

@@ -270,7 +270,7 @@ def test_an_actor_that_is_stopped_at_its_start_is_given_up_and_ended(
             monkeypatch.setattr(on_ray, "ACTOR_START_S", 0.0)  # from here on it is late
             await starting
         finally:
-            await child.kill()
+            await child.kill_and_close()
             await launcher.close()
 
     try:
@@ -303,7 +303,7 @@ def test_impossible_demands_on_a_cluster_are_refused(
         try:
             await child.start()
         finally:
-            await child.kill()
+            await child.kill_and_close()
             await launcher.close()
 
     def refusal(config: EngineConfig) -> str:

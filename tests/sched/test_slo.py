@@ -55,7 +55,7 @@ class Engine:
         plan = None if step is None else step.plan
         if step is not None and plan is not None:
             self.plans.append(plan)
-            self.predicted_s = step.predicted_s
+            self.predicted_s = step.predicted_device_s
             self.now += HOST_S
             took = self._machine(plan.prefill_work, plan.decode_work)
             took *= self._rng.lognormvariate(0.0, self._noise)
@@ -429,7 +429,7 @@ def test_an_engine_that_receives_keeps_steps_short_while_no_stream_writes(
 ) -> None:
     goal_s = max(8 * steady_gap(a_cpu, 1), MIN_ITL_S) if "max_decode_stall" in settings else 0.1
     for receives in (False, True):
-        engine = Engine(a_cpu, receives=receives, **settings)
+        engine = Engine(a_cpu, receives_requests=receives, **settings)
         engine.warm_up()
         engine.plans.clear()
         engine.add("prompt", 1000, 1)
@@ -440,7 +440,7 @@ def test_an_engine_that_receives_keeps_steps_short_while_no_stream_writes(
 
 
 def test_an_engine_that_receives_and_has_timed_no_step_takes_a_prompt_whole() -> None:
-    engine = Engine(a_cpu, receives=True, max_decode_stall=8.0)
+    engine = Engine(a_cpu, receives_requests=True, max_decode_stall=8.0)
     engine.add("prompt", 1000, 1)
     engine.until("prompt")
     assert len(engine.ended["prompt"].chunks) == 1

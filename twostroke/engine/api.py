@@ -146,11 +146,11 @@ class EngineClient(ABC):
     @abstractmethod
     def load(self) -> EngineLoad: ...
 
-    def transfers_between(self) -> Mapping[tuple[str, str], TransferTotals]:
+    def transfers_by_engine_pair(self) -> Mapping[tuple[str, str], TransferTotals]:
         """KV blocks that were fetched, by the names of sender and receiver."""
         return {}
 
-    def each_engine(self) -> Mapping[str, EngineStatus]:
+    def engines_by_name(self) -> Mapping[str, EngineStatus]:
         """All engines, by name."""
         return {"0": self}
 

@@ -81,7 +81,7 @@ def scheduler_config(
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
         max_decode_stall=config.decode_stall(),
-        receives=config.kv_receives,
+        receives_requests=config.kv_receives,
         eviction=eviction(config, spec, groups, native),
         speculation=config.speculation(),
     )

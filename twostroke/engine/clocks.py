@@ -19,7 +19,7 @@ from twostroke.request import EngineRequest
 
 # The last messages that are compared. They include half a minute of heartbeats, in which clocks
 # drift by less than the time that a message takes.
-MAX_HEARD = 64
+MAX_SAMPLES = 64
 
 
 @cache
@@ -38,10 +38,10 @@ class RemoteClock:
 
     def __init__(self, their_clock_id: str) -> None:
         self._same = their_clock_id == clock_id()
-        self._ahead: deque[float] = deque(maxlen=MAX_HEARD)
+        self._ahead: deque[float] = deque(maxlen=MAX_SAMPLES)
 
-    def heard(self, their_s: float) -> None:
-        """Learn from a message that was sent at `their_s` and has just arrived."""
+    def add_sample(self, their_s: float) -> None:
+        """Add a message that was sent at `their_s` and has just arrived."""
         self._ahead.append(monotonic() - their_s)
 
     @property

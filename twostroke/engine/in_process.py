@@ -261,7 +261,7 @@ class AsyncEngine(RequestClient):
 
     def _abort_in_core(self, state: RequestState) -> None:
         with self._lock:
-            names = self._outputs.in_engine(state)
+            names = self._outputs.ids_in_engine(state)
         self._process(_abort_all(self.engine, names))
 
     def _process(self, updates: list[Update]) -> None:

@@ -378,17 +378,17 @@ class OutputProcessor:
         still needed."""
         if not (state.output.finished or state.aborted or state.on_output is None):
             return False
-        ids = self.in_engine(state)
+        ids = self.ids_in_engine(state)
         self.process([Update(one, (), finish_reason=FinishReason.ABORT) for one in ids])
         return True
 
-    def in_engine(self, state: RequestState) -> list[str]:
+    def ids_in_engine(self, state: RequestState) -> list[str]:
         """Return the ids of the engine requests whose end the engine has not reported."""
         ids = [completion.engine_request_id for completion in state.completions]
         return [one for one in ids if self._running.get(one, (None,))[0] is state]
 
     def _forget_engine_requests(self, state: RequestState) -> list[str]:
-        ids = self.in_engine(state)
+        ids = self.ids_in_engine(state)
         for engine_request_id in ids:
             del self._running[engine_request_id]
         state.num_in_engine = 0

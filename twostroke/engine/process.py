@@ -64,9 +64,9 @@ from twostroke.engine.wire import (
     pack_step,
 )
 from twostroke.network_auth import (
-    ENDLESS,
+    DECODE_ERRORS,
+    ENDLESS_MESSAGE,
     MAX_UNFINISHED_BYTES,
-    UNREADABLE,
     UNREADABLE_MESSAGE,
     add_counts,
     is_power_of_2,
@@ -139,7 +139,9 @@ class EngineServer:
         self._ended: list[Update] = []  # last updates of aborted requests, not sent yet
         self._ahead: dict[str, int] = {}  # handles of fetches ahead, by request id
         self._parent = os.getppid()
-        self._dropped = dict.fromkeys((UNREADABLE_MESSAGE, ENDLESS), 0)  # messages, by reason
+        self._dropped = dict.fromkeys(
+            (UNREADABLE_MESSAGE, ENDLESS_MESSAGE), 0
+        )  # messages, by reason
         self._watch: ConnectionWatch | None = None
         if is_on_network:
             self._watch = ConnectionWatch(inbox, MAX_UNFINISHED_BYTES, self._on_connection_closed)
@@ -149,7 +151,7 @@ class EngineServer:
 
     def _on_connection_closed(self) -> None:
         """Count a connection that was closed because its message was larger than allowed."""
-        self._dropped[ENDLESS] += 1
+        self._dropped[ENDLESS_MESSAGE] += 1
         log.warning(
             "a connection to the engine was closed: its message is longer than %d bytes",
             MAX_UNFINISHED_BYTES,
@@ -213,7 +215,7 @@ class EngineServer:
                 message = decode_to_engine(self._receive_one())
             except zmq.Again:
                 break
-            except UNREADABLE as error:
+            except DECODE_ERRORS as error:
                 self._dropped[UNREADABLE_MESSAGE] += 1
                 if is_power_of_2(count := self._dropped[UNREADABLE_MESSAGE]):
                     log.warning("%d messages were dropped (%s)", count, error)
@@ -230,7 +232,7 @@ class EngineServer:
         if self._watch is None:
             return self._inbox.recv(zmq.NOBLOCK)
         part = self._inbox.recv(zmq.NOBLOCK, copy=False)
-        self._watch.received(part)
+        self._watch.message_received(part)
         return part.buffer
 
     def _handle(self, message: ToEngine) -> bool:

@@ -18,9 +18,9 @@ class ProcessClient(RequestClient):
     def __init__(self, input_processor: InputProcessor, seed: int) -> None:
         self.input_processor = input_processor
         self._outputs = OutputProcessor(input_processor.tokenizer, seed)
-        # The reason why no engine will run any more, once that is so:
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._some_ended = asyncio.Event()  # a request may have ended
+        # Set when no engine will run again. The result is the reason.
+        self.stop_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._request_ended = asyncio.Event()  # a request may have ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -40,12 +40,12 @@ class ProcessClient(RequestClient):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._outputs:
-                    self._some_ended.clear()
-                    await self._some_ended.wait()
+                    self._request_ended.clear()
+                    await self._request_ended.wait()
         return not self._outputs
 
     @abstractmethod
     async def _end_processes(self) -> None: ...
 
     def _why_stopped(self) -> str:
-        return self.lost.result() if self.lost.done() else ""
+        return self.stop_reason.result() if self.stop_reason.done() else ""

@@ -86,7 +86,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         except BaseException:
             starting.cancel()
             await asyncio.wait((starting,))
-            await child.kill()
+            await child.kill_and_close()
             raise
         engine = cls(
             launcher,
@@ -131,10 +131,10 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
 
     def _abort(self, state: RequestState) -> None:
         if self._up:
-            self.abort_all(self._outputs.in_engine(state))
+            self.abort_all(self._outputs.ids_in_engine(state))
         else:
             self._outputs.end_if_unneeded(state)
-            self._some_ended.set()
+            self._request_ended.set()
 
     def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
         if self.add(requests):  # otherwise the request is sent to the next process
@@ -156,7 +156,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         for update in updates:
             if update.record is not None:
                 self.records.add_request(update.record)
-                self._some_ended.set()
+                self._request_ended.set()
 
     def on_refused(self, names: list[str], reason: Exception) -> None:
         state = self._outputs.state_of(names[0])
@@ -164,7 +164,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
             self._outputs.end_if_unneeded(state)
         else:
             self._outputs.close(state, reason)
-        self._some_ended.set()
+        self._request_ended.set()
 
     def on_death(self, reason: str) -> None:
         for state in self._outputs:
@@ -176,7 +176,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
             elif state.attempts >= MAX_ATTEMPTS:
                 text = f"the engine died {state.attempts} times while this request was in it"
                 self._fail(state, f"{text} ({reason})")
-        self._some_ended.set()
+        self._request_ended.set()
 
     def _fail(self, state: RequestState, reason: str) -> None:
         """End a request whose record was lost with the engine."""
@@ -195,12 +195,12 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
             self._send(state, self._outputs.restart(state))
 
     def on_end(self, reason: str) -> None:
-        if not self.lost.done():
-            self.lost.set_result(reason)
+        if not self.stop_reason.done():
+            self.stop_reason.set_result(reason)
         for state in self._outputs:
             if not self._outputs.end_if_unneeded(state):
                 self._outputs.close(state, EngineError(f"the engine has stopped ({reason})"))
-        self._some_ended.set()
+        self._request_ended.set()
 
 
 def limits_of(info: EngineInfo) -> ModelLimits:

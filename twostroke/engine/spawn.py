@@ -24,49 +24,50 @@ DEFAULT_BUILDER = "twostroke.engine.build:build_core_engine"
 MAX_IPC_FOLDER = 90  # characters; the path of a socket has room for about 100 bytes
 
 
-class Launched(Protocol):
-    """An engine's process that is starting, runs, or has ended."""
+class EngineProcess(Protocol):
+    """The process of an engine: it is starting, runs, or has ended."""
 
     @property
     def endpoint(self) -> str:
-        """The address at which its parent must listen for its messages; the port may be *."""
+        """The address at which the server must listen for messages of the process; the port may be
+        *."""
 
     @property
     def secret(self) -> str | None:
-        """The secret of the sockets between it and its parent; None: only this user can reach
-        them."""
+        """The secret of the sockets between the process and the server. None: only this user can
+        reach the sockets."""
 
     @property
     def start_timeout_s(self) -> float:
-        """The time that its process has until it is ready; 0: no limit."""
+        """The time after which a process that is not ready is killed; 0: no limit."""
 
     @property
     def running(self) -> bool:
-        """Return whether its process has been started."""
+        """Return whether the process has been started."""
 
     @property
     def stopped(self) -> bool:
         """Return whether the process is known to be stopped, as by SIGSTOP."""
 
-    def listening(self, endpoint: str) -> None:
-        """Note the address at which its parent listens."""
+    def set_parent_endpoint(self, endpoint: str) -> None:
+        """Set the address at which the server listens for messages of the process."""
 
     def wait(self) -> None:
-        """Return when it has ended. Called in a thread of its own."""
+        """Return when the process has ended. Called in a separate thread."""
 
     def how_it_ended(self) -> str: ...
 
     def end(self) -> None:
-        """Kill it, so that `wait` returns soon. Called in the event loop, at any time."""
+        """Kill the process, so that `wait` returns soon. Called in the event loop, at any time."""
 
     def clean_up(self) -> None:
-        """Remove what is left of it after its end."""
+        """Remove the files of a process that has ended."""
 
 
 class Launcher(Protocol):
     """The place of one engine: starts its process there, and another after each end."""
 
-    def launch(self) -> Launched: ...
+    def launch(self) -> EngineProcess: ...
 
     async def close(self) -> None:
         """Give the place back. No process is launched after this."""
@@ -90,7 +91,7 @@ class Spawned:
     def stopped(self) -> bool:
         return child_process.is_stopped(self.process.pid)
 
-    def listening(self, endpoint: str) -> None: ...
+    def set_parent_endpoint(self, endpoint: str) -> None: ...
 
     def wait(self) -> None:
         self.process.wait()

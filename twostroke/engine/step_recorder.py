@@ -73,7 +73,7 @@ class StepRecorder:
                 regular=committed.regular,
                 late=late,
                 first=first,
-                predicted_s=step.predicted_s or None,
+                predicted_s=step.predicted_device_s or None,
                 drafted=committed.drafted,
                 comm_s=result.comm_s,
                 comm_bytes=result.comm_bytes,
@@ -96,7 +96,7 @@ class StepRecorder:
             weights = 0.0
         if work.rows:
             num_bytes = cost.kv_bytes(work) + weights
-            flops = cost.prefill_flops(work, len(step.sampled) - len(plan.decode))
+            flops = cost.prefill_flops(work, len(step.sampled_requests) - len(plan.decode))
             prefill = PhaseRecord(work.rows, work.tokens, work.kv_tokens, flops, num_bytes)
         return prefill, decode
 

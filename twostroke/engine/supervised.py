@@ -368,7 +368,7 @@ class SupervisedEngine(ABC):
         self._load = replace(self._load, waiting=self.num_open, running=0, kv=empty)
 
     async def _restart(self, deaths: int) -> None:
-        await self._child.kill()
+        await self._child.kill_and_close()
         self._earlier_dropped = self.dropped
         self._load = replace(self._load, dropped={})
         if deaths > 1:

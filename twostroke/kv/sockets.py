@@ -41,9 +41,9 @@ from twostroke.kv.transfer import (
 )
 from twostroke.network_auth import (
     CURVE_BYTES,
-    ENDLESS,
+    DECODE_ERRORS,
+    ENDLESS_MESSAGE,
     REASONS,
-    UNREADABLE,
     UNREADABLE_MESSAGE,
     WRONG_KEY,
     is_power_of_2,
@@ -117,7 +117,7 @@ class BlockServer:
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.endpoint = endpoint.rstrip(b"\0").decode()
-        endless = partial(self._drop, ENDLESS)
+        endless = partial(self._drop, ENDLESS_MESSAGE)
         self._watch = ConnectionWatch(self._socket, MAX_UNFINISHED_BYTES, endless)
         self._thread = threading.Thread(target=self._run, name="twostroke-kv", daemon=True)
         self._thread.start()
@@ -143,7 +143,7 @@ class BlockServer:
             except zmq.ContextTerminated:
                 self._socket.close()
                 return
-            self._watch.received(parts[0])
+            self._watch.message_received(parts[0])
             wanted = self._read(parts)
             if wanted is None:
                 continue
@@ -160,7 +160,7 @@ class BlockServer:
             wanted = _decode_wanted(parts[1].buffer)
             if len(wanted.entries) > MAX_REQUESTED:
                 raise ValueError("too many blocks")
-        except UNREADABLE:
+        except DECODE_ERRORS:
             self._drop(UNREADABLE_MESSAGE)
             return None
         if not secrets.compare_digest(wanted.key, self.key):
@@ -327,7 +327,7 @@ class _Peer:
                 if len(parts) != 2:
                     raise ValueError("a block message must have two frames")
                 sent, data = _decode_sent(parts[0].buffer), parts[1].buffer
-            except UNREADABLE:
+            except DECODE_ERRORS:
                 self.problem = TransferError(f"{self.endpoint} has sent an invalid message")
                 break
             taken += len(data)

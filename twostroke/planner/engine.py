@@ -162,7 +162,7 @@ class SimulatedEngine:
         step_s = now - step.planned_s
         device_s = step_s - self._host_s
         committed = self.scheduler.commit(
-            StepResult([TOKEN] * len(step.sampled), {}, {}, device_s), now
+            StepResult([TOKEN] * len(step.sampled_requests), {}, {}, device_s), now
         )
         self.usage.add(step, device_s, now)
         prefill, decode = (

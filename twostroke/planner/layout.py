@@ -85,7 +85,7 @@ class EngineLayout:
     ) -> list[SimulatedEngine]:
         """Return idle engines for a simulation."""
         config = self.shape.scheduler_config()
-        configs = {Role.DECODE: replace(config, receives=True)}
+        configs = {Role.DECODE: replace(config, receives_requests=True)}
         return [
             SimulatedEngine(
                 f"{role}-{n}", configs.get(role, config), cost, host_s, clock, role, self.link

@@ -1,4 +1,4 @@
-"""A plan as one HTML file with pictures."""
+"""A capacity plan (`twostroke plan`) as one HTML file with charts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from twostroke.measure.report.charts import Axis, Series, chart
 from twostroke.measure.report.html import bullets, page, plots, section, stacked, table, tiles
 from twostroke.planner.engine import TIMELINE_S
 from twostroke.planner.predict import METRICS, PERCENTILES
-from twostroke.planner.report import NAMES, between, load_lines, tried_rows, verdict
+from twostroke.planner.report import METRIC_NAMES, load_lines, tried_rows, verdict, with_interval
 
 Json = dict[str, Any]
-COLORS = ("prefill", "decode", "host", "queue")  # of layouts
-PARTS = {"queue": "queue", "prefill": "prefill", "decode": "decode"}  # of a request → its colour
+# Names of colours of `charts.py`. In a chart by load, each layout has one of these colours.
+COLORS = ("prefill", "decode", "host", "queue")
+# A part of the latency of a request → its colour.
+PART_COLORS = {"queue": "queue", "prefill": "prefill", "decode": "decode"}
 
 
 def plan_page(plan: Json) -> str:
@@ -24,21 +26,26 @@ def plan_page(plan: Json) -> str:
     body = [tiles(_tiles(plan)), plots(_curves(plan)), _parts(figures)]
     for role, points in plan["forecast"]["timelines"].items():
         body.append(plots([_timeline(role, points)]))
-    head = ["ms", *(f"p{share}" for share in PERCENTILES)]
+    head = ["ms", *(f"p{percentile}" for percentile in PERCENTILES)]
     rows = [
-        [NAMES[metric], *(between(figures[f"p{share}_{metric}_ms"]) for share in PERCENTILES)]
+        [
+            METRIC_NAMES[metric],
+            *(with_interval(figures[f"p{percentile}_{metric}_ms"]) for percentile in PERCENTILES),
+        ]
         for metric in METRICS
         if f"p50_{metric}_ms" in figures
     ]
-    body.append(section("Latencies", table(head, rows), "expected (lowest to highest)"))
+    body.append(
+        section("Latencies", table(head, rows), "expected (lowest to highest of the simulations)")
+    )
     body.append(section("Load", bullets(load_lines(figures))))
     if plan["tried"]:
         names = ["layout", "price an hour", "requests within the goals", "TTFT p99 in ms"]
         body.append(section("Simulated layouts", table(names, tried_rows(plan))))
     source = [
         f"Step times: {steps['source']}.",
-        f"Error of a single step ±{steps['step_error']:.0%}; common error ±{steps['drift']:.0%}, "
-        "which gives the intervals.",
+        f"Error of a single step ±{steps['step_error']:.0%}; of all steps together "
+        f"±{steps['drift']:.0%}, which gives the intervals.",
         *plan["forecast"]["notes"],
     ]
     body.append(section("Step times", bullets(source)))
@@ -47,62 +54,66 @@ def plan_page(plan: Json) -> str:
 
 def _tiles(plan: Json) -> list[tuple[str, str, str]]:
     figures = plan["forecast"]["figures"]
-    found = [
-        ("TTFT p99, ms", between(figures["p99_ttft_ms"]), "prefill"),
+    shown = [
+        ("TTFT p99, ms", with_interval(figures["p99_ttft_ms"]), "prefill"),
         ("requests a second", f"{figures['requests_per_s']['expected']:.3g}", "queue"),
     ]
     if "p99_tpot_ms" in figures:
-        found.insert(1, ("TPOT p99, ms", between(figures["p99_tpot_ms"]), "decode"))
+        shown.insert(1, ("TPOT p99, ms", with_interval(figures["p99_tpot_ms"]), "decode"))
     if plan["price_per_hour"] is not None:
-        found.append(("price an hour", f"{plan['price_per_hour']:,.2f}", "queue"))
-    return found
+        shown.append(("price an hour", f"{plan['price_per_hour']:,.2f}", "queue"))
+    return shown
 
 
 def _curves(plan: Json) -> list[str]:
     loads, goals = plan.get("loads", ()), plan["goals_ms"]
-    pictures = []
-    for figure, name, goal in (
+    charts = []
+    for metric, name, goal in (
         ("p99_ttft_ms", "TTFT p99 by load", goals.get("ttft")),
         ("p99_tpot_ms", "TPOT p99 by load", goals.get("tpot")),
     ):
         series = []
         for curve, color in zip(loads, COLORS, strict=False):
-            points = [(one["rate"], one[figure]) for one in curve["points"] if figure in one]
+            points = [
+                (point["rate"], point[metric]) for point in curve["points"] if metric in point
+            ]
             label = ", ".join(filter(None, (curve["hardware"], curve["layout"])))
             series.append(Series(label, points, color))
         if not series:
             continue
-        here = plan["trace"]["requests"] / max(plan["trace"]["seconds"], 1e-9)
-        chosen = plan["forecast"]["figures"].get(figure)
+        trace_rate = plan["trace"]["requests"] / max(plan["trace"]["seconds"], 1e-9)
+        chosen = plan["forecast"]["figures"].get(metric)
         if chosen is not None:
-            series.append(Series("the plan", [(here, chosen["expected"])], COLORS[0], "rings"))
+            series.append(
+                Series("the plan", [(trace_rate, chosen["expected"])], COLORS[0], "rings")
+            )
         if goal is not None:
-            rates = [point[0] for one in series for point in one.points]
+            rates = [rate for drawn in series for rate, _ in drawn.points]
             series.append(Series("goal", [(min(rates), goal), (max(rates), goal)], "bad", "dashes"))
-        pictures.append(
-            chart(name, series, Axis("requests a second"), Axis("latency", "ms", log=None))
-        )
-    return pictures
+        latency = Axis("latency", "ms", log=None)  # None: the values decide
+        charts.append(chart(name, series, Axis("requests a second"), latency))
+    return charts
 
 
 def _parts(figures: Json) -> str:
-    """Return where the time of a request goes."""
-    means = {part: figures[f"mean_{part}_ms"]["expected"] for part in PARTS}
+    """Return a bar with the parts of the mean latency of a request."""
+    means = {part: figures[f"mean_{part}_ms"]["expected"] for part in PART_COLORS}
     total = sum(means.values()) or 1.0
-    bars = [(part, value / total, PARTS[part]) for part, value in means.items()]
-    return section("Where the time goes", stacked(bars), f"of {total:,.0f} ms, the mean request")
+    bars = [(part, value / total, PART_COLORS[part]) for part, value in means.items()]
+    return section("Parts of the mean latency", stacked(bars), f"{total:,.0f} ms in all")
 
 
 def _timeline(role: str, points: list[tuple[float, float]]) -> str:
     times = [TIMELINE_S * (number + 0.5) for number in range(len(points))]
-    used, held = ([min(1.0, one[column]) for one in points] for column in (0, 1))
+    busy_shares = [min(1.0, busy) for busy, _ in points]
+    kv_shares = [min(1.0, kv) for _, kv in points]
     return chart(
         f"{role} engines over time",
         [
-            Series("in use", list(zip(times, used, strict=True)), "prefill"),
-            Series("KV cache held", list(zip(times, held, strict=True)), "decode"),
+            Series("time in use", list(zip(times, busy_shares, strict=True)), "prefill"),
+            Series("KV cache in use", list(zip(times, kv_shares, strict=True)), "decode"),
         ],
         Axis("time in the trace", "s"),
-        Axis("share"),
+        Axis("share of the time or of the KV cache"),
         wide=True,
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 KV = ("kv_mean", "kv_peak")
-NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "end to end"}
+METRIC_NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "end to end"}
 
 
 def plan_json(
@@ -63,18 +63,18 @@ def show_plan(console: Console, plan: Json) -> None:
     )
     console.print(f"step times  {steps['source']}", highlight=False)
     console.print(
-        f"            error of a single step ±{steps['step_error']:.0%}, common error "
+        f"            error of a single step ±{steps['step_error']:.0%}, of all steps together "
         f"±{steps['drift']:.0%}, which gives the intervals",
         highlight=False,
     )
     rows = Table(box=None, pad_edge=False, header_style="bold")
     rows.add_column("ms")
-    for share in PERCENTILES:
-        rows.add_column(f"p{share}", justify="right", no_wrap=True)
+    for percentile in PERCENTILES:
+        rows.add_column(f"p{percentile}", justify="right", no_wrap=True)
     for metric in METRICS:
-        keys = [f"p{share}_{metric}_ms" for share in PERCENTILES]
+        keys = [f"p{percentile}_{metric}_ms" for percentile in PERCENTILES]
         if keys[0] in figures:
-            rows.add_row(NAMES[metric], *(between(figures[key]) for key in keys))
+            rows.add_row(METRIC_NAMES[metric], *(with_interval(figures[key]) for key in keys))
     console.print()
     console.print(rows)
     console.print()
@@ -111,7 +111,7 @@ def tried_rows(plan: Json) -> list[list[str]]:
                 f"{one['layout']}, {one['hardware']}" if one["hardware"] else one["layout"],
                 "" if price is None else f"{price:,.2f}",
                 f"{met['expected']:.1%} ({met['low']:.1%} to {met['high']:.1%})",
-                between(one["p99_ttft_ms"]),
+                with_interval(one["p99_ttft_ms"]),
             ]
         )
     return rows
@@ -158,8 +158,10 @@ def load_lines(figures: Json) -> list[str]:
     return lines
 
 
-def between(one: Json) -> str:
-    return f"{_short(one['expected'])} ({_short(one['low'])} to {_short(one['high'])})"
+def with_interval(figure: Json) -> str:
+    """Return an expected value and its interval."""
+    low, high = _short(figure["low"]), _short(figure["high"])
+    return f"{_short(figure['expected'])} ({low} to {high})"
 
 
 def _short(ms: float) -> str:

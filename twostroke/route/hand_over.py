@@ -108,7 +108,7 @@ class HandOvers:
             _, active = self.ahead.pop(key)
             active.release()
 
-    def remove(self, member: Member) -> None:
+    def remove_totals(self, member: Member) -> None:
         """Drop the totals of a member that has left."""
         for pair in [pair for pair in self._transfers if member.name in pair]:
             del self._transfers[pair]

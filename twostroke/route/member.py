@@ -23,19 +23,27 @@ class MemberOwner(Protocol):
 
     def on_updates(self, member: Member, updates: list[Update]) -> None: ...
 
-    def on_refused(self, member: Member, names: list[str], reason: Exception) -> None: ...
+    def on_refused(self, member: Member, request_ids: list[str], reason: Exception) -> None: ...
 
-    def on_fetched(self, member: Member, name: str, fetched: FetchedOffer) -> None: ...
+    def on_fetched(self, member: Member, request_id: str, fetched: FetchedOffer) -> None:
+        """The member has fetched the KV blocks of a request from another engine, or has failed to
+        (`fetched.problem`)."""
 
-    def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None: ...
+    def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None:
+        """The same for the blocks of a part of a prompt. `handle`: from `Member.fetch_ahead`."""
 
-    def on_death(self, member: Member, reason: str) -> None: ...
+    def on_death(self, member: Member, reason: str) -> None:
+        """The process has died with all its requests, and another process is being started."""
 
-    def on_restart(self, member: Member) -> None: ...
+    def on_restart(self, member: Member) -> None:
+        """The next process of the member is up."""
 
-    def on_end(self, member: Member, reason: str) -> None: ...
+    def on_end(self, member: Member, reason: str) -> None:
+        """The member has ended and is not started again (`Member.given_up`)."""
 
-    def new_first_step(self) -> int: ...
+    def new_step_offset(self) -> int:
+        """Return the number to add to the step numbers of a new process of an engine, so that step
+        numbers are unique."""
 
 
 class Member(SupervisedEngine):
@@ -55,11 +63,11 @@ class Member(SupervisedEngine):
     ) -> None:
         super().__init__(launcher, child, ready, hang_timeout_s, restart_limit)
         self.state, self._owner = state, owner
-        self.leaving = False  # it is sent no more requests, and is removed when it has none
+        self.leaving = False  # gets no new requests, and is removed when it has none
         self.transfers = self._fetched = TransferTotals()
         self.totals = totals = Totals(ready.info.max_model_len)
         self.records.listeners += [totals, self]
-        self.first_step = owner.new_first_step()  # added to step numbers, so that they differ
+        self.step_offset = owner.new_step_offset()  # added to the step numbers of the process
         self._update_state()
 
     def _update_state(self) -> None:
@@ -133,7 +141,7 @@ class Member(SupervisedEngine):
 
     def on_restart(self) -> None:
         self.state.up = not self.leaving
-        self.first_step = self._owner.new_first_step()  # the new process counts from 0 again
+        self.step_offset = self._owner.new_step_offset()  # the new process counts from 0 again
         self._update_state()
         self._owner.on_restart(self)
 

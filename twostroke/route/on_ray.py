@@ -231,7 +231,7 @@ class RayEngineRun:
         self._ending_s = 0.0
         self._actor: Any = None
 
-    def listening(self, endpoint: str) -> None:
+    def set_parent_endpoint(self, endpoint: str) -> None:
         self._send_to = endpoint
 
     def wait(self) -> None:

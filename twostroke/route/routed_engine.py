@@ -41,8 +41,10 @@ log = logging.getLogger(__name__)
 
 
 class RoutedEngine(ProcessClient):
-    """Start with `await RoutedEngine.start(engines)`; use as `async with`, or `await close()`.
-    Everything else is called in the event loop that started it."""
+    """Several engines, each in a process of its own, behind one client.
+
+    Create it with `await RoutedEngine.start(engines)`. Use it with `async with`, or call
+    `await close()` at the end. Call all methods in the event loop that called `start`."""
 
     def __init__(
         self,
@@ -50,16 +52,16 @@ class RoutedEngine(ProcessClient):
         seed: int,
         engines: Sequence[PooledEngine],
         placement: EnginePlacement,
-        limits: tuple[float, int],
+        hang_timeout_s: float,
+        restart_limit: int,
     ) -> None:
-        """`limits`: `hang_timeout_s` and `restart_limit` of every engine."""
         super().__init__(input_processor, seed)
         self.records = Records()  # of all engines
-        self.members: list[Member] = []  # replaced, never changed in place
-        self.requests = RoutedRequests(self._outputs, self.records, self._some_ended.set)
-        self._scaling = Scaling(self, engines, placement, limits[0])
-        self._limits = limits
-        self._first_steps = count(ENGINE_STEPS, ENGINE_STEPS)
+        self.members: list[Member] = []  # a new list after each change
+        self.requests = RoutedRequests(self._outputs, self.records, self._request_ended.set)
+        self._scaling = Scaling(self, engines, placement, hang_timeout_s)
+        self._hang_timeout_s, self._restart_limit = hang_timeout_s, restart_limit
+        self._step_offsets = count(ENGINE_STEPS, ENGINE_STEPS)
         self._closing = False
 
     # ── start and stop ──────────────────────────────────────────────────────────────────────
@@ -80,15 +82,15 @@ class RoutedEngine(ProcessClient):
         if placement is None:
             names = (engine.name for engine in engines)
             placement = LocalPlacement(builder, dict(zip(names, spawned or (), strict=False)))
-        text: list[tuple[Tokenizer | None, str | None]] = []
+        opened: list[tuple[Tokenizer | None, str | None]] = []  # one entry, after `start_engines`
         started = await start_engines(
             engines,
             placement,
             hang_timeout_s,
-            lambda: text.append(open_tokenizer_and_template(config)),
+            lambda: opened.append(open_tokenizer_and_template(config)),
         )
-        inputs = InputProcessor(*text[0], limits_of(started[0].ready.info))
-        routed = cls(inputs, config.seed, engines, placement, (hang_timeout_s, restart_limit))
+        inputs = InputProcessor(*opened[0], limits_of(started[0].ready.info))
+        routed = cls(inputs, config.seed, engines, placement, hang_timeout_s, restart_limit)
         routed.join(started)
         return routed
 
@@ -104,51 +106,54 @@ class RoutedEngine(ProcessClient):
 
     def pools(self) -> PoolsStatus:
         counts = {name_of(role): count for role, count in self._scaling.counts().items()}
-        num_requests = self.requests.per_member()
-        engines = [member.status(num_requests[member]) for member in self.members]
+        num_by_member = self.requests.num_by_member()
+        engines = [member.status(num_by_member[member]) for member in self.members]
         return PoolsStatus(counts, self._scaling.active, engines)
 
     def join(self, started: Sequence[StartedEngine]) -> None:
-        """Make started engines members."""
+        """Add started engines to the members."""
         joined = []
         for engine, launcher, child, ready in started:
             state = EngineState(engine.name, engine.role)
-            member = Member(self, state, launcher, child, ready, *self._limits)
-            member.records.listeners.append(_AllSteps(self.records, member))
+            limits = (self._hang_timeout_s, self._restart_limit)
+            member = Member(self, state, launcher, child, ready, *limits)
+            member.records.listeners.append(_StepForwarder(self.records, member))
             joined.append(member)
         self._set_members([*self.members, *joined])
         for member in joined:
             member.watch()
-        self.requests.place_unplaced()
+        self.requests.place_unplaced_requests()
 
     def remove(self, member: Member) -> None:
-        self._set_members([one for one in self.members if one is not member])
-        self.requests.hand_overs.remove(member)
+        self._set_members([other for other in self.members if other is not member])
+        self.requests.hand_overs.remove_totals(member)
 
     def _set_members(self, members: list[Member]) -> None:
         self.members = members
         self.requests.set_members(members)
         self.input_processor.limits = limits_of(self.info)
 
-    def num_in(self, member: Member) -> int:
-        return self.requests.num_in(member)
+    def num_requests_of(self, member: Member) -> int:
+        return self.requests.num_requests_of(member)
 
-    def move_all(self, member: Member) -> None:
-        self.requests.move_all(member)
+    def move_requests_from(self, member: Member) -> None:
+        self.requests.move_requests_from(member)
 
-    def new_first_step(self) -> int:
-        return next(self._first_steps)
+    def new_step_offset(self) -> int:
+        """Return the number to add to the step numbers of a new process of an engine, so that step
+        numbers are unique."""
+        return next(self._step_offsets)
 
     # ── all members together ────────────────────────────────────────────────────────────────
 
     async def sleep(self, drain: bool = False) -> None:
-        raise RequestError("several engines cannot sleep; serve with one to use /sleep")
+        raise RequestError("sleep needs a server with one engine, and this server has several")
 
     async def start_profile(self) -> None:
-        raise RequestError("several engines cannot be profiled; serve with one to use it")
+        raise RequestError("profiling needs a server with one engine, and this server has several")
 
     async def stop_profile(self) -> bytes:
-        raise RequestError("several engines cannot be profiled; serve with one to use it")
+        raise RequestError("profiling needs a server with one engine, and this server has several")
 
     def reset_prefix_cache(self) -> None:
         for member in self.members:
@@ -156,33 +161,37 @@ class RoutedEngine(ProcessClient):
             member.state.forget_prompts()
 
     async def audit(self) -> None:
-        """Have every engine check its own bookkeeping; raises `EngineError` if one is wrong."""
+        """Have every engine check its own bookkeeping. Raise `EngineError` if an engine finds an
+        error."""
         for member in self.members:
             await member.audit()
 
     @property
     def info(self) -> EngineInfo:  # type: ignore[override]
-        """The properties of an engine that decodes, with the sizes of all such engines together."""
-        decoding = [one for one in self.members if one.state.role is not Role.PREFILL]
-        length = min(one.info.max_model_len for one in self.members)
-        groups = zip(*(one.info.kv_groups for one in decoding), strict=True)
+        """The properties of the first engine that decodes, but with sums: `max_num_seqs`,
+        `kv_tokens` and `kv_groups` of all engines that decode, and bytes of all engines.
+        `max_model_len` is the smallest of all engines."""
+        infos = [member.info for member in self.members]
+        decoding = [member.info for member in self.members if member.state.role is not Role.PREFILL]
+        same_groups = zip(*(info.kv_groups for info in decoding), strict=True)
         return replace(
-            decoding[0].info,
-            max_model_len=length,
-            max_num_seqs=sum(one.info.max_num_seqs for one in decoding),
-            kv_tokens=sum(one.info.kv_tokens for one in decoding),
+            decoding[0],
+            max_model_len=min(info.max_model_len for info in infos),
+            max_num_seqs=sum(info.max_num_seqs for info in decoding),
+            kv_tokens=sum(info.kv_tokens for info in decoding),
             kv_groups=tuple(
-                each[0]._replace(num_blocks=sum(one.num_blocks for one in each)) for each in groups
+                groups[0]._replace(num_blocks=sum(group.num_blocks for group in groups))
+                for groups in same_groups
             ),
-            weight_bytes=sum(one.info.weight_bytes for one in self.members),
-            kv_bytes=sum(one.info.kv_bytes for one in self.members),
-            total_bytes=sum(one.info.total_bytes for one in self.members),
+            weight_bytes=sum(info.weight_bytes for info in infos),
+            kv_bytes=sum(info.kv_bytes for info in infos),
+            total_bytes=sum(info.total_bytes for info in infos),
         )
 
-    def transfers_between(self) -> Mapping[tuple[str, str], TransferTotals]:
+    def transfers_by_engine_pair(self) -> Mapping[tuple[str, str], TransferTotals]:
         return self.requests.hand_overs.transfers()
 
-    def each_engine(self) -> Mapping[str, EngineStatus]:
+    def engines_by_name(self) -> Mapping[str, EngineStatus]:
         return {member.name: member for member in self.members}
 
     @property
@@ -195,6 +204,7 @@ class RoutedEngine(ProcessClient):
 
     @property
     def dropped(self) -> dict[str, int]:
+        """The number of messages between processes that were dropped, by reason."""
         return add_counts(*(member.dropped for member in self.members))
 
     def load(self) -> EngineLoad:
@@ -211,21 +221,23 @@ class RoutedEngine(ProcessClient):
         self.requests.add(requests)
 
     def _drop(self, state: RequestState) -> None:
+        """Remove a request that could not be sent to an engine. Its listener gets no output."""
         self.requests.forget(self._outputs.close(state))
 
     def _abort(self, state: RequestState) -> None:
-        self.requests.abort(self._outputs.in_engine(state))
+        """Have the engines end a request. Its listener gets a last output."""
+        self.requests.abort(self._outputs.ids_in_engine(state))
 
-    # ── events of the members ───────────────────────────────────────────────────────────────
+    # ── events of the members (`MemberOwner`) ───────────────────────────────────────────────
 
     def on_updates(self, member: Member, updates: list[Update]) -> None:
         self.requests.on_updates(member, updates)
 
-    def on_refused(self, member: Member, names: list[str], reason: Exception) -> None:
-        self.requests.on_refused(member, names, reason)
+    def on_refused(self, member: Member, request_ids: list[str], reason: Exception) -> None:
+        self.requests.on_refused(member, request_ids, reason)
 
-    def on_fetched(self, member: Member, name: str, fetched: FetchedOffer) -> None:
-        self.requests.on_fetched(member, name, fetched)
+    def on_fetched(self, member: Member, request_id: str, fetched: FetchedOffer) -> None:
+        self.requests.on_fetched(member, request_id, fetched)
 
     def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None:
         self.requests.on_fetched_ahead(member, handle, fetched)
@@ -235,28 +247,30 @@ class RoutedEngine(ProcessClient):
 
     def on_restart(self, member: Member) -> None:
         self.input_processor.limits = limits_of(self.info)
-        self.requests.place_unplaced()
+        self.requests.place_unplaced_requests()
 
     def on_end(self, member: Member, reason: str) -> None:
-        if any(not one.given_up for one in self.members):
+        if any(not other.given_up for other in self.members):
             if not self._closing:
                 if not member.leaving:
-                    log.warning("%s has stopped for good: %s", member.name, reason)
+                    log.warning("%s has ended and is not started again: %s", member.name, reason)
                 self.requests.on_death(member, reason)
             return
-        if not self.lost.done():
-            self.lost.set_result(reason)
+        if not self.stop_reason.done():
+            self.stop_reason.set_result(reason)
         self.requests.fail_all(reason)
 
 
-class _AllSteps:
-    """Passes the steps of one engine on to the records of all, with its name and numbers."""
+class _StepForwarder:
+    """Copies the step records of one engine to the records of all engines. The copies have the
+    engine's name and unique step numbers."""
 
     def __init__(self, records: Records, member: Member) -> None:
         self._records, self._member = records, member
 
     def add_step(self, record: StepRecord) -> None:
-        number = self._member.first_step + record.step
+        number = self._member.step_offset + record.step
         self._records.add_step(record._replace(step=number, engine=self._member.name))
 
-    def add_request(self, record: RequestRecord) -> None: ...
+    def add_request(self, record: RequestRecord) -> None:
+        """Do nothing: `RoutedRequests` adds the records of requests."""

@@ -64,12 +64,14 @@ class RoutedRequests:
 
     @property
     def num_unplaced(self) -> int:
+        """The number of requests that are in no engine."""
         return sum(routed.member is None for routed in self.routed.values())
 
-    def per_member(self) -> Counter[Member | None]:
+    def num_by_member(self) -> Counter[Member | None]:
+        """Return the number of requests in each member. None: in no engine."""
         return Counter(routed.member for routed in self.routed.values())
 
-    def num_in(self, member: Member) -> int:
+    def num_requests_of(self, member: Member) -> int:
         """Return the number of requests that run in a member or whose blocks the member offers."""
         return sum(
             routed.member is member or (routed.offer is not None and routed.offer.member is member)
@@ -103,13 +105,13 @@ class RoutedRequests:
             self._note_left(routed)
             self.hand_overs.release(routed)
 
-    def place_unplaced(self) -> None:
+    def place_unplaced_requests(self) -> None:
         """Place all requests that are in no engine. Called when an engine is up again."""
         for routed in list(self.routed.values()):
             if routed.member is None:
                 self._continue(routed)
 
-    def move_all(self, member: Member) -> None:
+    def move_requests_from(self, member: Member) -> None:
         """Move the requests of a member that is being removed to other engines."""
         for routed in list(self.routed.values()):
             if routed.member is member:
@@ -207,7 +209,7 @@ class RoutedRequests:
         now, handed_over, delivered = monotonic(), [], []
         for update in updates:
             if update.record is not None:
-                number_steps(update.record, member.first_step)
+                number_steps(update.record, member.step_offset)
             routed = self.routed.get(update.request_id)
             if routed is None:  # `forget` has removed the request
                 if update.offer is not None:
@@ -392,7 +394,7 @@ class RoutedRequests:
 
     def _fail(self, state: RequestState, error: str) -> None:
         records = []
-        for request_id in self._outputs.in_engine(state):
+        for request_id in self._outputs.ids_in_engine(state):
             record = self._ended_record(request_id, FinishReason.ERROR)
             record.route = "; ".join(self.routed[request_id].route)
             record.stays = self.routed[request_id].spans
@@ -406,14 +408,14 @@ class RoutedRequests:
         """End every request: no engine will be up again."""
         for state in self._outputs:
             if state.aborted or state.on_output is None or state.output.finished:
-                self._end_unplaced(self._outputs.in_engine(state))
+                self._end_unplaced(self._outputs.ids_in_engine(state))
             else:
                 self._fail(state, f"the engines have stopped ({reason})")
         self._on_ended()
 
 
-def number_steps(record: RequestRecord, first_step: int) -> None:
-    """Renumber the steps of a record: an engine counts its steps from 0, and `first_step` is added
+def number_steps(record: RequestRecord, step_offset: int) -> None:
+    """Renumber the steps of a record: an engine counts its steps from 0, and `step_offset` is added
     so that step numbers of several engines differ."""
-    record.token_step = array("q", [first_step + step for step in record.token_step])
-    record.chunks = [(when, first_step + step, *rest) for when, step, *rest in record.chunks]  # type: ignore[misc]
+    record.token_step = array("q", [step_offset + step for step in record.token_step])
+    record.chunks = [(when, step_offset + step, *rest) for when, step, *rest in record.chunks]  # type: ignore[misc]

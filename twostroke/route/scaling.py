@@ -44,12 +44,12 @@ class PoolOwner(Protocol):
     members: list[Member]
 
     def join(self, started: Sequence[StartedEngine]) -> None:
-        """Make started engines members."""
+        """Add started engines to the members."""
 
-    def num_in(self, member: Member) -> int:
+    def num_requests_of(self, member: Member) -> int:
         """Requests that a member has, and requests whose blocks it offers."""
 
-    def move_all(self, member: Member) -> None:
+    def move_requests_from(self, member: Member) -> None:
         """Continue the requests of a member in other engines."""
 
     def remove(self, member: Member) -> None: ...
@@ -83,7 +83,7 @@ async def start_engines(
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
         for child in children:
-            await child.kill()
+            await child.kill_and_close()
         for launcher in launchers:
             await launcher.close()
         raise
@@ -192,9 +192,9 @@ class Scaling:
         member.leave()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_timeout_s):
-                while owner.num_in(member) and not member.given_up:
+                while owner.num_requests_of(member) and not member.given_up:
                     await asyncio.sleep(POLL_S)
-        owner.move_all(member)
+        owner.move_requests_from(member)
         owner.remove(member)
         await member.stop()
         log.info("%s has left", member.name)

@@ -42,7 +42,7 @@ class DecodeSet:
         itself. Otherwise the preempted request comes later, so it has no slot in this step yet.
         """
         kv, windowed = self._kv, any(self._kv.windows)
-        evicts = kv.eviction is not None
+        uses_eviction = kv.eviction is not None
         chosen: list[ScheduledRequest] = []
         sequences = []
         index = 0
@@ -56,7 +56,7 @@ class DecodeSet:
             seq = request.kv
             if windowed:
                 step.add_drops(request, kv.drop_outside_windows(seq))
-            if evicts:
+            if uses_eviction:
                 self._evict(step, request)
             if seq.num_computed >= seq.capacity and not self._grow(step, request, preempt_for):
                 continue
@@ -65,7 +65,7 @@ class DecodeSet:
             request.remaining -= 1
             chosen.append(request)
             sequences.append(seq)
-        step.add_slots(chosen, sequences, evicts)
+        step.add_slots(chosen, sequences, uses_eviction)
         kv.advance_each(sequences, step.step)
         return sequences
 
@@ -75,7 +75,7 @@ class DecodeSet:
         """Add drafted tokens to the slots of a step, as far as there are free blocks: a draft
         preempts no request."""
         kv, taken = self._kv, []
-        for request, seq, drafted in zip(step.sampled, sequences, drafts, strict=True):
+        for request, seq, drafted in zip(step.sampled_requests, sequences, drafts, strict=True):
             if drafted:
                 grown = kv.reserve(seq, seq.num_computed + len(drafted))
                 if grown is None:

@@ -242,10 +242,10 @@ class Scheduler:
         self._evicted.clear()
         step = StepInFlight(
             plan=plan,
-            sampled=builder.sampled,
-            chunked=builder.chunk_requests,
+            sampled_requests=builder.sampled_requests,
+            chunk_requests=builder.chunk_requests,
             planned_s=builder.now,
-            predicted_s=self.pacer.expected_s(plan),
+            predicted_device_s=self.pacer.expected_s(plan),
             preempted=self._preempted,
             recomputed=builder.recomputed,
             waiting=self.num_waiting,
@@ -269,7 +269,7 @@ class Scheduler:
         runs alone after a failed step has no drafts."""
         rows = [
             Row(request.request_id, request.remaining)
-            for request in builder.sampled
+            for request in builder.sampled_requests
             if request.remaining > 0
         ]
         if self._prefill.isolated.active or not rows:
@@ -280,7 +280,7 @@ class Scheduler:
         if chosen.by_request:
             drafts = [
                 found.tokens if (found := chosen.by_request.get(request.request_id)) else ()
-                for request in builder.sampled
+                for request in builder.sampled_requests
             ]
             self._decode.add_drafts(builder, drafts, sequences)
         return chosen if chosen.offers else None
@@ -319,13 +319,13 @@ class Scheduler:
         now = self._clock() if now is None else now
         self.pacer.commit(step, result.device_s, now)
         if result.shares:
-            for request, shares in zip(step.sampled, result.shares, strict=False):
+            for request, shares in zip(step.sampled_requests, result.shares, strict=False):
                 request.add_shares(shares)
-        sampled, num_slots = step.sampled, len(step.plan.decode)
+        sampled, num_slots = step.sampled_requests, len(step.plan.decode)
         if result.counts is not None:
             sampled, num_slots = self._take_back_drafts(step, result.counts)
         committed = CommitResult()
-        if step.chunked:
+        if step.chunk_requests:
             self._commit_chunks(step, result, committed.updates)
         any_finished = self._append_tokens(committed, sampled, num_slots, result, step, now)
         isolated = self._prefill.isolated
@@ -399,7 +399,9 @@ class Scheduler:
     ) -> tuple[list[ScheduledRequest], int]:
         """Undo the planning of rejected drafts. Return the request of each token, and how many of
         the tokens belong to decode slots."""
-        for slot, request, count in zip(step.plan.decode, step.sampled, counts, strict=False):
+        for slot, request, count in zip(
+            step.plan.decode, step.sampled_requests, counts, strict=False
+        ):
             rejected = 1 + slot.drafts - count
             if slot.drafts and step.drafts is not None:
                 step.drafts.note(request.record, slot.drafts, count - 1)
@@ -407,14 +409,14 @@ class Scheduler:
             request.remaining += rejected
             if request.phase is Phase.DECODE:  # else it has lost its blocks
                 self.kv.rewind(request.kv, rejected)
-        each = zip(step.sampled, counts, strict=True)
+        each = zip(step.sampled_requests, counts, strict=True)
         sampled = [request for request, count in each for _ in range(count)]
         return sampled, sum(counts[: len(step.plan.decode)])
 
     def _commit_chunks(self, step: StepInFlight, result: StepResult, updates: list[Update]) -> None:
         """Keep the log-probabilities of prompts; append the updates of requests that asked for
         their progress, and offers of the blocks computed so far to the decode engine."""
-        for request, chunk in zip(step.chunked, step.plan.prefill, strict=True):
+        for request, chunk in zip(step.chunk_requests, step.plan.prefill, strict=True):
             engine_request, num_computed = request.engine_request, chunk.start + chunk.size
             if chunk.row in result.prompt_logprobs:
                 # Entry 0 is position 1. After a preemption positions come a second time.
@@ -453,7 +455,7 @@ class Scheduler:
         """
         involved: dict[ScheduledRequest, None] = {}
         for step in self.in_flight:
-            involved |= dict.fromkeys([*step.sampled, *step.chunked])
+            involved |= dict.fromkeys([*step.sampled_requests, *step.chunk_requests])
         involved = {r: None for r in involved if r.phase is not Phase.FINISHED}
         queue, isolated, now = self._prefill.waiting, self._prefill.isolated, self._clock()
         for request in (*self._prefill.requests, *self._decode.requests):
@@ -549,8 +551,8 @@ class Scheduler:
         alive = 0
         for step in self.in_flight:
             drafts = [slot.drafts for slot in step.plan.decode]
-            drafts += [0] * (len(step.sampled) - len(drafts))
-            for request, more in zip(step.sampled, drafts, strict=True):
+            drafts += [0] * (len(step.sampled_requests) - len(drafts))
+            for request, more in zip(step.sampled_requests, drafts, strict=True):
                 alive += 1 + more if request.phase is not Phase.FINISHED else 0
         assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
         if not self.has_requests and not self.in_flight:

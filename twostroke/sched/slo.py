@@ -13,8 +13,9 @@ prompts are always waiting, a step without prefill (a probe) is planned now and 
 `PROBE_EVERY` steps, every `PROBE_SOON` steps if one of the last probes had less than half of the
 present streams, and at the start, while no time is known.
 
-An engine that receives requests from other engines (`receives`) limits prefill as if one stream
-were running even if none is: a stream that arrives during a step waits for the end of that step.
+An engine that receives requests from other engines (`receives_requests`) limits prefill as if one
+stream were running even if none is: a stream that arrives during a step waits for the end of that
+step.
 
 `Allowance` (`allowance.py`) turns the time of a step into tokens. One step in `HALVE_EVERY` takes
 half of them: if all chunks had the same size, the cost of a token could not be told from the fixed
@@ -55,7 +56,7 @@ class Pacer:
         self.stretch = 1.0  # factor by which streams lengthen the prefill of a prompt
         self._itl_s = config.itl_slo_s
         self._stall = config.max_decode_stall
-        self._receives = config.receives
+        self._receives_requests = config.receives_requests
         self._steps_since_probe = 0
         # Numbers of streams in the last steps without prefill
         self._probed_rows = deque([0] * MIN_STEPS, MIN_STEPS)
@@ -71,7 +72,7 @@ class Pacer:
     ) -> Allowance | None:
         """Return the prefill time of a step whose decode slots are planned. None: unlimited, or not
         needed because there are no `prompts`."""
-        streams, decode = step.sampled, step.decode_work
+        streams, decode = step.sampled_requests, step.decode_work
         alone = self._decode_s = self.times.decode_only(decode if streams else ONE_STREAM)
         itl_s = self._itl_s
         if itl_s is None and self._stall is not None:
@@ -82,7 +83,7 @@ class Pacer:
                 itl_s = max(MIN_ITL_S, self._stall * (alone + self.host_s))
         if itl_s is None or not streams:
             self.stretch += SMOOTHING * (1.0 - self.stretch)
-        if itl_s is None or not (streams or self._receives):
+        if itl_s is None or not (streams or self._receives_requests):
             return None
         if streams and alone is not None:
             for_prefill = max(itl_s - alone, itl_s / MAX_STRETCH)
@@ -161,5 +162,5 @@ class Pacer:
         """The expected time at which the last step in flight will have committed."""
         end = self._committed_s
         for step in in_flight:
-            end = max(end, step.planned_s) + step.predicted_s + self.host_s
+            end = max(end, step.planned_s) + step.predicted_device_s + self.host_s
         return max(end, now)

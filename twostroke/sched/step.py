@@ -1,5 +1,5 @@
-"""`SchedulerConfig`: the limits of a schedule. `StepBuilder`: a step while it is planned.
-`StepInFlight`: a step from its plan to its commit."""
+"""`SchedulerConfig`: the settings of the scheduler. `StepBuilder`: a step that is being planned.
+`StepInFlight`: a planned step that is not committed yet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from twostroke.sched.allowance import Allowance
 from twostroke.sched.scheduled_request import ScheduledRequest
 from twostroke.sched.work import AttentionWork
 
-# `Slot(*fields)` without a Python call: a slot is made for every token that is written.
+# `Slot(*fields)` without a Python call, because each decoded token needs a new slot.
 new_slot: Callable[[tuple[int, int, int]], Slot] = partial(tuple.__new__, Slot)
 row_of: Callable[[ScheduledRequest], int] = attrgetter("row")
 num_computed_of: Callable[[KVSequence], int] = attrgetter("num_computed")
@@ -38,7 +38,7 @@ num_evicted_of: Callable[[KVSequence], int] = attrgetter("num_evicted")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of a schedule, already validated (`config.py`)."""
+    """The settings of the scheduler, already validated (`config.py`)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,31 +48,39 @@ class SchedulerConfig:
     policy: str = "fcfs"
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    lookahead: int = 128  # tokens of growth that admission keeps free for each running request
+    # Admission keeps KV blocks free for so many further tokens of each running request.
+    # vLLM's `num_lookahead_slots` is something else: room for drafts.
+    lookahead: int = 128
     ttft_slo_s: float | None = None  # None: no goal
     itl_slo_s: float | None = None  # None: no goal
-    max_decode_stall: float | None = None  # in steady gaps; used without an itl_slo_s
-    receives: bool = False  # other engines may hand over streams at any time
+    # The longest gap between two tokens of a request, as a multiple of the time of a step without
+    # prefill. Used only if `itl_slo_s` is None.
+    max_decode_stall: float | None = None
+    receives_requests: bool = False  # from prefill engines, at any time
     eviction: Eviction | None = None
-    speculation: SpeculationConfig | None = None  # None: no drafts; needs steps one at a time
+    speculation: SpeculationConfig | None = (
+        None  # None: no drafts; with drafts, steps do not overlap
+    )
 
 
 @dataclass(slots=True, eq=False)
 class StepInFlight:
-    """A step from its plan to its commit."""
+    """A planned step that is not committed yet."""
 
     plan: StepPlan
-    sampled: list[ScheduledRequest]  # slots first, then last chunks: the order of the result
-    chunked: list[ScheduledRequest]  # in the order of plan.prefill
-    planned_s: float  # when planning began
-    predicted_s: float  # expected time on the device; 0: unknown
-    preempted: int  # requests preempted since the step before was planned
-    recomputed: int  # tokens that were computed before and are no longer cached
-    waiting: int
-    running: int
-    kv: KVUsage  # with the blocks of this step taken and filled
-    drafts: StepDrafts | None = None  # None: no row had an offer
-    launched_s: float = 0.0  # when the executor was given the plan
+    # Requests that sample a token, in the order of the result: the requests of the slots, then the
+    # requests whose last chunk this is.
+    sampled_requests: list[ScheduledRequest]
+    chunk_requests: list[ScheduledRequest]  # in the order of plan.prefill
+    planned_s: float  # time (`monotonic`) at which planning began
+    predicted_device_s: float  # expected duration on the device; 0: unknown
+    preempted: int  # number of requests preempted since the previous step was planned
+    recomputed: int  # number of tokens that were computed before and are no longer cached
+    waiting: int  # number of requests
+    running: int  # number of requests
+    kv: KVUsage  # including the blocks and tokens of this step
+    drafts: StepDrafts | None = None  # None: the step was planned without drafts
+    launched_s: float = 0.0  # time (`monotonic`) at which the executor was given the plan
     pending: Pending | None = None  # the result, once the step is launched
 
 
@@ -88,7 +96,8 @@ class StepBuilder:
         now: float,
         evicted: list[BlockEvict] | None = None,
     ) -> None:
-        """`evicted`: evictions of earlier calls to `Scheduler.plan` that planned no step."""
+        """`evicted`: evictions of earlier calls to `Scheduler.plan` that returned None. The builder
+        appends to this list."""
         self.evicted = [] if evicted is None else evicted
         self.step = step
         self.budget = budget
@@ -98,12 +107,12 @@ class StepBuilder:
         self.new: list[NewRow] = []
         self.appended: list[BlockAppend] = []
         self.dropped: list[BlockDrop] = []
-        self.sampled: list[ScheduledRequest] = []  # slots first, then last chunks
+        self.sampled_requests: list[ScheduledRequest] = []  # of slots; `build` adds last chunks
         self.last_chunks: list[ScheduledRequest] = []
         self.chunk_requests: list[ScheduledRequest] = []
-        self.draft_tokens: list[int] = []  # of all slots
-        self.recomputed = 0  # tokens that were computed before and are no longer cached
-        self.allowance: Allowance | None = None  # prefill time, if streams have a goal
+        self.draft_tokens: list[int] = []  # of all slots, in their order
+        self.recomputed = 0  # number of tokens that were computed before and are no longer cached
+        self.allowance: Allowance | None = None  # time for prefill; None: unlimited
         self.prefill_work = self.decode_work = NO_WORK
         self._work = work
 
@@ -117,7 +126,7 @@ class StepBuilder:
         return self.budget <= 0 or (self.allowance is not None and self.allowance.spent)
 
     def fit(self, request: ScheduledRequest, start: int, max_tokens: int) -> int:
-        """Return how many prompt tokens from `start` on the step has time for."""
+        """Return the number of prompt tokens, beginning at `start`, that the step has time for."""
         if self.allowance is None:
             return max_tokens
         return self.allowance.fit(self.prefill_work, start, max_tokens, len(request.tokens))
@@ -126,30 +135,33 @@ class StepBuilder:
         self,
         requests: list[ScheduledRequest],
         sequences: Sequence[KVSequence],
-        evicts: bool = False,
+        uses_eviction: bool = False,
     ) -> None:
         """Add a slot for each request, at the first position of its sequence that is not computed.
-        `evicts`: sequences may have fewer cache entries than positions."""
+        `uses_eviction`: sequences may have fewer cache entries than positions."""
         positions = list(map(num_computed_of, sequences))
         fields = zip(map(row_of, requests), positions, repeat(0))
         self.slots = list(map(new_slot, fields))
-        self.sampled = requests
+        self.sampled_requests = requests
         self.budget -= len(requests)
-        if evicts:
-            evicted = map(num_evicted_of, sequences)
-            positions = [at - gone for at, gone in zip(positions, evicted, strict=True)]
+        if uses_eviction:
+            num_evicted = map(num_evicted_of, sequences)
+            positions = [at - count for at, count in zip(positions, num_evicted, strict=True)]
         rows = len(requests)
         self.decode_work = PhaseWork(rows, rows, *self._work.of_slots(positions))
 
     def add_drafts(self, drafts: Sequence[Sequence[int]], sequences: Sequence[KVSequence]) -> None:
-        """Add drafted tokens to the slots. `drafts` and `sequences`: of each slot."""
-        rows, tokens, attended, read = len(self.slots), 0, 0, 0
+        """Add drafted tokens to the slots. `drafts` and `sequences` have an entry for each slot."""
+        # Positions that the slots attend to and that they read from the cache (`AttentionWork`).
+        attended, read = 0, 0
+        rows, tokens = len(self.slots), 0
         for n, (slot, drafted, seq) in enumerate(zip(self.slots, drafts, sequences, strict=True)):
             self.slots[n] = slot._replace(drafts=len(drafted))
             self.draft_tokens += drafted
             tokens += 1 + len(drafted)
-            of_row = self._work.of_chunk(slot.position - seq.num_evicted, 1 + len(drafted))
-            attended, read = attended + of_row[0], read + of_row[1]
+            cached = slot.position - seq.num_evicted
+            row_attended, row_read = self._work.of_chunk(cached, 1 + len(drafted))
+            attended, read = attended + row_attended, read + row_read
         self.budget -= tokens - rows
         self.decode_work = PhaseWork(rows, tokens, attended, read)
 
@@ -181,21 +193,25 @@ class StepBuilder:
             )
         )
 
-    def add_blocks(self, request: ScheduledRequest, grown: int) -> None:
-        if grown:
+    def add_blocks(self, request: ScheduledRequest, num_blocks: int) -> None:
+        """Report the newest `num_blocks` blocks of each table of a request."""
+        if num_blocks:
             for group, table in enumerate(request.kv.tables):
-                self.appended.append(BlockAppend(request.row, group, tuple(table[-grown:])))
+                self.appended.append(BlockAppend(request.row, group, tuple(table[-num_blocks:])))
 
-    def add_drops(self, request: ScheduledRequest, changed: list[tuple[int, int]]) -> None:
-        for group, upto in changed:
-            self.dropped.append(BlockDrop(request.row, group, upto))
+    def add_drops(self, request: ScheduledRequest, drops: list[tuple[int, int]]) -> None:
+        """Report blocks that a sliding window has passed. `drops`: KV groups, and the number of
+        leading table entries that are dropped in each."""
+        for group, num_entries in drops:
+            self.dropped.append(BlockDrop(request.row, group, num_entries))
 
     def add_evictions(self, request: ScheduledRequest, evicted: list[range]) -> None:
-        self.evicted += [BlockEvict(request.row, one.start, one.stop) for one in evicted]
+        """Report ranges of table entries that a request evicts."""
+        self.evicted += [BlockEvict(request.row, span.start, span.stop) for span in evicted]
         request.record.kv_evicted_tokens = request.kv.num_evicted
 
     def build(self, retired: tuple[int, ...]) -> StepPlan:
-        self.sampled += self.last_chunks
+        self.sampled_requests += self.last_chunks
         return StepPlan(
             step=self.step,
             new=tuple(self.new),

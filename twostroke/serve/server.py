@@ -96,9 +96,9 @@ class HttpServer(uvicorn.Server):
         self._app.service.admission.draining = True
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
-    def end_with_engine(self, lost: asyncio.Future[str]) -> None:
+    def end_with_engine(self, stop_reason: asyncio.Future[str]) -> None:
         """End the server: the engine has stopped for good."""
-        self.lost = lost.result()
+        self.lost = stop_reason.result()
         self._app.service.admission.draining = self.should_exit = True
 
     async def _drain(self) -> None:
@@ -168,12 +168,12 @@ async def serve_forever(
             if settings.log_stats:
                 work = log_stats(client, app.service.metrics.totals)
                 logging_stats = asyncio.get_running_loop().create_task(work)
-            lost: asyncio.Future[str] | None = getattr(client, "lost", None)
-            if lost is not None:
-                lost.add_done_callback(server.end_with_engine)
+            stop_reason: asyncio.Future[str] | None = getattr(client, "stop_reason", None)
+            if stop_reason is not None:
+                stop_reason.add_done_callback(server.end_with_engine)
             await server.serve(sockets=[listener])
-            if lost is not None:
-                lost.remove_done_callback(server.end_with_engine)
+            if stop_reason is not None:
+                stop_reason.remove_done_callback(server.end_with_engine)
             if logging_stats is not None:
                 logging_stats.cancel()
             await app.close()

@@ -530,7 +530,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(
             with pytest.raises(EngineError, match="has stopped"):
                 await last(engine, [60])
             assert not engine.healthy
-            assert "died 2 times" in await engine.lost
+            assert "died 2 times" in await engine.stop_reason
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
@@ -553,7 +553,7 @@ def test_an_engine_that_hangs_is_killed_and_replaced(
             waiting = asyncio.create_task(last(engine, [61]))
             await asyncio.sleep(0.05)
             os.kill(engine.pid, signal.SIGSTOP)
-            with pytest.raises(EngineError, match=r"was silent for . s and was killed"):
+            with pytest.raises(EngineError, match=r"sent no message for . s, so it was killed"):
                 async for _ in begun:
                     pass
             assert (await waiting).outputs[0].token_ids == expected_tokens([61], 12, written)
@@ -600,7 +600,7 @@ def test_a_long_step_and_an_engine_that_is_not_watched_are_left_alone(
     async def not_watched() -> None:
         monkeypatch.setenv(STEP_DELAY, "0")
         async with await RemoteEngine.start(config, BUILDER, hang_timeout_s=0) as engine:
-            engine._child.heard_s -= 1e6
+            engine._child.last_message_s -= 1e6
             os.kill(engine.pid, signal.SIGSTOP)
             task = asyncio.create_task(last(engine, [60]))
             await asyncio.sleep(0.3)  # a watch with a time-out of 0 would look at once
@@ -652,9 +652,9 @@ def test_a_server_that_was_stopped_itself_kills_no_engine(
             for _ in range(2):
                 os.kill(engine.pid, signal.SIGSTOP)  # no message resets the clock instead
                 await asyncio.sleep(0.1)  # messages under way arrive
-                heard_s = engine._child.heard_s
+                last_message_s = engine._child.last_message_s
                 clock.ahead_s += 30
-                await until(lambda before=heard_s: engine._child.heard_s > before)
+                await until(lambda before=last_message_s: engine._child.last_message_s > before)
                 os.kill(engine.pid, signal.SIGCONT)
             assert (await last(engine, [60])).finished
             assert engine.num_restarts == 0
@@ -750,7 +750,7 @@ async def main():
     async for output in engine.generate("the quick", engine.info.sampling):
         pass
     assert output.finished
-    print(engine.pid, engine._child._launched.folder.path, "torch" in sys.modules, flush=True)
+    print(engine.pid, engine._child._process.folder.path, "torch" in sys.modules, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())

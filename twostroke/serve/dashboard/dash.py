@@ -219,7 +219,7 @@ class DashData:
 
     def _engines(self, now: float) -> list[Json]:
         """Load and recent work of each engine; empty if there is only one engine."""
-        engines = self._client.each_engine()
+        engines = self._client.engines_by_name()
         if len(engines) < 2:
             return []
         seconds = max(1e-9, min(ENGINES_S, now - self._recent.started_s))
@@ -262,7 +262,7 @@ class DashData:
                 "bytes": totals.num_bytes,
                 "ms": _ms(totals.seconds),
             }
-            for (sender, receiver), totals in self._client.transfers_between().items()
+            for (sender, receiver), totals in self._client.transfers_by_engine_pair().items()
         ]
 
     def _roof_json(self) -> Json:

@@ -32,7 +32,8 @@ from twostroke.serve.settings import ServeSettings
 
 T = TypeVar("T", bound=Body)
 MAX_CHOICES, CHOICES_PER_CORE = 128, 8
-MAX_UNREAD_STREAMS = 8  # the total of unread bytes, in limits of one stream
+# The limit for the unread bytes of all streams is this multiple of the limit for one stream.
+TOTAL_UNREAD_FACTOR = 8
 
 
 class Service:
@@ -51,7 +52,7 @@ class Service:
         setup = f"{info.model_name} {info.dtype} {info.device}"
         self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
         self.open_streams: set[OpenStream] = set()
-        self.ceilings_probe = CeilingsProbe(client)
+        self.ceilings_probe = CeilingsProbe(client)  # measures the hardware (roofline)
         self.tracing: Tracing | None = None
         if settings.otlp_traces_endpoint is not None:
             self.tracing = Tracing(settings.otlp_traces_endpoint, self.models[0])
@@ -63,8 +64,10 @@ class Service:
 
     @asynccontextmanager
     async def read(self, http: HttpRequest, request_type: type[T]) -> AsyncIterator[tuple[T, int]]:
-        """Read a request and its size. Leave the block when the prompt is made: its memory is
-        counted."""
+        """Read the body of a request. The context has the request and the number of its bytes.
+
+        The bytes count as memory in use until the context ends, so leave the context as soon as the
+        prompt is rendered."""
         async with self.bodies.read(http, request_type) as (request, num_bytes):
             yield request, num_bytes
             request.drop_input()
@@ -82,17 +85,19 @@ class Service:
             request.prompt_cache_key = session.decode("latin-1")
 
     def num_running(self, http: HttpRequest) -> int:
-        """Return the number of running sequences that the client may know of."""
+        """Return the number of running sequences that this client may see: with an admin key all
+        sequences, with another key only the sequences of the same key."""
         running = self.client.load().running
         if http.is_admin:
             return running
-        own = (one.num_running for one in self.open_streams if one.owner == http.key_number)
+        own = (s.num_running for s in self.open_streams if s.owner == http.key_number)
         return min(running, sum(own))
 
-    def tokens_as_ids(self, request: GenerateRequest) -> bool:
-        """Return whether log-probabilities name tokens by id: the request or the server decides."""
-        asked = request.return_tokens_as_token_ids
-        return self.settings.return_tokens_as_token_ids if asked is None else asked
+    def shows_token_ids(self, request: GenerateRequest) -> bool:
+        """Return whether log-probabilities show tokens as ids ("token_id:42") instead of text. The
+        request's field overrides the server's setting."""
+        requested = request.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if requested is None else requested
 
     def response_head(self, prefix: str, request_id: str | None, model: str | None) -> ResponseHead:
         name = f"{prefix}-{request_id or uuid4().hex}"
@@ -100,25 +105,26 @@ class Service:
 
     def load_report(self, http: HttpRequest) -> Headers:
         """Return ORCA's load header if the load balancer asks for it."""
-        form = (http.header(b"endpoint-load-metrics-format") or b"").upper()
-        if form not in (b"TEXT", b"JSON"):
+        load_format = (http.header(b"endpoint-load-metrics-format") or b"").upper()
+        if load_format not in (b"TEXT", b"JSON"):
             return ()
         load = self.client.load()
-        figures = {
-            "kv_cache_usage_perc": load.kv.taken,
+        metrics = {
+            "kv_cache_usage_perc": load.kv.taken,  # a share, as in vLLM: from 0 to 1
             "num_requests_waiting": float(load.waiting),
         }
-        if form == b"JSON":
-            report = msgspec.json.encode({"named_metrics": figures})
+        if load_format == b"JSON":
+            report = msgspec.json.encode({"named_metrics": metrics})
         else:
-            report = ", ".join(f"named_metrics.{name}={figures[name]}" for name in figures).encode()
-        return ((b"endpoint-load-metrics", form + b" " + report),)
+            report = ", ".join(f"named_metrics.{name}={metrics[name]}" for name in metrics).encode()
+        return ((b"endpoint-load-metrics", load_format + b" " + report),)
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model not in self.models:
             raise ApiError(
                 404,
-                f"the model {shown(model)} does not exist here; there is {', '.join(self.models)}",
+                f"the model {shown(model)} does not exist on this server, which has "
+                f"{', '.join(self.models)}",
                 param="model",
                 code="model_not_found",
             )
@@ -138,7 +144,8 @@ class Admission:
     def __init__(self, client: EngineClient, max_queue: int, max_choices: int | None) -> None:
         self._client = client
         self._max_queue = max_queue
-        # All choices of a request run in the same steps and slow down every stream.
+        # All choices of a request run in the same steps, so many choices make every stream slower,
+        # above all on a CPU.
         on_gpu = client.info.device.startswith("cuda")
         cores = os.cpu_count() or 1
         default = MAX_CHOICES if on_gpu else min(MAX_CHOICES, CHOICES_PER_CORE * cores)
@@ -150,28 +157,29 @@ class Admission:
         """Raise `ApiError` if `count` more sequences cannot be admitted. Also called before the
         body is read, to refuse early."""
         if self.draining:
-            raise unavailable("the server is shutting down; ask another one")
+            raise unavailable("the server is shutting down; send the request to another server")
         if self._client.asleep:
             raise unavailable("the engine sleeps; POST /wake_up first")
         if not self._client.healthy:
             raise unavailable("the engine is not running; try again in a moment")
-        # The engine's count may be outdated, and memory may hold fewer than max_num_seqs: so both
-        # counts are checked.
         limit = self._client.info.max_num_seqs + self._max_queue
         max_count = min(limit, self.max_choices)
         if count > max_count:
             raise ApiError(
                 400,
-                f"n: the request asks for {count} texts (prompts times n); at most {max_count} are "
-                "allowed; send several requests, or raise --max-choices",
+                f"n: the request asks for {count} choices (prompts times n), and at most "
+                f"{max_count} are allowed; send several requests, or raise --max-choices",
                 param="n",
             )
+        # Two counts are checked. `num_open` is exact, but with little memory fewer than
+        # max_num_seqs sequences run, and more wait. The engine's count of waiting requests may be
+        # outdated.
         waiting = self._client.load().waiting
         if self.num_open + count > limit or (waiting and waiting + count > self._max_queue):
             raise ApiError(
                 429,
-                f"{waiting} requests are waiting, and at most {self._max_queue} may; try again "
-                "in a moment",
+                f"{waiting} requests are waiting, and the queue has room for {self._max_queue}; "
+                "try again in a moment",
                 code="queue_full",
                 headers=retry_after(1),
             )
@@ -196,9 +204,11 @@ class OpenStream(Protocol):
     @property
     def num_running(self) -> int: ...
 
-    def fail(self, error: Exception) -> None: ...
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, after the chunks that are ready."""
 
-    def cancel(self, error: Exception) -> None: ...
+    def cancel(self, error: Exception) -> None:
+        """Abort the requests, drop the chunks that are ready, and end the stream with an error."""
 
 
 class UnreadBytes:
@@ -207,23 +217,24 @@ class UnreadBytes:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self.max_total_bytes = MAX_UNREAD_STREAMS * max_bytes
+        self.max_total_bytes = TOTAL_UNREAD_FACTOR * max_bytes
         self._bytes: dict[OpenStream, int] = {}
         self.num_bytes = 0
 
     def add(self, stream: OpenStream, count: int) -> None:
-        """Count bytes. A single output may have any size, but no further output may wait behind
-        it."""
+        """Add `count` bytes that a stream has written. Cancel the stream if it now has more unread
+        bytes than allowed, unless all of them are from this call: a first write may have any size.
+        If all streams together have too many, cancel the stream with the most."""
         before = self._bytes.get(stream, 0)
         self._bytes[stream] = before + count
         self.num_bytes += count
         if before and before + count > self._max_bytes:
             self._end(stream)
         elif self.num_bytes > self.max_total_bytes and len(self._bytes) > 1:
-            self._end(max(self._bytes, key=lambda one: self._bytes[one]))
+            self._end(max(self._bytes, key=lambda other: self._bytes[other]))
 
     def remove(self, stream: OpenStream, count: int | None = None) -> None:
-        """Uncount `count` bytes that were read or dropped; None: all bytes of the stream."""
+        """Subtract `count` bytes that were read or dropped. None: all bytes of the stream."""
         held = self._bytes.pop(stream, 0)
         left = 0 if count is None else max(0, held - count)
         self.num_bytes -= held - left
@@ -235,8 +246,8 @@ class UnreadBytes:
         stream.cancel(
             ApiError(
                 408,
-                f"the stream was not read: {count} bytes of it were waiting, and at most "
-                f"{self._max_bytes} may (--max-unread-bytes); read faster, or ask for less",
+                f"the client did not read the stream: {count} bytes were unread, and the limit is "
+                f"{self._max_bytes} (--max-unread-bytes); read faster, or request fewer tokens",
                 code="slow_reader",
             )
         )

@@ -108,7 +108,7 @@ class LearnData:
             "threads": info.threads,
             "read_bytes_per_s": ceilings.read_bytes_per_s or None,
             "ops_per_s": ceilings.ops_per_s or None,
-            "engines": [one.phase for one in client.each_engine().values()],
+            "engines": [one.phase for one in client.engines_by_name().values()],
             "own_engines": self._lab.has_engines,
             "example_text": EXAMPLE_TEXT,
             "limits": {

@@ -65,7 +65,7 @@ class _Engines(Collector):
 
     def collect(self) -> Iterable[Metric]:
         found: dict[str, Metric] = {}
-        for name, engine in self._client.each_engine().items():
+        for name, engine in self._client.engines_by_name().items():
             families = Families(self._model_name, name)
             for family in families.all(engine, engine.totals or self._totals):
                 if family.name in found:

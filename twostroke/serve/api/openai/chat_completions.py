@@ -35,7 +35,7 @@ class ChatGeneration(ConversationGeneration[ChatRequest]):
         super().__init__(service, request)
         self.role = service.settings.response_role
         self.echoed = ""  # the last message, repeated in the answer (`echo`)
-        as_ids = service.tokens_as_ids(request)
+        as_ids = service.shows_token_ids(request)
         top = -1 if request.logprob_token_ids else request.top_logprobs or 0
         self._logprobs = LogprobWriter(service.token_names, top, as_ids)
 

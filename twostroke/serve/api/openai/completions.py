@@ -37,7 +37,7 @@ class CompletionGeneration(Generation[CompletionRequest]):
         self.echo = bool(request.echo)
         self.only_echo = self.echo and request.max_tokens == 0
         self._tokenizer = service.tokenizer
-        as_ids = service.tokens_as_ids(request)
+        as_ids = service.shows_token_ids(request)
         self._logprobs = LogprobWriter(service.token_names, request.logprobs or 0, as_ids)
 
     def prepare(self) -> list[EngineRequest]:
