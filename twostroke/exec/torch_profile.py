@@ -2,7 +2,8 @@
 
 The ranges are NVTX ranges for Nsight (`--nvtx`) or ranges of torch's profiler for `twostroke
 profile`. Wrappers around methods open the ranges (`MethodWrappers`), so that an engine without a
-profile has no overhead. A decode step that is a CUDA graph is one launch, so its kernels have no further range.
+profile has no overhead. A decode step that is a CUDA graph is one launch, so its kernels have no
+further range.
 """
 
 from __future__ import annotations

@@ -70,6 +70,8 @@ class OwnerUsage:
 
 
 class ResponseStore:
+    """The index of stored responses, and the memory of all held responses."""
+
     def __init__(
         self,
         max_responses: int,
