@@ -53,7 +53,7 @@ def add(
 
 
 def names(store: ResponseStore, owner: int | None = None) -> list[str]:
-    return list(store._share(owner).by_id)
+    return list(store._usage_of(owner).by_id)
 
 
 def test_the_oldest_goes_when_there_are_too_many() -> None:
