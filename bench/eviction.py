@@ -29,7 +29,7 @@ import numpy as np
 
 from bench.output import write_result
 from twostroke import LLM, SamplingParams
-from twostroke.exec.native_executor import Computed
+from twostroke.exec.native_executor import FinishedStep
 from twostroke.measure.quality.quality import log_softmax, read_window
 
 TEXT = Path(__file__).with_name("data") / "kjv.txt"
@@ -58,12 +58,12 @@ class ForcedExecutor:
         lines = log_softmax(handle.logits)
         result = self._executor.sample(handle, masks).wait()
         if not handle.positions:
-            return Computed(result)
+            return FinishedStep(result)
         ((row,), (at,)) = handle.rows, handle.positions
         token = self._text[at]
         self.logprobs.append(float(lines[0, token]))
         self._executor._tokens[row, at] = token
-        return Computed(result._replace(tokens=[token]))
+        return FinishedStep(result._replace(tokens=[token]))
 
 
 def evicting(policy: str, model: str | None, budget: int, length: int, **more: Any) -> LLM:

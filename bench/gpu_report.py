@@ -16,8 +16,8 @@ from twostroke.config import KV_8_BIT, EngineConfig
 from twostroke.model.describe.cost import CostModel, cost_model
 from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.model.formats.phase_formats import phase_formats
-from twostroke.model.formats.registry import weight_bytes
 from twostroke.model.formats.w8a8_weights import W8Format
+from twostroke.model.formats.weight_formats import weight_bytes
 from twostroke.model.weights.dummy import DummyWeights
 from twostroke.plan import PhaseWork
 

@@ -18,7 +18,7 @@ from typing import TextIO
 from twostroke import __version__
 from twostroke.commands.parser import Parser
 from twostroke.commands.terminal import columns, wrapped
-from twostroke.errors import TwostrokeError, nearest, shown
+from twostroke.errors import TwostrokeError, did_you_mean, shown
 
 # The summary of each command. The module of a command is imported when the command is used.
 COMMANDS = {
@@ -77,7 +77,7 @@ def parse(words: list[str], parser: Parser) -> argparse.Namespace | None:
     commands = _commands(parser)
     command = commands.get(words[0]) if words else None
     if words and command is None and not words[0].startswith("-"):
-        hint = nearest(words[0], commands) or f"; the commands are {', '.join(commands)}"
+        hint = did_you_mean(words[0], commands) or f"; the commands are {', '.join(commands)}"
         parser.error(f"unknown command {shown(words[0])}{hint}")
     if command is not None:
         for word in words[1:]:

@@ -63,7 +63,7 @@ def shown(value: object) -> str:
         return f"this {type(value).__name__}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for a misspelt name; an empty text if no known name is close."""
     if len(name) > MAX_SHOWN_CHARS:
         return ""

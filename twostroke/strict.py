@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from twostroke.errors import ConfigError, TwostrokeError, nearest, shown
+from twostroke.errors import ConfigError, TwostrokeError, did_you_mean, shown
 
 
 class StrictSettings:
@@ -24,7 +24,7 @@ class StrictSettings:
             )
         for name in settings:
             if name not in known:
-                hint = nearest(name, known) or f"; the settings are {', '.join(known)}"
+                hint = did_you_mean(name, known) or f"; the settings are {', '.join(known)}"
                 raise cls.error(f"{class_name} has no setting {shown(name)}{hint}")
         return super().__new__(cls)
 
@@ -56,6 +56,6 @@ class StrictSettings:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in choices:
-            hint = nearest(value, choices) if isinstance(value, str) else ""
+            hint = did_you_mean(value, choices) if isinstance(value, str) else ""
             expected = f"one of {', '.join(choices)}"
             raise self.error(f"{name} must be {expected}, not {shown(value)}{hint}")

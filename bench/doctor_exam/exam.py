@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from bench.doctor_exam.cases import CASES, Case, UserLoad
 from bench.doctor_exam.slow_link import slow_link
-from twostroke.errors import ConfigError, nearest
+from twostroke.errors import ConfigError, did_you_mean
 from twostroke.measure.doctor.verdict import HEALTHY, NOT_ENOUGH
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.result import environment
@@ -47,7 +47,7 @@ def find_cases(names: str | None) -> list[Case]:
     for name in names.split(","):
         if name not in CASES:
             raise ConfigError(
-                f"there is no case {name!r}{nearest(name, CASES)}; `--cases list` shows them"
+                f"there is no case {name!r}{did_you_mean(name, CASES)}; `--cases list` shows them"
             )
     return [CASES[name] for name in names.split(",")]
 

@@ -26,7 +26,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
 from twostroke.kernels.reference import Kernels
 from twostroke.measure.quality.quality import phase_difference
-from twostroke.model.formats.registry import weight_formats
+from twostroke.model.formats.weight_formats import weight_formats
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.load_layers import LoadOptions
 from twostroke.request import EngineRequest, SamplingParams
@@ -185,7 +185,7 @@ def test_bytes_of_both_are_held_and_each_step_reads_one(
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     llm.generate([list(range(5, 25))], params)
     cost, costs = llm.engine.core.cost, [one.engine.core.cost for one in (fp8, int4)]
-    assert [cost.of_step(n).layer_weight_bytes for n in (1, 0)] == [
+    assert [cost.for_step(n).layer_weight_bytes for n in (1, 0)] == [
         one.layer_weight_bytes for one in costs
     ]
     first, second, *_ = llm.engine.core.records.steps

@@ -27,7 +27,7 @@ from tests.gpu.kernels_time import CUDA, SPREAD_BYTES, shuffled_tables
 from tests.gpu.report import FLOPS, READ, Report, tally
 from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
-from twostroke.kernels import cuda, kv_types
+from twostroke.kernels import cuda, kv_dtypes
 from twostroke.kernels.cuda import decode, prefill
 from twostroke.kernels.cuda.new_token import NewToken
 from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork, Rope
@@ -98,7 +98,7 @@ def check_large(kind: torch.dtype) -> float:
     qkv[1] = 0
     angles = torch.zeros(4, 32, device=CUDA)
     at = torch.arange(4, device=CUDA)
-    right = [kv_types.as_stored(part, kind) for part in qkv.view(4, 3, 64)[:, 1:].unbind(1)]
+    right = [kv_dtypes.as_stored(part, kind) for part in qkv.view(4, 3, 64)[:, 1:].unbind(1)]
     out = cuda.rope_store(qkv, Rope(angles + 1, angles), at, cache.view(at))
     error = 0.0
     for side, cached in enumerate((cache.keys, cache.values)):
@@ -126,7 +126,7 @@ def layers_of(kind: torch.dtype, layers: int, blocks: int) -> list[tuple[torch.T
             block.copy_(torch.randn(block.shape, device=CUDA, dtype=BF16))
     found = [tuple(parts[:, layer].unbind(1)) for layer in range(layers)]
     for cache in (side for sides in found for side in sides if kind == torch.int8):
-        kv_types.scales_of(cache).fill_(0.01)
+        kv_dtypes.scales_of(cache).fill_(0.01)
     return found
 
 

@@ -67,7 +67,7 @@ from twostroke.model.describe.gguf_config import spec_from_gguf
 from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.formats.linear import DenseLinear, Linear, PackedLinear
-from twostroke.model.formats.registry import weight_formats
+from twostroke.model.formats.weight_formats import weight_formats
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.importance import measure_importance
@@ -239,7 +239,10 @@ def check_model(
     """Every step of some texts, against fp32 and the same weights: the error of bf16 and these
     kernels, as a share of that of bf16 and the reference's. `decode`: of steps that only decode,
     where that is another."""
-    formats, texts = weight_formats(spec, source, quantization, blocks=True), texts_of(spec)
+    formats, texts = (
+        weight_formats(spec, source, quantization, keep_gguf_blocks=True),
+        texts_of(spec),
+    )
     assert formats
     length = max(map(len, texts)) + 16
     others = None if decode is None else weight_formats(spec, source, decode)

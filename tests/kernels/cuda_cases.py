@@ -22,7 +22,7 @@ from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.device_sampling import DeviceSampler
 from twostroke.exec.rng import stream_key, stream_keys
 from twostroke.exec.token_mask import mask_of
-from twostroke.kernels import cuda, kv_types, reference_sampling
+from twostroke.kernels import cuda, kv_dtypes, reference_sampling
 from twostroke.kernels.activations import Activation
 from twostroke.kernels.records import (
     AttentionRule,
@@ -126,7 +126,7 @@ class Cache:
                 slots = block * heads.page + torch.arange(size, device=self.device)
                 for cache in (self.keys, self.values):
                     new = torch.randn(size, *inner[1:]).to(self.device)
-                    kv_types.store(cache, slots, new)
+                    kv_dtypes.store(cache, slots, new)
         self.tables = tables.to(self.device)
 
     def view(self, slots: torch.Tensor | None = None) -> KVView:
@@ -141,7 +141,7 @@ class Cache:
 def poison(cache: torch.Tensor, at: Any = slice(None)) -> None:
     """NaN, of int8 in the scales."""
     if cache.dtype == torch.int8:
-        kv_types.scales_of(cache)[at] = NAN
+        kv_dtypes.scales_of(cache)[at] = NAN
     elif cache.dtype.itemsize == 1:
         cache.view(torch.uint8)[at] = 0x7F  # NaN in both types
     else:
@@ -152,7 +152,7 @@ def seen(cache: torch.Tensor) -> torch.Tensor:
     """Return the values that the whole cache represents."""
     if cache.dtype.itemsize > 1:
         return cache.clone()
-    return kv_types.load(cache, torch.arange(len(cache), device=cache.device), torch.float32)
+    return kv_dtypes.load(cache, torch.arange(len(cache), device=cache.device), torch.float32)
 
 
 def ints(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -312,7 +312,7 @@ def check_rope_decode(
         at = (stored[there] // page, stored[there] % page)
         for cached, old, right in zip(caches, before, made[1:], strict=True):
             kept = seen(cached)
-            as_stored = kv_types.as_stored(right[there], cached.dtype)
+            as_stored = kv_dtypes.as_stored(right[there], cached.dtype)
             stored_error = largest(stored_error, worst(kept[at], as_stored))
             kept[at] = old[at]
             assert (kept.isnan() == old.isnan()).all()
@@ -325,7 +325,7 @@ def check_rope_decode(
         last = blocks[-1:] * page + ends[-1:] % page
         for cached in caches:  # for the second run: NaN again, and for the last one something else
             poison(cached, at)
-            kv_types.store(cached, last, torch.randn(1, kv, dim).to(device))
+            kv_dtypes.store(cached, last, torch.randn(1, kv, dim).to(device))
     assert stored_error < heads.bound(dtype), stored_error
     return error
 
@@ -421,12 +421,12 @@ def check_rope_store(
     out = cuda.rope_store(qkv, rope, positions, cache.view(slots))
     assert out.data_ptr() == qkv.data_ptr()
     kind = cache.keys.dtype
-    in_row = [kv_types.as_stored(x, kind) if kind.itemsize == 1 else x for x in (k, v)]
+    in_row = [kv_dtypes.as_stored(x, kind) if kind.itemsize == 1 else x for x in (k, v)]
     error = worst(out, torch.cat([q, *in_row], dim=1))
     stored = slots >= 0
     for cached, right in ((cache.keys, k), (cache.values, v)):
         flat = seen(cached).flatten(0, 1)
-        as_stored = kv_types.as_stored(right[stored], kind)
+        as_stored = kv_dtypes.as_stored(right[stored], kind)
         error = largest(error, worst(flat[slots[stored]], as_stored))
         untouched = torch.ones(clean, dtype=torch.bool, device=device)
         untouched[slots[stored]] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from twostroke.kernels import kv_types
+from twostroke.kernels import kv_dtypes
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.kernels.records import StepContext
 
@@ -45,7 +45,7 @@ def gather(
     index, page = torch.arange(first, end, device=cache.device), cache.shape[1]
     at = table[index // page], index % page
     if cache.dtype == torch.int8:
-        return cache[at].float() * kv_types.scales_of(cache)[at].unsqueeze(-1)
+        return cache[at].float() * kv_dtypes.scales_of(cache)[at].unsqueeze(-1)
     if cache.dtype.itemsize == 1:  # fp8, of which torch has few operations
         return cache.view(torch.uint8)[at].view(cache.dtype).to(dtype)
     return cache[at].to(dtype)

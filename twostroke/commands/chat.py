@@ -31,7 +31,7 @@ from twostroke.commands.flags import (
     resolve_model,
     sampling_params,
 )
-from twostroke.errors import RequestError, TwostrokeError, nearest
+from twostroke.errors import RequestError, TwostrokeError, did_you_mean
 from twostroke.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Conversation:
         name, _, value = text.replace("=", " ").partition(" ")
         name = name.strip("-").replace("-", "_")
         if name not in settings:
-            hint = nearest(name, SETTINGS) or f"; the settings are {NAMES}"
+            hint = did_you_mean(name, SETTINGS) or f"; the settings are {NAMES}"
             return f"unknown setting {name}{hint}"
         try:
             self._params = replace(self._params, **{name: SETTINGS[name](value)})
@@ -206,7 +206,7 @@ def _run_command(name: str, value: str, conversation: Conversation) -> None:
     elif name == "/save":
         print_dim(conversation.save(value))
     else:
-        print_dim(f"unknown command {name}{nearest(name, COMMANDS) or '; see /help'}")
+        print_dim(f"unknown command {name}{did_you_mean(name, COMMANDS) or '; see /help'}")
 
 
 def command_of(message: str) -> tuple[str, str] | None:

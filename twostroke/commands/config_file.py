@@ -29,7 +29,7 @@ def file_words(path: Path, parser: Parser) -> list[str]:
     for key, value in options.items():
         flag = "--" + str(key).partition(".")[0].replace("_", "-")
         if flag not in parser._option_string_actions or flag in ("--config", "--help"):
-            hint = parser.nearest(flag)
+            hint = parser.did_you_mean(flag)
             parser.problem(f"--config {path}: unknown option {key!r}{hint}")
         else:
             words += _words(path, parser, str(key), flag, value)

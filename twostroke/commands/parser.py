@@ -176,11 +176,11 @@ class Parser(argparse.ArgumentParser):
             if flag in self._option_string_actions or joined:
                 kept.append(word)
                 continue
-            self.problem(f"{shortened(flag)}: unknown option{self.nearest(flag)}")
+            self.problem(f"{shortened(flag)}: unknown option{self.did_you_mean(flag)}")
             value_of_unknown = not equals
         return kept
 
-    def nearest(self, flag: str) -> str:
+    def did_you_mean(self, flag: str) -> str:
         """Return `; did you mean --x?`. Options that the help shows go before hidden options."""
         shown: list[str] = []
         hidden: list[str] = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from twostroke.errors import ConfigError, nearest, shown
+from twostroke.errors import ConfigError, did_you_mean, shown
 
 METHODS = ("ngram", "suffix")
 MAX_DEPTH = 64  # of `num_speculative_tokens`
@@ -84,7 +84,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
                 "step, from the measured cost of a step; leave it out"
             )
         if key not in KNOWN:
-            raise ConfigError(f"{NAME} has no key {shown(key)}{nearest(str(key), KNOWN)}")
+            raise ConfigError(f"{NAME} has no key {shown(key)}{did_you_mean(str(key), KNOWN)}")
     max_depth = _whole(given, "num_speculative_tokens", 1, MAX_DEPTH, 12)
     min_depth = _whole(given, "min_speculative_tokens", 0, MAX_DEPTH, 1)
     if min_depth > max_depth:

@@ -246,7 +246,7 @@ def _weight_types(
     elif config.phases_differ:
         phases = ("prefill", "decode")
         kept = " + ".join(f"{one} {config.for_phase(one).quantization or dtype}" for one in phases)
-    elif any(phase_formats(model.spec, model.weights, config, blocks=triton)):
+    elif any(phase_formats(model.spec, model.weights, config, keep_gguf_blocks=triton)):
         kept = stored if quantized or quantization is None else quantization
     else:
         kept = dtype

@@ -30,7 +30,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     int8 = config.kv_cache_dtype == "int8"
     packing = Packing(model.spec, model.weights, model.dtype, config.quantization, config.isa)
     if config.quantization is not None:
-        packing.refuse_quantised(config.quantization)
+        packing.require_unquantised(config.quantization)
     total_bytes = host_memory_bytes() // config.engines_on_host
     memory = plan_memory(
         config, model.spec, packing.num_bytes(), 4, 1 if int8 else 2, total_bytes, on_gpu=False

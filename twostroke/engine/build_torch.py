@@ -32,7 +32,7 @@ from twostroke.exec.ranks_executor import RanksExecutor, agree_on_memory, follow
 from twostroke.exec.start import free_share, start_executor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.exec.torch_profile import KernelProfile, name_ranges
-from twostroke.kernels.kv_types import FP8_LARGEST
+from twostroke.kernels.kv_dtypes import FP8_MAX
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.pool import KVPool
 from twostroke.kv.transports import NOT_OFFERED, TransportConfig
@@ -48,7 +48,7 @@ from twostroke.model.describe.tensor_parallel import (
 from twostroke.model.find.hub import find_model
 from twostroke.model.formats.calibration import calibration_windows
 from twostroke.model.formats.phase_formats import PhaseFormats, phase_formats
-from twostroke.model.formats.registry import Format, weight_bytes
+from twostroke.model.formats.weight_formats import Format, weight_bytes
 from twostroke.model.load import OpenedModel, open_model
 from twostroke.model.native_decoder import default_threads
 from twostroke.model.torch.decoder import Decoder
@@ -258,7 +258,7 @@ def plan_rank(
     num_sharers = size * config.engines_on_host
     total = free_share(place, ranks) if on_gpu else host_memory_bytes() // num_sharers
     triton = on_gpu and config.kernels == "auto"
-    formats = phase_formats(model.spec, model.weights, config, blocks=triton)
+    formats = phase_formats(model.spec, model.weights, config, keep_gguf_blocks=triton)
     held_bytes = rank_weight_bytes(model.spec, size, dtype.itemsize, formats.prefill)
     if config.phases_differ:
         own = formats.own_bytes(rank_spec(model.spec, size).weight_shapes(), dtype.itemsize)
@@ -516,7 +516,7 @@ def _triton_kernels(device: torch.device) -> Kernels:
 
 
 def check_fp8_cache(kv_dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    if kv_dtype in FP8_LARGEST and capability < FP8_CAPABILITY:
+    if kv_dtype in FP8_MAX and capability < FP8_CAPABILITY:
         raise ConfigError(
             "an fp8 KV cache needs a GPU of compute capability "
             f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, Hopper) or later, and this one has "

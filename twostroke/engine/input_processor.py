@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from twostroke.engine.grammar_check import GrammarCheck
 from twostroke.engine.rendering import Template, TemplateRenderer, encode_conversation
-from twostroke.errors import RequestError, nearest, shown
+from twostroke.errors import RequestError, did_you_mean, shown
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.request import FIRST_MARK_TOKENS, MAX_PRIORITY, EngineRequest, SamplingParams
 
@@ -303,7 +303,7 @@ class InputProcessor:
             known = ("prompt", "prompt_token_ids", "cache_salt")
             for key in prompt:
                 if key not in known:
-                    hint = nearest(str(key), known)
+                    hint = did_you_mean(str(key), known)
                     raise RequestError(f"a prompt has no field {shown(key)}{hint}")
             salt = prompt.get("cache_salt") or ""
             if not isinstance(salt, str):

@@ -87,7 +87,7 @@ class StepRecorder:
         plan, cost = step.plan, self._cost
         work, slots = plan.prefill_work, plan.decode_work
         num_tokens = work.tokens + slots.tokens
-        weights = cost.of_step(work.tokens).weight_bytes(len(result.tokens), num_tokens)
+        weights = cost.for_step(work.tokens).weight_bytes(len(result.tokens), num_tokens)
         prefill = decode = NO_PHASE
         if slots.rows:
             num_bytes = cost.kv_bytes(slots) + weights

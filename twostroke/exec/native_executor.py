@@ -44,8 +44,8 @@ class NativeForwardHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """A finished step, as a `Pending`."""
+class FinishedStep:
+    """The result of a finished step. `wait` returns immediately."""
 
     result: StepResult
 
@@ -97,7 +97,7 @@ class NativeExecutor:
         indices = self._state.indices(0, rows, positions)
         return np.stack([rows, positions, *more, indices], axis=1).astype(np.int32)
 
-    def sample(self, handle: NativeForwardHandle, masks: Masks | None = None) -> Computed:
+    def sample(self, handle: NativeForwardHandle, masks: Masks | None = None) -> FinishedStep:
         logits, rows, positions = handle.logits, handle.rows, handle.positions
         requests = [self._state.rows[row] for row in rows]
         asked = any(request.params.logprobs is not None for request in requests)
@@ -134,7 +134,7 @@ class NativeExecutor:
             tokens, logprobs = kept.of(tokens, logprobs)
         device_s = monotonic() - handle.started_s
         shares = self._decoder.model.shares().tolist() if self._attention_shares else ()
-        return Computed(
+        return FinishedStep(
             StepResult(tokens, logprobs, prompts, device_s, counts=counts, shares=shares)
         )
 

@@ -1,8 +1,10 @@
-"""Profiles of the steps between a start and a stop, for `twostroke profile`.
+"""Profiles for `twostroke profile`, which measure the steps from its start command to its stop
+command.
 
 A profile wraps methods of the engine and listens to step records, so that an engine without a
-profile runs unchanged code. `StageProfile` reads the counters of the native decoder. The profile of
-torch is in `torch_profile.py`; this module imports no torch.
+profile runs unchanged code. `StageProfile` is the profile of the native executor: it reads the
+executor's stage counters. The profile of the torch executor is in `torch_profile.py`; this module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from twostroke.exec.executor import Masks
-from twostroke.exec.native_executor import Computed, NativeExecutor, NativeForwardHandle
+from twostroke.exec.native_executor import FinishedStep, NativeExecutor, NativeForwardHandle
 from twostroke.model.describe.cost import CostModel, Work
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.plan import StepPlan
@@ -31,7 +33,7 @@ def phase_of(prefill_tokens: int, decode_tokens: int) -> str:
 class Profile(Protocol):
     """A running profile, which listens to step records."""
 
-    max_steps: int
+    max_steps: int  # the profiler ends the profile after this many steps
 
     @property
     def num_steps(self) -> int: ...
@@ -49,15 +51,15 @@ class Profile(Protocol):
 
 @dataclass
 class PhaseSums:
-    """Sums over the steps of one phase. `stages` add up to `step_s`."""
+    """Sums over the steps of one phase. The seconds of all stages add up to `step_s`."""
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     step_s: float = 0.0
-    between_s: float = 0.0  # between the steps: sending, receiving, idle
-    stages: dict[str, float] = field(default_factory=dict)
-    work: dict[str, Work] = field(default_factory=dict)
+    between_s: float = 0.0  # time between the steps: sending results, receiving requests, idle
+    stage_s: dict[str, float] = field(default_factory=dict)
+    stage_work: dict[str, Work] = field(default_factory=dict)  # FLOPs and bytes of each stage
 
     def add(self, record: StepRecord, step_s: float, between_s: float) -> None:
         self.steps += 1
@@ -67,7 +69,10 @@ class PhaseSums:
         self.between_s += between_s
 
     def add_stage(self, name: str, seconds: float) -> None:
-        self.stages[name] = self.stages.get(name, 0.0) + seconds
+        self.stage_s[name] = self.stage_s.get(name, 0.0) + seconds
+
+    def add_stage_work(self, name: str, work: Work) -> None:
+        self.stage_work[name] = self.stage_work.get(name, Work()) + work
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -77,46 +82,54 @@ class PhaseSums:
             "step_s": self.step_s,
             "between_s": self.between_s,
             "stages": {
-                name: {"seconds": seconds, **self.work.get(name, Work())._asdict()}
-                for name, seconds in self.stages.items()
+                name: {"seconds": seconds, **self.stage_work.get(name, Work())._asdict()}
+                for name, seconds in self.stage_s.items()
             },
         }
 
 
-class Wraps:
+class MethodWrappers:
     """Wrappers around methods of objects, which can be removed again."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        # Object, name of the method, and the object's earlier attribute: None for a class's method.
+        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def put(self, owner: Any, method: str, wrap: Callable[[Any], Any]) -> None:
-        self._undo.append((owner, method, vars(owner).get(method)))
-        setattr(owner, method, wrap(getattr(owner, method)))
+    def wrap(self, owner: Any, method: str, wrapper_of: Callable[[Any], Any]) -> None:
+        """Replace a method of the object `owner` by `wrapper_of(method)`."""
+        self._replaced.append((owner, method, vars(owner).get(method)))
+        setattr(owner, method, wrapper_of(getattr(owner, method)))
 
     def remove(self) -> None:
-        while self._undo:
-            owner, method, before = self._undo.pop()
-            if before is None:
+        """Remove all wrappers, the newest first."""
+        while self._replaced:
+            owner, method, earlier = self._replaced.pop()
+            if earlier is None:
                 delattr(owner, method)
             else:
-                setattr(owner, method, before)
+                setattr(owner, method, earlier)
 
 
 class StageProfile:
-    """A profile of the native decoder, from the plan to the commit of each step."""
+    """A profile of the native executor, from the plan to the commit of each step."""
 
     max_steps = 16384
 
     def __init__(self, executor: NativeExecutor, cost: CostModel) -> None:
-        self._executor, self._cost, self._wraps = executor, cost, Wraps()
+        self._executor, self._cost, self._wrappers = executor, cost, MethodWrappers()
         self._phases: dict[str, PhaseSums] = {}
-        self._steps: list[list[Any]] = []  # number, phase, start, seconds by stage
-        self._names: list[str] = []
+        # For each step: its number, its phase, its start time and the seconds of each stage.
+        self._steps: list[list[Any]] = []
+        self._stage_names: list[str] = []
         self._plan: StepPlan | None = None  # plan of the running step
-        self._stages: dict[str, float] = {}  # stages of the running step
-        self._forward_end_s = self._sample_s = self._last_end_s = 0.0
-        self._wraps.put(executor, "forward", self._around_forward)
-        self._wraps.put(executor, "sample", self._around_sample)
+        self._stage_s: dict[
+            str, float
+        ] = {}  # seconds of each stage of the running step's `forward`
+        self._forward_end_s = 0.0  # time at which the running step's `forward` returned
+        self._sampling_s = 0.0  # duration of sampling in the running step
+        self._last_step_end_s = 0.0  # time at which the previous step ended
+        self._wrappers.wrap(executor, "forward", self._around_forward)
+        self._wrappers.wrap(executor, "sample", self._around_sample)
 
     @property
     def num_steps(self) -> int:
@@ -131,51 +144,58 @@ class StageProfile:
             self._forward_end_s = monotonic()
             after = self._executor.stage_seconds()
             self._plan = plan
-            stages = {name: after[name] - was for name, was in before.items() if after[name]}
-            # Outside of all stages: starting the threads, waiting for the last thread, the GIL.
-            took_s = self._forward_end_s - started_s
-            self._stages = stages | {"call": took_s - sum(stages.values())}
+            # A stage with the counter 0 has never run: the model does not have this stage.
+            stage_s = {name: after[name] - before[name] for name in before if after[name]}
+            forward_s = self._forward_end_s - started_s
+            # "call" is the time of `forward` outside of these stages: starting the threads, waiting
+            # for the last thread, waiting for the GIL.
+            self._stage_s = stage_s | {"call": forward_s - sum(stage_s.values())}
             return handle
 
         return run
 
     def _around_sample(
-        self, sample: Callable[[NativeForwardHandle, Masks | None], Computed]
-    ) -> Callable[[NativeForwardHandle, Masks | None], Computed]:
-        def run(handle: NativeForwardHandle, masks: Masks | None = None) -> Computed:
-            pending = sample(handle, masks)
-            self._sample_s = monotonic() - self._forward_end_s  # includes grammar masks
-            return pending
+        self, sample: Callable[[NativeForwardHandle, Masks | None], FinishedStep]
+    ) -> Callable[[NativeForwardHandle, Masks | None], FinishedStep]:
+        def run(handle: NativeForwardHandle, masks: Masks | None = None) -> FinishedStep:
+            finished = sample(handle, masks)
+            # From the end of `forward`, so this time includes the computing of grammar masks.
+            self._sampling_s = monotonic() - self._forward_end_s
+            return finished
 
         return run
 
     def add_step(self, record: StepRecord) -> None:
-        now, plan = monotonic(), self._plan
+        end_s, plan = monotonic(), self._plan
         if plan is None or plan.step != record.step:  # the step began before the profile
             return
-        seconds = {"plan": record.launched_s - record.planned_s, **self._stages}
-        seconds |= {"sampling": self._sample_s, "commit": now - record.committed_s}
-        step_s = now - record.planned_s
-        seconds[UNACCOUNTED] = step_s - sum(seconds.values())
+        start_s = record.planned_s  # the time when planning began
+        # The commit begins at `committed_s`, when the host knows the tokens of the step.
+        stage_s = {"plan": record.launched_s - start_s, **self._stage_s}
+        stage_s |= {"sampling": self._sampling_s, "commit": end_s - record.committed_s}
+        step_s = end_s - start_s
+        stage_s[UNACCOUNTED] = step_s - sum(stage_s.values())
         phase = phase_of(record.prefill.tokens, record.decode.tokens)
         sums = self._phases.setdefault(phase, PhaseSums())
-        between_s = record.planned_s - self._last_end_s if self._last_end_s else 0.0
+        between_s = start_s - self._last_step_end_s if self._last_step_end_s else 0.0
         sums.add(record, step_s, between_s)
-        for name, value in seconds.items():
-            sums.add_stage(name, value)
-        samples = plan.decode_work.tokens + sum(chunk.last for chunk in plan.prefill)
-        phases = plan.prefill_work, plan.decode_work
-        cost = self._cost.of_step(plan.prefill_work.tokens)
-        for name, work in cost.stages(*phases, samples).items():
-            sums.work[name] = sums.work.get(name, Work()) + work
-        self._names = list(seconds)
-        self._steps.append([record.step, phase, record.planned_s, *seconds.values()])
-        self._last_end_s = now
+        for name, seconds in stage_s.items():
+            sums.add_stage(name, seconds)
+        # A prompt's first token is sampled after its last chunk.
+        num_samples = plan.decode_work.tokens + sum(chunk.last for chunk in plan.prefill)
+        cost = self._cost.for_step(plan.prefill_work.tokens)
+        stage_work = cost.stages(plan.prefill_work, plan.decode_work, num_samples)
+        for name, work in stage_work.items():
+            sums.add_stage_work(name, work)
+        self._stage_names = list(stage_s)
+        self._steps.append([record.step, phase, start_s, *stage_s.values()])
+        self._last_step_end_s = end_s
 
-    def add_request(self, record: RequestRecord) -> None: ...
+    def add_request(self, record: RequestRecord) -> None:
+        """Do nothing: this profile measures steps only."""
 
     def end(self) -> None:
-        self._wraps.remove()
+        self._wrappers.remove()
 
     def result(self) -> dict[str, Any]:
         return {
@@ -183,6 +203,6 @@ class StageProfile:
             "phases": {
                 name: self._phases[name].as_json() for name in PHASES if name in self._phases
             },
-            "stage_names": self._names,
+            "stage_names": self._stage_names,
             "steps": self._steps,
         }

@@ -1,8 +1,9 @@
 """Profiles of torch steps: named ranges, and the kernels inside each range.
 
 The ranges are NVTX ranges for Nsight (`--nvtx`) or ranges of torch's profiler for `twostroke
-profile`. Wrappers around methods open the ranges (`Wraps`), so that an engine without a profile has
-no overhead. A decode step that is a CUDA graph is one launch, so its kernels have no further range.
+profile`. Wrappers around methods open the ranges (`MethodWrappers`), so that an engine without a
+profile has no overhead. A decode step that is a CUDA graph is one launch, so its kernels have no
+further range.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from twostroke.exec.stage_profile import PHASES, UNACCOUNTED, PhaseSums, Wraps, phase_of
+from twostroke.exec.stage_profile import PHASES, UNACCOUNTED, MethodWrappers, PhaseSums, phase_of
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.plan import StepPlan
@@ -44,27 +45,27 @@ MAX_EVENTS = 100_000  # in the timeline
 OpenRange = Callable[[str], AbstractContextManager[Any]]
 
 
-def name_ranges(executor: TorchExecutor, scheduler: Any, open_range: OpenRange) -> Wraps:
+def name_ranges(executor: TorchExecutor, scheduler: Any, open_range: OpenRange) -> MethodWrappers:
     """Open ranges around plan, step, sampling, and the attention and MLP of every layer."""
-    wraps = Wraps()
+    wrappers = MethodWrappers()
 
-    def put(owner: Any, method: str, name_of: Callable[..., str]) -> None:
-        def wrap(function: Any) -> Any:
+    def wrap_in_range(owner: Any, method: str, name_of: Callable[..., str]) -> None:
+        def wrapper_of(function: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
                 with open_range(name_of(*args)):
                     return function(*args, **kwargs)
 
             return run
 
-        wraps.put(owner, method, wrap)
+        wrappers.wrap(owner, method, wrapper_of)
 
-    put(scheduler, "plan", lambda *_: "plan")
-    put(executor, "forward", step_name)
-    put(executor, "sample", lambda handle, *_: f"{SAMPLING} of {step_name(handle.plan)}")
-    put(executor.program, "_sample", lambda *_: SAMPLING)
+    wrap_in_range(scheduler, "plan", lambda *_: "plan")
+    wrap_in_range(executor, "forward", step_name)
+    wrap_in_range(executor, "sample", lambda handle, *_: f"{SAMPLING} of {step_name(handle.plan)}")
+    wrap_in_range(executor.program, "_sample", lambda *_: SAMPLING)
     for method, part in PARTS.items():
-        put(executor.program.decoder, method, lambda *_, part=part: part)
-    return wraps
+        wrap_in_range(executor.program.decoder, method, lambda *_, part=part: part)
+    return wrappers
 
 
 def step_name(plan: StepPlan) -> str:
@@ -78,7 +79,7 @@ class KernelProfile:
     max_steps = 128  # each has hundreds of kernels, kept in memory until the end
 
     def __init__(self, executor: TorchExecutor, scheduler: Any) -> None:
-        self._wraps = name_ranges(executor, scheduler, record_function)
+        self._wrappers = name_ranges(executor, scheduler, record_function)
         self._records: dict[int, StepRecord] = {}
         self._host_s: dict[str, dict[str, float]] = {}
         self._on_gpu = executor.on_gpu
@@ -102,7 +103,7 @@ class KernelProfile:
     def add_request(self, record: RequestRecord) -> None: ...
 
     def end(self) -> None:
-        self._wraps.remove()
+        self._wrappers.remove()
         if self._on_gpu:
             torch.cuda.synchronize()
         self._profiler.stop()
@@ -137,7 +138,7 @@ class KernelProfile:
         profiles = {}
         for phase in (name for name in PHASES if name in sums):
             part = sums[phase]
-            part.add_stage(UNACCOUNTED, part.step_s - sum(part.stages.values()))
+            part.add_stage(UNACCOUNTED, part.step_s - sum(part.stage_s.values()))
             longest = sorted(found[phase].items(), key=lambda item: -item[1][1])[:MAX_KERNELS]
             profiles[phase] = part.as_json() | {
                 "host_s": self._host_s[phase],

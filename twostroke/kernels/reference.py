@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twostroke.kernels import kv_types, packed, reference_sampling
+from twostroke.kernels import kv_dtypes, packed, reference_sampling
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.kernels.packed import PackedWeight
 from twostroke.kernels.records import (
@@ -266,7 +266,7 @@ class Kernels:
     ) -> Tensor:
         """Normalise and rotate the heads of `qkv`, [T, (H + 2K) · D], in place, store keys and
         values in the cache, and return all heads, [T, H + 2K, D]. If the cache has an 8-bit type,
-        the returned keys and values are rounded to this type (`kv_types.py`). Queries are
+        the returned keys and values are rounded to this type (`kv_dtypes.py`). Queries are
         multiplied by the scale of their position after rotation and rounding."""
         num_kv_heads, dim = kv.keys.shape[2:]
         heads = qkv.view(len(qkv), -1, dim)
@@ -281,9 +281,9 @@ class Kernels:
             q = q * rope.query_scales[positions].to(q.dtype)[:, None, None]
         stored = kv.slots >= 0
         for cache, new in ((kv.keys, k), (kv.values, v)):
-            kv_types.store(cache, kv.slots[stored], new[stored])
-        if kv_types.is_8_bit(kv.keys.dtype):
-            k, v = (kv_types.as_stored(new, kv.keys.dtype) for new in (k, v))
+            kv_dtypes.store(cache, kv.slots[stored], new[stored])
+        if kv_dtypes.is_8_bit(kv.keys.dtype):
+            k, v = (kv_dtypes.as_stored(new, kv.keys.dtype) for new in (k, v))
         heads[:] = torch.cat([q, k, v], dim=1)
         return heads
 
@@ -356,7 +356,7 @@ class Kernels:
             lengths, table = work.lengths[rows], kv.tables[work.rows[rows].long(), :blocks].long()
             query = lengths.unsqueeze(1) - queries + query_index
             seen = visible(query.unsqueeze(2), key, rule.window)
-            k, v = (kv_types.load(x, table, q.dtype).flatten(1, 2) for x in (kv.keys, kv.values))
+            k, v = (kv_dtypes.load(x, table, q.dtype).flatten(1, 2) for x in (kv.keys, kv.values))
             has_one_key = k.shape[-2] == 1 and rule.sinks is None
             attend = attention_of_one_key if has_one_key else attention
             attended = attend(q_by_row[rows], k, v, seen, rule)
@@ -565,4 +565,4 @@ def gather(cache: Tensor, table: Tensor, first: int, end: int, dtype: torch.dtyp
     size = cache.shape[1]
     blocks = table[first // size : -(-end // size)].long()
     skip = first % size
-    return kv_types.load(cache, blocks, dtype).flatten(0, 1)[skip : skip + end - first]
+    return kv_dtypes.load(cache, blocks, dtype).flatten(0, 1)[skip : skip + end - first]

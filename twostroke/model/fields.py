@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-from twostroke.errors import ModelError, nearest
+from twostroke.errors import ModelError, did_you_mean
 
 MAX_JSON_BYTES: Final = 256 << 20  # ten times the largest known file, a tokenizer.json
 REQUIRED: Final[Any] = object()
@@ -158,7 +158,9 @@ class Fields:
         if value is None:
             return self._default(name, default, expected)
         if not isinstance(value, str) or value not in known:
-            self.refuse(name, expected, nearest(value, known) if isinstance(value, str) else "")
+            self.refuse(
+                name, expected, did_you_mean(value, known) if isinstance(value, str) else ""
+            )
         return value
 
     def nested(self, name: str) -> Fields:

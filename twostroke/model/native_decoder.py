@@ -30,7 +30,7 @@ from twostroke.model.describe.spec import (
     input_projections,
 )
 from twostroke.model.formats.key_scales import key_scales
-from twostroke.model.formats.w8a8_weights import refuse_quantised
+from twostroke.model.formats.w8a8_weights import require_unquantised
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.iq_grids import grid_of
 from twostroke.model.weights import ALL_ROWS, PackedMatrix, WeightSource, not_finite_error
@@ -105,13 +105,13 @@ class Packing:
         ]
         return [*found, ["embed"], *([] if self.spec.tie_embeddings else [["head"]])]
 
-    def refuse_quantised(self, quantization: str) -> None:
+    def require_unquantised(self, quantization: str) -> None:
         """Raise `ConfigError` if a matrix of a layer is quantised in the file already: it would
         keep its format under `quantization`. (Embedding and head may be quantised, as with torch.)
         """
         for names in self.matrices():
             if names[0].startswith("layers."):
-                refuse_quantised(self.source, names, quantization)
+                require_unquantised(self.source, names, quantization)
 
     def weight_bytes(self) -> dict[str, float]:
         """Return the bytes of each matrix in its packed format."""

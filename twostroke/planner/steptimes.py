@@ -269,7 +269,7 @@ class RooflineSteps:
         self._comm_s = roofline.comm_s
 
     def seconds(self, prefill: PhaseWork, decode: PhaseWork) -> float:
-        cost = self._cost.of_step(prefill.tokens)
+        cost = self._cost.for_step(prefill.tokens)
         samples = decode.rows + prefill.rows
         flops = cost.prefill_flops(prefill, prefill.rows) + cost.decode_flops(decode)
         tokens = prefill.tokens + decode.tokens

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from twostroke.config import KV_TIMEOUT_EXPECTED, EngineConfig, check_kv_transport
 from twostroke.engine.spawn import DEFAULT_BUILDER, Launcher, LocalLauncher, Spawned
-from twostroke.errors import ConfigError, RequestError, nearest
+from twostroke.errors import ConfigError, RequestError, did_you_mean
 from twostroke.route.router import Role
 from twostroke.strict import StrictSettings
 
@@ -132,7 +132,10 @@ class PoolSettings(StrictSettings):
         for key in settings:
             if key not in SETTINGS_PER_POOL:
                 names = ", ".join(SETTINGS_PER_POOL)
-                hint = nearest(str(key), SETTINGS_PER_POOL) or f"; settings of one pool are {names}"
+                hint = (
+                    did_you_mean(str(key), SETTINGS_PER_POOL)
+                    or f"; settings of one pool are {names}"
+                )
                 raise ConfigError(f"{name}: {key!r} is the same for all engines{hint}")
 
     def _check_resources(self, name: str) -> None:

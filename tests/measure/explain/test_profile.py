@@ -22,7 +22,7 @@ from twostroke.cli import main
 from twostroke.engine.profiler import Profiler
 from twostroke.engine.spawn import DEFAULT_BUILDER
 from twostroke.errors import RequestError
-from twostroke.exec.stage_profile import Wraps
+from twostroke.exec.stage_profile import MethodWrappers
 from twostroke.exec.torch_profile import KernelRun, between_kernels, kernels
 from twostroke.kernels import cpu
 from twostroke.measure.explain.step_profile import medians, perfetto_trace, stage_rows
@@ -324,14 +324,14 @@ def test_an_executor_without_a_profile_says_so() -> None:
         Profiler(None, Records()).start()
 
 
-def test_wraps_come_off_in_any_depth() -> None:
+def test_nested_wrappers_are_removed_in_reverse_order() -> None:
     class Owner:
         def name(self) -> str:
             return "a"
 
-    owner, first, second = Owner(), Wraps(), Wraps()
-    first.put(owner, "name", lambda inner: lambda: inner() + "b")
-    second.put(owner, "name", lambda inner: lambda: inner() + "c")
+    owner, first, second = Owner(), MethodWrappers(), MethodWrappers()
+    first.wrap(owner, "name", lambda inner: lambda: inner() + "b")
+    second.wrap(owner, "name", lambda inner: lambda: inner() + "c")
     assert owner.name() == "abc"
     second.remove()
     assert owner.name() == "ab"

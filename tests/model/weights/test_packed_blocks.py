@@ -19,7 +19,7 @@ from twostroke.kernels.packed import dequantised, pack
 from twostroke.model.describe.gguf_config import NAMES, spec_from_gguf
 from twostroke.model.formats.linear import PackedLinear, StackedLinear
 from twostroke.model.formats.phase_formats import phase_formats
-from twostroke.model.formats.registry import packed_matrices
+from twostroke.model.formats.weight_formats import packed_formats
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.gguf.dequant import GROUPED
 from twostroke.model.gguf.gguf_file import GGUFFile
@@ -115,8 +115,8 @@ def test_scales_that_fp16_has_not_stay_in_fp32(tmp_path: Path) -> None:
 def test_other_types_are_left_dense(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", BlockType.Q4_K, {"gate": BlockType.Q2_K, "o": BlockType.Q3_K})
     spec = spec_from_gguf(file)
-    assert packed_matrices(spec, source_of(file), None) == {}
-    kept = packed_matrices(spec, source_of(file), None, blocks=True)
+    assert packed_formats(spec, source_of(file), None) == {}
+    kept = packed_formats(spec, source_of(file), None, keep_gguf_blocks=True)
     assert {name.split(".")[-1] for name in kept} == {"q", "k", "v", "down"}
 
 
@@ -134,7 +134,9 @@ def test_a_mixture_runs_packed_as_it_does_dense(
 
     dense_llm, dense = run()
     monkeypatch.setattr(
-        build_torch, "phase_formats", lambda *given, blocks: phase_formats(*given, blocks=True)
+        build_torch,
+        "phase_formats",
+        lambda *args, keep_gguf_blocks: phase_formats(*args, keep_gguf_blocks=True),
     )
     llm, packed = run()
     layer = llm.engine.core._executor.program.decoder._layers[0]

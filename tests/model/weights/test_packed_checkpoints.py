@@ -32,7 +32,7 @@ from tests.tiny import CONFIG, tiny_folder, tiny_llm, write_json
 from twostroke.errors import ModelError
 from twostroke.kernels.packed import dequantised, pack
 from twostroke.model.describe.hf_config import load_hf_config
-from twostroke.model.formats.registry import packed_matrices
+from twostroke.model.formats.weight_formats import packed_formats
 from twostroke.model.weights.packed_format import PackedFormat
 from twostroke.model.weights.tensors import read_packed, read_tensor
 
@@ -162,7 +162,7 @@ def test_a_packed_folder_runs_as_its_dequantised_twin(tmp_path: Path, layout: st
     ours, dense = opened(folder), opened(twin)
     spec = load_hf_config(folder)[0]
     _, bits, group, zeros = LAYOUTS[layout]
-    kept = packed_matrices(spec, ours, None)
+    kept = packed_formats(spec, ours, None)
     assert set(kept.values()) == {PackedFormat(bits, group or 32, zeros)} or not group
     assert len(kept) == 7 * 2
     for name in spec.weight_shapes():
@@ -191,7 +191,7 @@ def test_other_places_of_the_rows(tmp_path: Path, more: dict[str, Any]) -> None:
     for layout in ("gptq, zeros", "awq", "compressed"):
         folder, twin = packed_folder(tmp_path / layout, layout, **more)
         assert gap(folder, twin).max() < SAME
-        assert len(packed_matrices(load_hf_config(folder)[0], opened(folder), None)) == 14
+        assert len(packed_formats(load_hf_config(folder)[0], opened(folder), None)) == 14
 
 
 def test_the_native_kernels_take_it_dequantised(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_the_native_kernels_take_it_dequantised(tmp_path: Path) -> None:
 
 def test_a_product_of_which_one_matrix_is_dense_is_dense(tmp_path: Path) -> None:
     folder, twin = packed_folder(tmp_path, "gptq", left="k_proj")
-    kept = packed_matrices(load_hf_config(folder)[0], opened(folder), None)
+    kept = packed_formats(load_hf_config(folder)[0], opened(folder), None)
     assert {name.split(".")[2] for name in kept} == {"o", "gate", "up", "down"}
     assert gap(folder, twin).max() < SAME
 
@@ -228,7 +228,7 @@ def test_groups_that_are_not_of_neighbours_are_dequantised(tmp_path: Path) -> No
     change(folder, lambda tensors: tensors.update({f"{name}.g_idx": order.int()}))
     ours, plain = opened(folder), opened(twin)
     spec = load_hf_config(folder)[0]
-    assert "layers.0.down" not in packed_matrices(spec, ours, None)
+    assert "layers.0.down" not in packed_formats(spec, ours, None)
     found, other = ours.floats("layers.0.down"), plain.floats("layers.0.down")
     tensors = load_file(folder / "model.safetensors")
     scale = tensors[f"{name}.scales"].float().numpy()  # [groups, out]

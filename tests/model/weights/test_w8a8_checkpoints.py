@@ -37,7 +37,7 @@ from twostroke.errors import ConfigError, ModelError
 from twostroke.model.describe.gguf_config import spec_from_gguf
 from twostroke.model.describe.hf_config import load_hf_config
 from twostroke.model.formats.linear import WEIGHT_ONLY_ROWS
-from twostroke.model.formats.w8a8_weights import W8Format, is_weight_only, w8_matrices
+from twostroke.model.formats.w8a8_weights import W8Format, is_weight_only, w8_formats
 from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.weights.gguf import GGUFWeights
 from twostroke.model.weights.tensors import read_tensor, read_w8
@@ -151,7 +151,7 @@ def test_a_folder_of_8_bits_runs_as_its_dequantised_twin(tmp_path: Path, layout:
     folder, twin = folder_of(tmp_path, layout)
     ours, dense = opened(folder), opened(twin)
     spec = load_hf_config(folder)[0]
-    kept = w8_matrices(spec, ours, None)
+    kept = w8_formats(spec, ours, None)
     assert len(kept) == 7 * 2
     columns = LAYOUTS[layout][1][1]
     assert kept["layers.0.q"] == W8Format(type_of(layout), 32 // columns if columns else 1)
@@ -187,7 +187,7 @@ def test_other_places_of_the_rows(tmp_path: Path, more: dict[str, Any]) -> None:
     for layout in ("compressed, blocks", "fp8, a tensor", "int8, a channel"):
         folder, twin = folder_of(tmp_path / layout, layout, **more)
         assert gap(folder, twin).max() < SAME
-        assert len(w8_matrices(load_hf_config(folder)[0], opened(folder), None)) == 14
+        assert len(w8_formats(load_hf_config(folder)[0], opened(folder), None)) == 14
 
 
 @pytest.mark.parametrize("layout", ["fp8, blocks", "int8, a channel"])
@@ -198,7 +198,7 @@ def test_the_native_kernels_take_it_dequantised(tmp_path: Path, layout: str) -> 
 
 def test_a_product_of_which_one_matrix_is_not_quantised_is_dense(tmp_path: Path) -> None:
     folder, twin = folder_of(tmp_path, "int8, a channel", left="k_proj")
-    kept = w8_matrices(load_hf_config(folder)[0], opened(folder), "int8")
+    kept = w8_formats(load_hf_config(folder)[0], opened(folder), "int8")
     assert {name.split(".")[2] for name in kept} == {"o", "gate", "up", "down"}
     assert gap(folder, twin).max() < SAME
 
@@ -367,8 +367,8 @@ def test_blocks_of_a_gguf_file_are_not_rounded_once_more(tmp_path: Path) -> None
     file = GGUFFile.open(tmp_path / "model.gguf")
     spec = spec_from_gguf(file)
     with pytest.raises(ConfigError, match=r"is quantised already \(Q8_0\); leave quantization out"):
-        w8_matrices(spec, GGUFWeights(file, spec), "int8")
-    assert w8_matrices(spec, GGUFWeights(file, spec), None) == {}
+        w8_formats(spec, GGUFWeights(file, spec), "int8")
+    assert w8_formats(spec, GGUFWeights(file, spec), None) == {}
 
 
 def test_a_gpu_without_fp8_is_refused_with_what_to_do() -> None:

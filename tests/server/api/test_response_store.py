@@ -15,8 +15,8 @@ from tests.server.running import JSON, PATIENCE_S, Running, running
 from tests.tiny import tiny_llm
 from twostroke.serve.api.responses.response_store import (
     OVERHEAD_BYTES,
+    ResponseStore,
     StoredResponse,
-    StoredResponses,
 )
 from twostroke.serve.api.responses.responses_routes import ResponsesRoutes
 
@@ -30,13 +30,13 @@ class Clock:
         return self.now_s
 
 
-def new_store(max_responses: int = 8, max_bytes: int = 64 * KIB) -> tuple[StoredResponses, Clock]:
+def new_store(max_responses: int = 8, max_bytes: int = 64 * KIB) -> tuple[ResponseStore, Clock]:
     clock = Clock()
-    return StoredResponses(max_responses, max_bytes, 60.0, clock), clock
+    return ResponseStore(max_responses, max_bytes, 60.0, clock), clock
 
 
 def add(
-    store: StoredResponses,
+    store: ResponseStore,
     name: str,
     owner: int | None = None,
     num_bytes: int = KIB,
@@ -44,7 +44,7 @@ def add(
 ) -> StoredResponse | None:
     """A request from beginning to end, with the server's calls of the store."""
     one = StoredResponse(owner, name, previous, b"[]", keep=True)
-    if not store.open(one, 2):
+    if not store.reserve(one, 2):
         return None
     if store.write(one, "completed", b"x" * (num_bytes - OVERHEAD_BYTES - 2)):
         store.put(one)
@@ -52,8 +52,8 @@ def add(
     return one
 
 
-def names(store: StoredResponses, owner: int | None = None) -> list[str]:
-    return list(store._share(owner).by_id)
+def names(store: ResponseStore, owner: int | None = None) -> list[str]:
+    return list(store._usage_of(owner).by_id)
 
 
 def test_the_oldest_goes_when_there_are_too_many() -> None:
@@ -130,13 +130,13 @@ def test_whoever_keeps_most_makes_room() -> None:
 def test_what_runs_is_counted_and_never_dropped_for_others() -> None:
     store, _ = new_store()
     running_ones = [StoredResponse(None, f"r{n}", None, b"[]", keep=True) for n in range(8)]
-    assert all(store.open(one, 7 * KIB) for one in running_ones)
+    assert all(store.reserve(one, 7 * KIB) for one in running_ones)
     assert store.num_bytes == 64 * KIB
     assert add(store, "more") is None
     extra = StoredResponse(None, "x", None, b"", keep=False)
-    assert not store.open(extra, 0)
+    assert not store.reserve(extra, 0)
     store.release(running_ones.pop())
-    assert store.open(extra, 0)  # it is not kept, so it counts only in bytes
+    assert store.reserve(extra, 0)  # it is not kept, so it counts only in bytes
     events = running_ones[0]
     events.events, events.status, events.background = [], "in_progress", True
     store.put(events)
@@ -160,7 +160,7 @@ def test_random_lives_stay_within_the_limits_and_leave_nothing(seed: int) -> Non
         if do < 0.5:
             past = luck.choice([None, *[one for one in seen[-9:] if one.owner == owner]])
             one = StoredResponse(owner, f"r{luck.randrange(30)}", past, b"[]", keep=True)
-            if store.open(one, luck.randrange(2 * KIB)):
+            if store.reserve(one, luck.randrange(2 * KIB)):
                 open_ones.append(one)
         elif do < 0.9 and open_ones:
             one = open_ones.pop(luck.randrange(len(open_ones)))
@@ -174,7 +174,7 @@ def test_random_lives_stay_within_the_limits_and_leave_nothing(seed: int) -> Non
         assert 0 <= store.num_kept <= 6
         assert 0 <= store.num_bytes <= 20 * KIB
         held = {one for o in open_ones for one in o.chain()}
-        held |= {o for s in store._shares.values() for one in s.by_id.values() for o in one.chain()}
+        held |= {o for s in store._usages.values() for one in s.by_id.values() for o in one.chain()}
         assert store.num_kept == len(held)
         assert store.num_bytes == sum(one.num_bytes for one in held)
     for one in open_ones:
@@ -187,7 +187,7 @@ def test_random_lives_stay_within_the_limits_and_leave_nothing(seed: int) -> Non
 # ── through the server ──────────────────────────────────────────────────────────────────────
 
 
-def store_of(server: Running) -> StoredResponses:
+def store_of(server: Running) -> ResponseStore:
     (route,) = (r for r in server.app.routes if (r.method, r.path) == ("POST", "/v1/responses"))
     assert isinstance(route.handler, ResponsesRoutes)
     return route.handler.store
@@ -254,7 +254,7 @@ def test_a_background_stream_that_cannot_be_stored_fails_and_says_so(tmp_path: P
         server.assert_idle()
         until = time.monotonic() + PATIENCE_S
         while store.num_bytes != sum(
-            one.num_bytes for share in store._shares.values() for one in [*share.by_id.values()]
+            one.num_bytes for usage in store._usages.values() for one in [*usage.by_id.values()]
         ):
             assert time.monotonic() < until, "something is counted that is not stored"
             time.sleep(0.005)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.dependent_launch import wait_for_previous
-from twostroke.kernels.cuda.kv_types import (
+from twostroke.kernels.cuda.kv_dtypes import (
     operand_of,
     pair_to_operands,
     pair_unit,

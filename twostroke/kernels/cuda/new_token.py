@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from twostroke.kernels.cuda.elementwise import times_weight
-from twostroke.kernels.cuda.kv_types import largest_of, quantised, scale_at
+from twostroke.kernels.cuda.kv_dtypes import largest_of, quantised, scale_at
 from twostroke.kernels.records import Rope
 
 

@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from twostroke.kernels.cuda.kv_types import operand_of, scale_at, to_operand
+from twostroke.kernels.cuda.kv_dtypes import operand_of, scale_at, to_operand
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
-from twostroke.kernels.kv_types import is_8_bit
+from twostroke.kernels.kv_dtypes import is_8_bit
 from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
 from twostroke.kernels.reference import Attend
 

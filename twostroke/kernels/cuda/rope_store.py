@@ -19,7 +19,7 @@ import triton.language as tl
 
 from twostroke.kernels.cuda.dependent_launch import wait_for_previous
 from twostroke.kernels.cuda.elementwise import times_weight
-from twostroke.kernels.cuda.kv_types import dequantised, largest_of, quantised, scale_at
+from twostroke.kernels.cuda.kv_dtypes import dequantised, largest_of, quantised, scale_at
 from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.records import DEFAULT_CONTEXT, KVView, Rope, StepContext

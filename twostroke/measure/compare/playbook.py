@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from twostroke.errors import ConfigError, nearest
+from twostroke.errors import ConfigError, did_you_mean
 
 
 class Play(NamedTuple):
@@ -42,7 +42,7 @@ PLAYBOOK = {
 def play(name: str) -> Play:
     if name not in PLAYBOOK:
         raise ConfigError(
-            f"--playbook {name!r} does not exist{nearest(name, PLAYBOOK)}; `--playbook list` "
+            f"--playbook {name!r} does not exist{did_you_mean(name, PLAYBOOK)}; `--playbook list` "
             "prints all entries"
         )
     return PLAYBOOK[name]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from twostroke.errors import RequestError, nearest
+from twostroke.errors import RequestError, did_you_mean
 from twostroke.measure.report.tables import duration
 from twostroke.observe.record import ENGINE_STEPS, steps_between
 
@@ -151,7 +151,7 @@ class Explainer:
             )
         raise RequestError(
             f"no request {request_id!r} has ended in this time"
-            f"{nearest(request_id, known)}; look further back with --seconds"
+            f"{did_you_mean(request_id, known)}; look further back with --seconds"
         )
 
     def slowest(self, count: int) -> list[Record]:

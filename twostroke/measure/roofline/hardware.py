@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twostroke.errors import ConfigError, nearest
+from twostroke.errors import ConfigError, did_you_mean
 
 T, GB = 1e12, 1e9
 # Estimated shares of the data sheet's rates that good kernels reach.
@@ -87,7 +87,7 @@ def find_hardware(name: str) -> Hardware:
             return hardware
     known_names = [*HARDWARE, HERE]
     raise ConfigError(
-        f"--hardware {name!r} is not in the table{nearest(name, known_names)}; choose one of "
+        f"--hardware {name!r} is not in the table{did_you_mean(name, known_names)}; choose one of "
         f"{', '.join(known_names)}"
     )
 

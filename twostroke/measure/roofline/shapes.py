@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from twostroke.errors import ConfigError, ModelError, nearest
+from twostroke.errors import ConfigError, ModelError, did_you_mean
 from twostroke.model.describe.spec import ModelSpec
 
 # hidden, intermediate, layers, heads, KV heads, head size, vocabulary, tied embeddings
@@ -74,7 +74,7 @@ def find_spec(model: str) -> ModelSpec:
         config = EngineConfig(model=model, load_format="dummy")
         return open_model(config, find_model(config), "cpu").spec
     except ModelError as error:
-        meant = nearest(model.lower(), SHAPES) or "."
+        meant = did_you_mean(model.lower(), SHAPES) or "."
         raise ModelError(
             f"{error}{meant} Known names: {', '.join(SHAPES)}; or give only a size, such as 7B"
         ) from None

@@ -89,7 +89,8 @@ class CostModel:
     # For steps that only decode, if they read other bytes than steps with prefill.
     decode_only: CostModel | None = None
 
-    def of_step(self, prefill_tokens: int) -> CostModel:
+    def for_step(self, prefill_tokens: int) -> CostModel:
+        """Return the costs of a step with this number of prefill tokens."""
         return self if prefill_tokens or self.decode_only is None else self.decode_only
 
     def prefill_flops(self, work: PhaseWork, samples: int) -> float:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from twostroke import environment
 from twostroke.config import EngineConfig
-from twostroke.errors import ConfigError, ModelError, nearest
+from twostroke.errors import ConfigError, ModelError, did_you_mean
 from twostroke.model.find import hf_hub
 from twostroke.model.find.on_disk import (
     GGUF_MAGIC,
@@ -82,8 +82,9 @@ def resolve(
     if hub_id:
         folder = hf_hub.fetch_folder(model, revision, allow_config_only)
         return ModelFiles("folder", folder, model)
+    hint = did_you_mean(model.lower(), ["default", packaged.name.lower()])
     raise ModelError(
-        f"unknown model {model!r}{nearest(model.lower(), ['default', packaged.name.lower()])}. "
+        f"unknown model {model!r}{hint}. "
         "Expected 'default', the path of a .gguf file or of a model folder, or a Hugging Face id "
         "such as org/name, org/name:FILE.gguf or org/name:Q4_K_M"
     )

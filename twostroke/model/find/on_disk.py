@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from twostroke.errors import ModelError, nearest
+from twostroke.errors import ModelError, did_you_mean
 
 GGUF_MAGIC = b"GGUF"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -21,7 +21,7 @@ MAX_SPLIT_FILES = 1024
 def nearest_on_disk(path: Path) -> str:
     """Return `; did you mean 'x'?` if the folder of `path` holds a similar name."""
     try:
-        return nearest(path.name, os.listdir(path.parent))
+        return did_you_mean(path.name, os.listdir(path.parent))
     except OSError:
         return ""
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model.describe.spec import ModelSpec
-from twostroke.model.formats.registry import Format, weight_formats
 from twostroke.model.formats.w8a8_weights import DENSE, linear_groups
+from twostroke.model.formats.weight_formats import Format, weight_formats
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.safetensors import SafetensorsWeights
 
@@ -56,17 +56,17 @@ def num_bytes(format: Format | None, shape: tuple[int, ...], itemsize: int) -> i
 
 
 def phase_formats(
-    spec: ModelSpec, source: WeightSource, config: EngineConfig, blocks: bool = False
+    spec: ModelSpec, source: WeightSource, config: EngineConfig, keep_gguf_blocks: bool = False
 ) -> PhaseFormats:
     """Return the formats of both phases. Raise `ConfigError` if they cannot differ as
     configured."""
     if not config.phases_differ:
-        formats = weight_formats(spec, source, config.quantization, blocks=blocks)
+        formats = weight_formats(spec, source, config.quantization, keep_gguf_blocks)
         return PhaseFormats(formats, formats)
     wanted = (config.prefill_quantization, config.decode_quantization)
     _check_source(spec, source, wanted)
     prefill, decode = (
-        weight_formats(spec, source, None if one == "none" else one, blocks=blocks)
+        weight_formats(spec, source, None if one == "none" else one, keep_gguf_blocks)
         for one in wanted
     )
     return PhaseFormats(prefill, decode)

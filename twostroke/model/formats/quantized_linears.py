@@ -16,8 +16,8 @@ from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import W8Weight, quantised, w8_weight
 from twostroke.model.describe.tensor_parallel import Part
 from twostroke.model.formats.linear import PackedLinear, ScalableLinear, StackedLinear, W8Linear
-from twostroke.model.formats.registry import Format
 from twostroke.model.formats.w8a8_weights import W8Format, is_weight_only
+from twostroke.model.formats.weight_formats import Format
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.packed_format import SMALLEST_GROUP, PackedFormat
 from twostroke.model.weights.tensors import W8_DTYPES, read_packed, read_w8

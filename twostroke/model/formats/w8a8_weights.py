@@ -31,7 +31,7 @@ class W8Format(NamedTuple):
         return math.prod(shape) + SCALE_BYTES * shape[0] * self.scales_per_row
 
 
-def w8_matrices(
+def w8_formats(
     spec: ModelSpec, source: WeightSource, quantization: str | None
 ) -> dict[str, W8Format]:
     """Return the formats of the weights in fp8 or int8, from their file or from `quantization`.
@@ -51,7 +51,7 @@ def w8_matrices(
         if len(stored) == len(names):
             found |= dict(zip(names, stored, strict=True))
         elif wanted:
-            refuse_quantised(source, names, wanted)
+            require_unquantised(source, names, wanted)
             found |= dict.fromkeys(names, W8Format(wanted))
     return found
 
@@ -103,7 +103,8 @@ def _stored_format(source: WeightSource, name: str) -> W8Format | None:
     return W8Format(known.type, scales) if scales else None
 
 
-def refuse_quantised(source: WeightSource, names: Sequence[str], wanted: str) -> None:
+def require_unquantised(source: WeightSource, names: Sequence[str], wanted: str) -> None:
+    """Raise `ConfigError` if one of these matrices is quantised in its file already."""
     for name in names:
         stored = source.stored_type(name)
         if stored not in DENSE:

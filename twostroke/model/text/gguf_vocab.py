@@ -10,7 +10,7 @@ from typing import Any, Final
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
-from twostroke.errors import ModelError, nearest
+from twostroke.errors import ModelError, did_you_mean
 from twostroke.model.fields import Fields, shown
 from twostroke.model.text.detokenizer import SPACE_MARK
 from twostroke.model.text.pre_tokenizers import PRE_TOKENIZERS, pre_tokenizer_of
@@ -123,9 +123,10 @@ def _byte_level_bpe(header: _VocabHeader) -> tokenizers.Tokenizer:
     kind = PRE_TOKENIZERS.get(named)
     if kind is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
+        hint = did_you_mean(named, PRE_TOKENIZERS) or "."
         raise ModelError(
             f"{header.where}: names the pre-tokenizer {named!r} (tokenizer.ggml.pre), which is "
-            f"not supported{nearest(named, PRE_TOKENIZERS) or '.'} Supported: {known}. {ADVICE}"
+            f"not supported{hint} Supported: {known}. {ADVICE}"
         )
     tokenizer = _bpe(header, _merges(header), ignore_merges=kind.ignore_merges)
     if kind.nfc:

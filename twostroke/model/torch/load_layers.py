@@ -42,7 +42,7 @@ from twostroke.model.formats.linear import (
 )
 from twostroke.model.formats.phase_formats import PhaseFormats
 from twostroke.model.formats.quantized_linears import QuantizedLinears
-from twostroke.model.formats.registry import Format
+from twostroke.model.formats.weight_formats import Format
 from twostroke.model.torch.attention import Attention, HeadsAttention
 from twostroke.model.torch.latent import LatentAttention
 from twostroke.model.torch.meta import fields_to_meta, to_meta

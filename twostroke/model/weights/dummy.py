@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from twostroke.errors import ModelError, nearest
+from twostroke.errors import ModelError, did_you_mean
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.gguf.block_types import BlockType
 from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
@@ -74,7 +74,7 @@ class DummyWeights:
         shape = self.shape(name)
         if shape is None:
             raise ModelError(
-                f"the model has no weight {name!r}{nearest(name, self._shapes)}. "
+                f"the model has no weight {name!r}{did_you_mean(name, self._shapes)}. "
                 "Expected a name of `ModelSpec.weight_shapes`."
             )
         return shape

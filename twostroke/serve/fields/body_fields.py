@@ -1,8 +1,9 @@
-"""`Body`: the base of all request types, with the fields that all APIs share; and `decode_body`.
+"""`Body`: the base of all request types; the fields that all APIs share; and `decode_body`.
 
-Most bodies have only fields of their type and are decoded once. Otherwise the fields of other
-servers are translated with the type's table (`foreign_fields.py`), and unknown fields are left out
-and reported.
+A request body that has only fields of its request type is decoded once. This is the usual case. If
+a body has other fields, `decode_body` translates those that are in the request type's table of
+foreign fields (fields that only other servers have, `foreign_fields.py`), and leaves out and
+reports the remaining fields.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 import msgspec
 from msgspec import Meta, Raw
 
-from twostroke.errors import nearest, shown
+from twostroke.errors import did_you_mean, shown
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
-from twostroke.serve.fields.foreign_fields import Fields, Table
+from twostroke.serve.fields.foreign_fields import Fields, ForeignTable
 
 _UNKNOWN = "Object contains unknown field"  # the beginning of msgspec's message
 _NULL, _BRACE = b"null", ord("{")
@@ -41,20 +42,21 @@ TokenIds = list[int]
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Fields whose memory is released once the prompt and `SamplingParams` have been made from them.
     INPUT: ClassVar[tuple[str, ...]] = ()
-    # Content-Type must be application/json; clients of some APIs do not send it.
-    DECLARED: ClassVar[bool] = True
-    FOREIGN: ClassVar[Table] = {}  # fields of other servers
-    # Unknown fields are always refused, because the request changes the server.
+    # The header Content-Type must be application/json. False: some clients of the API do not send
+    # this header.
+    REQUIRES_JSON_CONTENT_TYPE: ClassVar[bool] = True
+    FOREIGN: ClassVar[ForeignTable] = {}  # the accepted fields of other servers
+    # Refuse unknown fields even without `--strict-fields`: for requests that change the server.
     STRICT: ClassVar[bool] = False
 
     @classmethod
     def type_of(cls, body: bytes | bytearray) -> type[Body]:
-        """Return the type of this body."""
+        """Return the request type of a body. Override this if the type depends on the body."""
         return cls
 
     @classmethod
     def decode(cls, body: bytes | bytearray) -> Self:
-        # Not strict, as in vLLM: "0.7" is a number, "true" a boolean and 1.0 an integer.
+        # Types are converted, as in vLLM: "0.7" is a number, "true" a boolean and 1.0 an integer.
         return msgspec.json.decode(body, type=cls, strict=False)
 
     def drop_input(self) -> None:
@@ -63,21 +65,23 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredFields(Body, kw_only=True):
-    """vLLM's `structured_outputs`: at most one of the first five fields."""
+    """vLLM's `structured_outputs`. At most one of the first five fields may be set."""
 
-    FOREIGN: ClassVar[Table] = foreign_fields.STRUCTURED
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.STRUCTURED
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    disable_additional_properties: bool | None = None  # of a schema's objects
+    # Objects may only have properties that the JSON schema names.
+    disable_additional_properties: bool | None = None
 
 
 class EngineFields(Body, kw_only=True):
     """vLLM's fields for sampling and scheduling, accepted by all APIs."""
 
+    # The fields below that subclasses add to `Body.INPUT`.
     ENGINE_INPUT: ClassVar[tuple[str, ...]] = (
         "stop_token_ids",
         "allowed_token_ids",
@@ -98,7 +102,7 @@ class EngineFields(Body, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: to the longest prompt
     truncation_side: Literal["left", "right"] | None = None  # the end that is cut off; default left
     structured_outputs: StructuredFields | None = None
     priority: int | None = None
@@ -114,16 +118,18 @@ class EngineFields(Body, kw_only=True):
         }
 
 
-class IgnoredFields(EngineFields, kw_only=True):
-    """OpenAI's fields about accounts, storage and billing. Only `prompt_cache_key` has an
-    effect."""
+class AccountFields(EngineFields, kw_only=True):
+    """OpenAI's fields about accounts, storage and billing, which are accepted and ignored. Only
+    `prompt_cache_key` has an effect."""
 
     user: Name | None = None
     store: bool | None = None
     metadata: Raw = None  # type: ignore[assignment]
     service_tier: Name | None = None
     safety_identifier: Name | None = None
-    prompt_cache_key: Name | None = None  # with several engines: the session, see route/router.py
+    # The name of a conversation. With several engines, the router prefers the engine that computed
+    # the earlier requests of the conversation.
+    prompt_cache_key: Name | None = None
     prompt_cache_retention: Name | None = None
     prompt_cache_options: Raw = None  # type: ignore[assignment]
     moderation: Raw = None  # type: ignore[assignment]
@@ -152,59 +158,67 @@ def decode_body(
 def _known_fields(
     body: bytes | bytearray | Raw,
     request_type: type[Body],
-    where: str,
+    path: str,
     unknown: list[str],
     strict: bool,
 ) -> Fields:
-    """Return the fields of an object, with foreign fields translated and unknown fields left out.
-    `where`: the path to the object."""
+    """Return the fields of a JSON object, with foreign fields translated and unknown fields left
+    out. Add the names of unknown fields to `unknown`.
+
+    `path`: the prefix of the object's field names in messages: empty for the body, or with a dot at
+    the end, such as `structured_outputs.`. `strict`: refuse unknown fields.
+    """
     sent = msgspec.json.decode(body, type=dict[str, Raw])
-    types = _types(request_type)
+    types = _nested_types(request_type)
     fields: Fields = {}
     for name, value in sent.items():
         if name in types:
             nested = types[name]
             if nested is not None and memoryview(value)[0] == _BRACE:
-                fields[name] = _known_fields(value, nested, f"{where}{name}.", unknown, strict)
+                fields[name] = _known_fields(value, nested, f"{path}{name}.", unknown, strict)
             elif memoryview(value) != _NULL:
                 fields[name] = value
         elif name not in request_type.FOREIGN:
             if strict:
-                raise _refusal(f"{where}{name}", "" if where else nearest(name, tuple(types)))
-            unknown.append(f"{where}{name}")
-    for name, foreign in request_type.FOREIGN.items():  # in the table's order
+                hint = "" if path else did_you_mean(name, tuple(types))
+                raise _unknown_field(f"{path}{name}", hint)
+            unknown.append(f"{path}{name}")
+    # In the order of the table, since the first of two fields with one meaning takes precedence.
+    for name, foreign in request_type.FOREIGN.items():
         if name in types or name not in sent or memoryview(sent[name]) == _NULL:
             continue
         try:
             value = msgspec.json.decode(sent[name], type=foreign.type, strict=False)
         except msgspec.ValidationError as error:
-            raise ApiError(400, f"{where}{name}: {error}", param=f"{where}{name}") from None
-        foreign.read(fields, name, value)
+            raise ApiError(400, f"{path}{name}: {error}", param=f"{path}{name}") from None
+        foreign.translate_into(fields, name, value)
     return fields
 
 
 @cache
-def _types(request_type: type[Body]) -> dict[str, type[Body] | None]:
-    """Return the JSON names of a type's fields; for a field that is a `Body` too, its type."""
+def _nested_types(request_type: type[Body]) -> dict[str, type[Body] | None]:
+    """Return a dictionary with the JSON names of a request type's fields. Its values: the type of a
+    field that is a `Body` itself, None for other fields."""
     found: dict[str, type[Body] | None] = {}
     for field in msgspec.structs.fields(request_type):
-        kinds = (field.type, *get_args(field.type))
-        bodies = [one for one in kinds if isinstance(one, type) and issubclass(one, Body)]
+        field_types = (field.type, *get_args(field.type))
+        bodies = [each for each in field_types if isinstance(each, type) and issubclass(each, Body)]
         found[field.encode_name] = bodies[0] if bodies else None
     return found
 
 
-def with_nested(kinds: Iterable[type[Any]]) -> set[type[Body]]:
-    """Return the request types and the `Body` types nested in them."""
+def with_nested_types(types: Iterable[type[Any]]) -> set[type[Body]]:
+    """Return the request types among `types`, and the `Body` types of their fields."""
     found: set[type[Body]] = set()
-    queue = [request_type for request_type in kinds if issubclass(request_type, Body)]
+    queue = [request_type for request_type in types if issubclass(request_type, Body)]
     while queue:
         request_type = queue.pop()
         if request_type not in found:
             found.add(request_type)
-            queue += [one for one in _types(request_type).values() if one is not None]
+            nested = _nested_types(request_type).values()
+            queue += [field_type for field_type in nested if field_type is not None]
     return found
 
 
-def _refusal(name: str, hint: str) -> ApiError:
+def _unknown_field(name: str, hint: str) -> ApiError:
     return ApiError(400, f"unknown field {shown(name)}{hint}", param=name, code="unknown_field")

@@ -64,7 +64,7 @@ class ForeignField:
     advice: str = ""
     code: str | None = None  # the error's code, if clients test it
 
-    def read(self, fields: Fields, name: str, value: Any) -> None:
+    def translate_into(self, fields: Fields, name: str, value: Any) -> None:
         """Apply a value to the fields of the request; raise `ApiError` if it is unsupported."""
         if self.neutral is not None and not _is_in(value, (*OFF_BY_DEFAULT, *self.neutral)):
             advice = self.advice or "leave it out"
@@ -82,7 +82,8 @@ class ForeignField:
         return msgspec.json.schema(self.type | None) if self.type is not Any else {}
 
 
-Table = Mapping[str, ForeignField]
+# The foreign fields of a request type, by name. The first of two fields with one meaning wins.
+ForeignTable = Mapping[str, ForeignField]
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
@@ -207,7 +208,7 @@ def _repeat_last_n(fields: Fields, value: int) -> None:
 
 # Settings of samplers that are off, slots, stops by indentation or time, and timings, which are in
 # the last part of every answer.
-LLAMA_IGNORED: Final[Table] = {
+LLAMA_IGNORED: Final[ForeignTable] = {
     name: ignored()
     for name in (
         "mirostat_tau",
@@ -229,11 +230,11 @@ LLAMA_IGNORED: Final[Table] = {
         "sse_ping_interval",
     )
 }
-LLAMA: Final[Table] = {
+LLAMA: Final[ForeignTable] = {
     **{name: unsupported(*values) for name, values in LLAMA_OFF.items()},
     **LLAMA_IGNORED,
 }
-OLLAMA_OPTIONS: Final[Table] = {  # the last fields are for loading a model
+OLLAMA_OPTIONS: Final[ForeignTable] = {  # the last fields are for loading a model
     **LLAMA,
     "tfs_z": unsupported(1.0),
     **{
@@ -257,14 +258,14 @@ OLLAMA_OPTIONS: Final[Table] = {  # the last fields are for loading a model
         )
     },
 }
-STRUCTURED: Final[Table] = {
+STRUCTURED: Final[ForeignTable] = {
     "structural_tag": unsupported(advice="give a grammar"),
     "whitespace_pattern": unsupported(),
     "disable_fallback": ignored(bool),
     "disable_any_whitespace": unsupported(False),
 }
 # For all routes with a request of OpenAI's.
-_SHARED: Final[Table] = {
+_SHARED: Final[ForeignTable] = {
     # vLLM
     "guided_json": inside(str | dict[str, Any], "structured_outputs", "json"),
     "guided_regex": inside(str, "structured_outputs", "regex"),
@@ -311,11 +312,11 @@ _SHARED: Final[Table] = {
     "random_seed": renamed(int, "seed"),
     "safe_prompt": unsupported(False),
 }
-_THINKING: Final[Table] = {
+_THINKING: Final[ForeignTable] = {
     "enable_thinking": ForeignField(bool, _thinking),
     "thinking": ForeignField(bool | dict[str, Any], _thinking),
 }
-CHAT: Final[Table] = {
+CHAT: Final[ForeignTable] = {
     **_SHARED,
     **_THINKING,
     "reasoning": ForeignField(bool | dict[str, Any], _reasoning),
@@ -339,7 +340,7 @@ CHAT: Final[Table] = {
     "modalities": unsupported(["text"], advice='only ["text"] is'),
     "web_search_options": unsupported(),
 }
-COMPLETION: Final[Table] = {
+COMPLETION: Final[ForeignTable] = {
     **_SHARED,
     "n_predict": _max_tokens("max_tokens", MAX_TOKENS),
     "max_completion_tokens": renamed(int, "max_tokens"),
@@ -348,7 +349,7 @@ COMPLETION: Final[Table] = {
     "prompt_embeds": unsupported(advice="send the prompt as a text or token ids"),
     "suffix": unsupported(advice="use /infill"),
 }
-RESPONSES: Final[Table] = {
+RESPONSES: Final[ForeignTable] = {
     **_SHARED,
     **_THINKING,
     "reasoning_effort": inside(str, "reasoning", "effort"),
@@ -363,7 +364,7 @@ RESPONSES: Final[Table] = {
     "context_management": unsupported(advice='set truncation to "auto", or shorten the input'),
     "enable_response_messages": unsupported(False),
 }
-LLAMA_COMPLETION: Final[Table] = {
+LLAMA_COMPLETION: Final[ForeignTable] = {
     **LLAMA,
     "grammar": _SHARED["grammar"],  # GBNF
     "json_schema": _SHARED["json_schema"],
@@ -377,7 +378,7 @@ LLAMA_COMPLETION: Final[Table] = {
         for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
     },
 }
-MESSAGES: Final[Table] = {
+MESSAGES: Final[ForeignTable] = {
     **{name: _SHARED[name] for name in _SHARED if name.startswith("guided_")},
     "repeat_penalty": _SHARED["repeat_penalty"],
     "cache_prompt": _SHARED["cache_prompt"],
@@ -396,13 +397,13 @@ MESSAGES: Final[Table] = {
         code="thread_unsupported_request",
     ),
 }
-OLLAMA_GENERATE: Final[Table] = {
+OLLAMA_GENERATE: Final[ForeignTable] = {
     "template": unsupported(
         advice="the model's own is used; send raw: true and a prompt that is rendered"
     ),
     "context": unsupported(advice="send the conversation to /api/chat"),
 }
-TOKENIZE: Final[Table] = {  # llama-server's names
+TOKENIZE: Final[ForeignTable] = {  # llama-server's names
     "content": renamed(str, "prompt"),
     "add_special": renamed(bool, "add_special_tokens"),
     "parse_special": unsupported(True),

@@ -7,14 +7,14 @@ from typing import ClassVar
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
 from twostroke.serve.fields.body_fields import EngineFields, Stops, StopText
-from twostroke.serve.fields.foreign_fields import Table
+from twostroke.serve.fields.foreign_fields import ForeignTable
 from twostroke.serve.fields.protocol import GenerateRequest
 
 RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's values for a random seed
 
 
 class LlamaSampling(EngineFields, kw_only=True):
-    FOREIGN: ClassVar[Table] = foreign_fields.LLAMA
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.LLAMA
 
     temperature: float | None = None
     top_k: int | None = None

@@ -15,15 +15,15 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
 from twostroke.serve.fields.body_fields import (
+    AccountFields,
     Body,
     EngineFields,
-    IgnoredFields,
     Name,
     Stops,
     StopText,
     TokenIds,
 )
-from twostroke.serve.fields.foreign_fields import Table
+from twostroke.serve.fields.foreign_fields import ForeignTable
 
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
@@ -61,7 +61,7 @@ class Tool(msgspec.Struct, kw_only=True):
     function: FunctionTool
 
 
-class GenerateRequest(IgnoredFields, kw_only=True):
+class GenerateRequest(AccountFields, kw_only=True):
     """The fields of every route that generates text."""
 
     INPUT: ClassVar[tuple[str, ...]] = (
@@ -117,7 +117,7 @@ class PredictedContent(Body, kw_only=True):
 
 
 class ChatRequest(ConversationRequest, kw_only=True):
-    FOREIGN: ClassVar[Table] = foreign_fields.CHAT
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.CHAT
     INPUT: ClassVar[tuple[str, ...]] = (
         *ConversationRequest.INPUT,
         "messages",
@@ -165,7 +165,7 @@ class BatchChatRequest(ChatRequest, kw_only=True):
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
-    FOREIGN: ClassVar[Table] = foreign_fields.COMPLETION
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.COMPLETION
     INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "prompt", "response_format")
 
     prompt: str | list[str | int | TokenIds]  # a text, token ids, or a list of either
@@ -229,7 +229,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(ConversationRequest, kw_only=True):
-    FOREIGN: ClassVar[Table] = foreign_fields.RESPONSES
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.RESPONSES
     INPUT: ClassVar[tuple[str, ...]] = (
         *ConversationRequest.INPUT,
         "input",
@@ -260,7 +260,7 @@ class ResponsesRequest(ConversationRequest, kw_only=True):
     client_metadata: Raw = None  # type: ignore[assignment]  # of Codex; has no effect
 
     def __post_init__(self) -> None:
-        # As in `IgnoredFields`, but `metadata` is kept.
+        # As in `AccountFields`, but `metadata` is kept.
         self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
         self.client_metadata = None  # type: ignore[assignment]
 
@@ -268,7 +268,7 @@ class ResponsesRequest(ConversationRequest, kw_only=True):
 class TokenizeRequest(Body, kw_only=True):
     """A text (`prompt`) or a conversation (`messages`)."""
 
-    FOREIGN: ClassVar[Table] = foreign_fields.TOKENIZE
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.TOKENIZE
 
     model: Name | None = None
     prompt: str | None = None

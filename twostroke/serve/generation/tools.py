@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from twostroke.errors import RequestError, nearest
+from twostroke.errors import RequestError, did_you_mean
 from twostroke.request import StructuredOutputs
 from twostroke.serve.parsers import TOOL_PARSERS, choose_parser
 from twostroke.serve.parsers.arguments import argument_types
@@ -28,7 +28,7 @@ class ToolCalls:
     ) -> None:
         known = ("auto", *PARSERS)
         if parser not in known:
-            hint = nearest(parser, known) if isinstance(parser, str) else ""
+            hint = did_you_mean(parser, known) if isinstance(parser, str) else ""
             raise RequestError(
                 f"there is no tool parser {parser!r}{hint or '.'} There are {', '.join(known)}"
             )
@@ -128,9 +128,8 @@ def _read_choice(choice: Any, schemas: Mapping[str, Any]) -> str:
         if choice.get("type") != "function" or not isinstance(name, str):
             raise RequestError('tool_choice must be {"type": "function", "function": {"name": …}}')
         if name not in schemas:
-            raise RequestError(
-                f"tool_choice names {name!r}, which is not among the tools{nearest(name, schemas)}"
-            )
+            hint = did_you_mean(name, schemas)
+            raise RequestError(f"tool_choice names {name!r}, which is not among the tools{hint}")
         return f"name:{name}"
     if choice not in ("auto", "none", "required"):
         raise RequestError(

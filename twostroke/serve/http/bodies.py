@@ -45,7 +45,8 @@ FREE_BYTES = 8 * 1024  # bodies up to this size are not counted and never wait
 RATE_WINDOW_S = 5.0
 
 
-def weight_of(body: bytes) -> int:
+def json_weight(body: bytes) -> int:
+    """Return the cost of decoding this JSON, in the unit of `--max-body-weight`."""
     return sum(body.count(mark) * each for mark, each in WEIGHTS)
 
 
@@ -69,7 +70,7 @@ class BodyReader:
     async def read(self, http: HttpRequest, request_type: type[T]) -> AsyncIterator[tuple[T, int]]:
         """The decoded body and its size. Leave the block when the prompt is made of it: until then
         its memory is counted."""
-        _check_media(http, request_type.DECLARED)
+        _check_media(http, request_type.REQUIRES_JSON_CONTENT_TYPE)
         sender = Sender(http.key_number, http.address)
         arrived, decoded = Reservation(self._arrived, sender), Reservation(self._decoded, sender)
         try:
@@ -121,7 +122,7 @@ class BodyReader:
                 raise held.refused
             if len(body) + len(chunk) > self.max_bytes:
                 raise self._too_large()
-            weight += weight_of(chunk)
+            weight += json_weight(chunk)
             if weight > self.max_weight:
                 raise self._too_heavy()
             if len(body) + len(chunk) > FREE_BYTES:

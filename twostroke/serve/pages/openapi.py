@@ -15,7 +15,7 @@ import msgspec
 from twostroke import __version__
 from twostroke.engine.api import EngineInfo
 from twostroke.request import MAX_PRIORITY, MAX_SEED
-from twostroke.serve.fields.body_fields import Body, with_nested
+from twostroke.serve.fields.body_fields import Body, with_nested_types
 from twostroke.serve.fields.protocol import UNSUPPORTED_IN_BATCH
 from twostroke.serve.http.routing import Route
 from twostroke.serve.pages.static import TITLES
@@ -49,7 +49,7 @@ def openapi(
     description = _describe_routes(routes, settings)
     schemas = description["components"]["schemas"]
     bodies = {route.body for route in routes if route.body is not None}
-    _add_foreign_fields(schemas, with_nested(bodies), settings.strict_fields)
+    _add_foreign_fields(schemas, with_nested_types(bodies), settings.strict_fields)
     _add_limits(schemas, info, models, max_n)
     return description
 

@@ -12,7 +12,7 @@ from msgspec import Raw
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
 from twostroke.serve.fields.body_fields import EngineFields, Name, Stops
-from twostroke.serve.fields.foreign_fields import Table
+from twostroke.serve.fields.foreign_fields import ForeignTable
 from twostroke.serve.fields.protocol import (
     ChatRequest,
     FunctionTool,
@@ -111,7 +111,7 @@ class OutputConfig(msgspec.Struct):
 class CountTokensRequest(EngineFields, kw_only=True):
     """The fields of a prompt."""
 
-    FOREIGN: ClassVar[Table] = foreign_fields.MESSAGES
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.MESSAGES
     INPUT: ClassVar[tuple[str, ...]] = (
         *EngineFields.ENGINE_INPUT,
         "messages",

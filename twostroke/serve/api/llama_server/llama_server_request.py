@@ -12,7 +12,7 @@ from twostroke.errors import shown
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
 from twostroke.serve.fields.body_fields import EngineFields, Name, TokenIds
-from twostroke.serve.fields.foreign_fields import WITHOUT, Table
+from twostroke.serve.fields.foreign_fields import WITHOUT, ForeignTable
 from twostroke.serve.fields.llama_sampling import LlamaSampling
 from twostroke.serve.fields.protocol import ChatRequest, CompletionRequest
 
@@ -25,8 +25,8 @@ class LlamaRequest(LlamaSampling, kw_only=True):
         "stop",
         "logit_bias",
     )
-    DECLARED: ClassVar[bool] = False
-    FOREIGN: ClassVar[Table] = foreign_fields.LLAMA_COMPLETION
+    REQUIRES_JSON_CONTENT_TYPE: ClassVar[bool] = False
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.LLAMA_COMPLETION
 
     model: Name | None = None
     stream: bool | None = None
@@ -52,7 +52,7 @@ class LlamaCompletionRequest(LlamaRequest, kw_only=True):
 
 
 class ApplyTemplateRequest(ChatRequest, kw_only=True):
-    DECLARED: ClassVar[bool] = False
+    REQUIRES_JSON_CONTENT_TYPE: ClassVar[bool] = False
 
 
 class ExtraFile(msgspec.Struct):

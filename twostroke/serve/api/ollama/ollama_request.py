@@ -13,14 +13,14 @@ from msgspec import Raw
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
 from twostroke.serve.fields.body_fields import EngineFields, Name
-from twostroke.serve.fields.foreign_fields import Table
+from twostroke.serve.fields.foreign_fields import ForeignTable
 from twostroke.serve.fields.llama_sampling import LlamaSampling
 from twostroke.serve.fields.protocol import ChatRequest, JsonSchema, ResponseFormat, Tool
 from twostroke.serve.fields.response_json import Json
 
 
 class Options(LlamaSampling, kw_only=True):
-    FOREIGN: ClassVar[Table] = foreign_fields.OLLAMA_OPTIONS
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.OLLAMA_OPTIONS
 
     num_predict: int | None = None  # below 0: until the context is full
 
@@ -32,7 +32,7 @@ class OllamaRequest(EngineFields, kw_only=True):
         "options",
         "think",
     )
-    DECLARED: ClassVar[bool] = False
+    REQUIRES_JSON_CONTENT_TYPE: ClassVar[bool] = False
 
     model: Name | None = None
     stream: bool | None = None  # default true
@@ -79,7 +79,7 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     INPUT: ClassVar[tuple[str, ...]] = (*OllamaRequest.INPUT, "prompt", "system", "suffix")
-    FOREIGN: ClassVar[Table] = foreign_fields.OLLAMA_GENERATE
+    FOREIGN: ClassVar[ForeignTable] = foreign_fields.OLLAMA_GENERATE
 
     prompt: str | None = None
     system: str | None = None

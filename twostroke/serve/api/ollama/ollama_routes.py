@@ -67,7 +67,7 @@ class OllamaError(ErrorBody):
 
 
 class ShowRequest(Body, kw_only=True):
-    DECLARED: ClassVar[bool] = False
+    REQUIRES_JSON_CONTENT_TYPE: ClassVar[bool] = False
 
     model: Name | None = None
     name: Name | None = None  # the older name of `model`

@@ -1,14 +1,14 @@
-"""`StoredResponses`: the responses that `/v1/responses` stores, to continue a conversation, to read
-it again, or to write it in the background. The store is in the HTTP process and outlives the
-engine.
+"""`ResponseStore`: the stored responses of `/v1/responses`. A client can continue the conversation
+of a stored response, read the response again, or read a response that is generated in the
+background. The store is in the HTTP process and outlives the engine.
 
-    running request ──holds──▶ StoredResponse ◀──holds── the index: by key and id, oldest first
-                                 │ previous
-                                 └──holds──▶ StoredResponse ──▶ …      the earlier conversation
+    running request ──holds──▶ StoredResponse ◀──holds── the index: by API key and response id,
+                                 │ previous                         oldest response first
+                                 └──holds──▶ StoredResponse ──▶ …   the earlier conversation
 
 A response without holders is freed. All held memory is counted, including memory that a running
-request reserves for its answer. A new response makes room by removing old ones of the API key that
-uses most.
+request reserves for its answer. If there is no room for a new response, the store removes the
+oldest responses of the API key whose responses take the most room.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from itertools import takewhile
 from time import monotonic
 from typing import Final
 
-from twostroke.serve.http.bodies import weight_of
+from twostroke.serve.http.bodies import json_weight
 
-OVERHEAD_BYTES: Final = 1024  # of a response, in addition to its JSON
-EVENT_OVERHEAD_BYTES: Final = 64
-RUNNING: Final = ("queued", "in_progress")
+OVERHEAD_BYTES: Final = 1024  # the memory that a response takes in addition to its JSON
+EVENT_OVERHEAD_BYTES: Final = 64  # the memory that an event takes in addition to its JSON
+RUNNING: Final = ("queued", "in_progress")  # values of `status`
 
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    owner: int | None  # the number of the API key of the request
+    owner: int | None  # the number of the API key of the request; None: the server has no API key
     id: str
     previous: StoredResponse | None
     input_items: bytes  # JSON: a list
-    keep: bool  # counts in `max_stored_responses`; False: freed with its request
+    # False: the response is never in the index. It is freed when its request ends, and it does not
+    # count in `max_stored_responses`.
+    keep: bool
     background: bool = False
     status: str = "queued"
     response: bytes = b""  # JSON, current state
     events: list[bytes] | None = None  # of a background stream, in order
-    num_bytes: int = 0
-    weight: int = 0  # the cost of decoding (`bodies.py`)
+    num_bytes: int = 0  # counted memory: JSON, events, overhead, and the reserve for the answer
+    json_weight: int = 0  # the cost of decoding its JSON (see `json_weight` in `bodies.py`)
     stored_s: float = 0.0  # time of insertion into the index, by the store's clock
-    holders: int = 0
+    num_holders: int = 0
 
     @property
     def ended(self) -> bool:
@@ -49,25 +51,27 @@ class StoredResponse:
 
     def chain(self) -> Iterator[StoredResponse]:
         """Yield this response and its predecessors, newest first."""
-        one: StoredResponse | None = self
-        while one is not None:
-            yield one
-            one = one.previous
+        response: StoredResponse | None = self
+        while response is not None:
+            yield response
+            response = response.previous
 
 
 @dataclass(slots=True, eq=False)
 class OwnerUsage:
-    """The stored responses of one API key."""
+    """The stored responses of one API key, and the room that they take."""
 
     by_id: dict[str, StoredResponse] = field(default_factory=dict)  # oldest first
-    num_kept: int = 0
-    num_bytes: int = 0
+    num_kept: int = 0  # held responses with `keep`
+    num_bytes: int = 0  # memory of all held responses
 
     def oldest_ended(self) -> StoredResponse | None:
-        return next((one for one in self.by_id.values() if one.ended), None)
+        return next((response for response in self.by_id.values() if response.ended), None)
 
 
-class StoredResponses:
+class ResponseStore:
+    """The index of stored responses, and the memory of all held responses."""
+
     def __init__(
         self,
         max_responses: int,
@@ -79,13 +83,13 @@ class StoredResponses:
         self.max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._shares: dict[int | None, OwnerUsage] = {}
-        self.num_kept = 0
+        self._usages: dict[int | None, OwnerUsage] = {}
+        self.num_kept = 0  # as in `OwnerUsage`, of all API keys
         self.num_bytes = 0
 
-    def open(self, response: StoredResponse, num_bytes: int) -> bool:
-        """Count and hold the response of a new request; False if there is no room for
-        `num_bytes`."""
+    def reserve(self, response: StoredResponse, num_bytes: int) -> bool:
+        """Hold the response of a new request, and reserve `num_bytes` for its JSON. If there is no
+        room, hold nothing and return False."""
         response.num_bytes = OVERHEAD_BYTES + num_bytes
         self.hold(response)
         if response.num_bytes <= self.max_bytes and self._make_room(response.owner):
@@ -94,27 +98,28 @@ class StoredResponses:
         return False
 
     def put(self, response: StoredResponse) -> None:
-        """Add a response to the index. A response with the same id and key is replaced."""
-        share = self._share(response.owner)
-        if (previous := share.by_id.get(response.id)) is not None:
-            self.remove(previous)
+        """Add a response to the index. A response with the same id and API key is replaced."""
+        by_id = self._usage_of(response.owner).by_id
+        if (replaced := by_id.get(response.id)) is not None:
+            self.remove(replaced)
         response.stored_s = self._clock()
-        share.by_id[response.id] = response
+        by_id[response.id] = response
         self.hold(response)
 
     def get(self, owner: int | None, response_id: str) -> StoredResponse | None:
         self._drop_expired()
-        return self._share(owner).by_id.get(response_id)
+        return self._usage_of(owner).by_id.get(response_id)
 
     def remove(self, response: StoredResponse) -> None:
         """Remove a response from the index."""
-        by_id = self._share(response.owner).by_id
+        by_id = self._usage_of(response.owner).by_id
         if by_id.get(response.id) is response:
             del by_id[response.id]
             self.release(response)
 
     def write(self, response: StoredResponse, status: str, content: bytes) -> bool:
-        """Set status and JSON. If there is no room, change nothing and return False."""
+        """Set the status and the JSON of a response. If there is no room, change nothing and return
+        False."""
         ended = status not in RUNNING
         num_bytes = OVERHEAD_BYTES + len(response.input_items) + len(content)
         num_bytes += sum(len(event) + EVENT_OVERHEAD_BYTES for event in response.events or ())
@@ -123,11 +128,11 @@ class StoredResponses:
             return False
         response.status, response.response = status, content
         if ended:
-            response.weight = weight_of(response.input_items) + weight_of(content)
+            response.json_weight = json_weight(response.input_items) + json_weight(content)
         return True
 
     def add_event(self, response: StoredResponse, event: bytes) -> bool:
-        """Append an event; False if there is no room."""
+        """Append an event. If there is no room, change nothing and return False."""
         assert response.events is not None
         if not self._resize(response, response.num_bytes + len(event) + EVENT_OVERHEAD_BYTES):
             return False
@@ -144,63 +149,72 @@ class StoredResponses:
     @contextmanager
     def holding(self, *responses: StoredResponse) -> Iterator[None]:
         """Keep responses counted while they are read, even if they are removed meanwhile."""
-        for one in responses:
-            self.hold(one)
+        for response in responses:
+            self.hold(response)
         try:
             yield
         finally:
-            for one in responses:
-                self.release(one)
+            for response in responses:
+                self.release(response)
 
     def hold(self, response: StoredResponse) -> None:
-        for one in response.chain():
-            one.holders += 1
-            if one.holders > 1:
+        """Add a holder. The first holder of a response makes the response hold its predecessor."""
+        for held in response.chain():
+            held.num_holders += 1
+            if held.num_holders > 1:
                 return
-            self._count(one, one.keep, one.num_bytes)
+            self._add_usage(held.owner, int(held.keep), held.num_bytes)
 
     def release(self, response: StoredResponse) -> None:
-        for one in response.chain():
-            one.holders -= 1
-            if one.holders:
+        """Remove a holder. The end of a response's last hold also releases its predecessor."""
+        for held in response.chain():
+            held.num_holders -= 1
+            if held.num_holders:
                 return
-            self._count(one, -one.keep, -one.num_bytes)
+            self._add_usage(held.owner, -int(held.keep), -held.num_bytes)
 
-    def _count(self, response: StoredResponse, count: int, num_bytes: int) -> None:
-        share = self._share(response.owner)
-        share.num_kept += count
-        share.num_bytes += num_bytes
-        self.num_kept += count
+    def _add_usage(self, owner: int | None, num_kept: int, num_bytes: int) -> None:
+        """Add to the totals of an API key and of the store. The numbers may be negative."""
+        usage = self._usage_of(owner)
+        usage.num_kept += num_kept
+        usage.num_bytes += num_bytes
+        self.num_kept += num_kept
         self.num_bytes += num_bytes
 
     def _resize(self, response: StoredResponse, num_bytes: int) -> bool:
+        """Change the counted memory of a response. If there is no room, change nothing and return
+        False."""
         before, response.num_bytes = response.num_bytes, num_bytes
-        self._count(response, 0, num_bytes - before)
+        self._add_usage(response.owner, 0, num_bytes - before)
+        # A response may always shrink, but not grow beyond the size of the whole store.
         if num_bytes <= max(before, self.max_bytes) and self._make_room(response.owner):
             return True
         response.num_bytes = before
-        self._count(response, 0, before - num_bytes)
+        self._add_usage(response.owner, 0, before - num_bytes)
         return False
 
     # ── the limits ──────────────────────────────────────────────────────────────────────────
 
     def _make_room(self, owner: int | None) -> bool:
-        """Remove old responses until the limits hold; return False if that is impossible. Removes
-        the oldest ended responses of the key that uses most, but never of a key that uses less than
-        `owner`."""
+        """Remove old responses until the store is within its limits; return False if that is
+        impossible. First removed are the oldest ended responses of the API key that takes the most
+        room. No response is removed of an API key that takes less room than the API key `owner`.
+        """
         if self._fits():  # the fast path: called for every event of a stream
             return True
         self._drop_expired()
-        own = self._share(owner)
+        own = self._usage_of(owner)
         while not self._fits():
             too_many = self.num_kept > self.max_responses
 
-            def size(share: OwnerUsage, too_many: bool = too_many) -> int:
-                return share.num_kept if too_many else share.num_bytes
+            def room(usage: OwnerUsage, too_many: bool = too_many) -> int:
+                """Return the usage that is over its limit: the number of responses, or bytes."""
+                return usage.num_kept if too_many else usage.num_bytes
 
-            larger = [share for share in self._shares.values() if size(share) >= size(own)]
-            larger.sort(key=size, reverse=True)
-            oldest = next((one for share in larger if (one := share.oldest_ended())), None)
+            candidates = [usage for usage in self._usages.values() if room(usage) >= room(own)]
+            candidates.sort(key=room, reverse=True)
+            ended = (usage.oldest_ended() for usage in candidates)
+            oldest = next((response for response in ended if response is not None), None)
             if oldest is None:
                 return False
             self.remove(oldest)
@@ -210,12 +224,13 @@ class StoredResponses:
         return self.num_kept <= self.max_responses and self.num_bytes <= self.max_bytes
 
     def _drop_expired(self) -> None:
-        until_s = self._clock() - self._ttl_s
-        for share in self._shares.values():
-            old = list(takewhile(lambda one: one.stored_s <= until_s, share.by_id.values()))
-            for one in old:
-                if one.ended:
-                    self.remove(one)
+        newest_expired_s = self._clock() - self._ttl_s
+        for usage in self._usages.values():
+            responses = usage.by_id.values()  # oldest first
+            expired = list(takewhile(lambda old: old.stored_s <= newest_expired_s, responses))
+            for response in expired:
+                if response.ended:
+                    self.remove(response)
 
-    def _share(self, owner: int | None) -> OwnerUsage:
-        return self._shares.setdefault(owner, OwnerUsage())
+    def _usage_of(self, owner: int | None) -> OwnerUsage:
+        return self._usages.setdefault(owner, OwnerUsage())

@@ -16,7 +16,7 @@ import msgspec
 from twostroke.errors import RequestError, shown
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest
-from twostroke.serve.api.responses.response_store import StoredResponse, StoredResponses
+from twostroke.serve.api.responses.response_store import ResponseStore, StoredResponse
 from twostroke.serve.api.responses.responses_input import (
     chat_request,
     messages_of,
@@ -66,7 +66,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         self,
         service: Service,
         request: ResponsesRequest,
-        store: StoredResponses,
+        store: ResponseStore,
         owner: int | None = None,
     ) -> None:
         """`owner`: the number of the API key of the request."""
@@ -139,7 +139,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
 
         def sizes() -> tuple[int, int]:
             used = {*self._earlier, *self._referred.values()}
-            return sum(one.num_bytes for one in used), sum(one.weight for one in used)
+            return sum(one.num_bytes for one in used), sum(one.json_weight for one in used)
 
         num_bytes, weight = sizes()
         while num_bytes > bodies.max_bytes or weight > bodies.max_weight:
@@ -291,13 +291,13 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         if self._input_items:
             values = self._owner, response_id, self._previous, self._input_items
             stored = StoredResponse(*values, keep=True, background=self.background)
-            if self._store.open(stored, num_bytes + len(self._input_items)):
+            if self._store.reserve(stored, num_bytes + len(self._input_items)):
                 return stored
         if self.background and not self._store.max_responses:
             message = "background: this server stores no responses (--max-stored-responses)"
             raise ApiError(400, message, param="background")
         stored = StoredResponse(self._owner, response_id, None, b"", keep=False)
-        if self.background or not self._store.open(stored, num_bytes):
+        if self.background or not self._store.reserve(stored, num_bytes):
             raise ApiError(
                 429,
                 "running requests use all the room for stored responses "

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from twostroke.errors import nearest, shown
+from twostroke.errors import did_you_mean, shown
 from twostroke.serve.error_responses import ApiError
-from twostroke.serve.fields.body_fields import EngineFields, IgnoredFields
+from twostroke.serve.fields.body_fields import AccountFields, EngineFields
 from twostroke.serve.fields.protocol import (
     ChatRequest,
     ConversationRequest,
@@ -38,7 +38,7 @@ INCLUDABLE = (  # only the first has an effect
     "code_interpreter_call.outputs",
 )
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_SAME_NAME = set(ConversationRequest.__struct_fields__) - set(IgnoredFields.__struct_fields__)
+_SAME_NAME = set(ConversationRequest.__struct_fields__) - set(AccountFields.__struct_fields__)
 _SAME_NAME |= {*EngineFields.__struct_fields__, "prompt_cache_key"}
 
 
@@ -67,7 +67,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
 def _refuse_unsupported(request: ResponsesRequest) -> None:
     for name in request.include or ():
         if name not in INCLUDABLE:
-            message = f"include: there is no {shown(name)}{nearest(name, INCLUDABLE)}"
+            message = f"include: there is no {shown(name)}{did_you_mean(name, INCLUDABLE)}"
             raise ApiError(400, message, param="include")
     if request.max_tool_calls is not None and request.max_tool_calls < 1:
         raise ApiError(400, "max_tool_calls must be at least 1", param="max_tool_calls")

@@ -9,10 +9,10 @@ from itertools import islice
 from typing import Any
 from urllib.parse import parse_qs
 
-from twostroke.errors import nearest, shown
+from twostroke.errors import did_you_mean, shown
 from twostroke.outputs import RequestOutput
 from twostroke.request import EngineRequest
-from twostroke.serve.api.responses.response_store import StoredResponse, StoredResponses
+from twostroke.serve.api.responses.response_store import ResponseStore, StoredResponse
 from twostroke.serve.api.responses.responses import (
     NoRoom,
     ResponsesGeneration,
@@ -56,7 +56,7 @@ class Cancelled(Exception):  # noqa: N818
 class BackgroundRun:
     """A background response from its acceptance to its end. Its events are stored, not sent."""
 
-    def __init__(self, generation: ResponsesGeneration, store: StoredResponses) -> None:
+    def __init__(self, generation: ResponsesGeneration, store: ResponseStore) -> None:
         self.generation = generation
         self.stored = generation.stored
         self.writer = generation.stream_writer()
@@ -131,7 +131,7 @@ class ResponsesRoutes(GenerateRoute):
     def __init__(self, service: Service) -> None:
         super().__init__(service, ResponsesGeneration)
         settings = service.settings
-        self.store = StoredResponses(
+        self.store = ResponseStore(
             settings.max_stored_responses,
             settings.max_stored_response_bytes,
             settings.stored_response_ttl_s,
@@ -350,7 +350,7 @@ def _query(http: HttpRequest, *known: str) -> dict[str, str]:
     fields = {name.removesuffix("[]"): values[-1] for name, values in sent.items()}
     for name in fields:
         if name not in known:
-            message = f"unknown field {shown(name)}{nearest(name, known)}"
+            message = f"unknown field {shown(name)}{did_you_mean(name, known)}"
             raise ApiError(400, message, param=name, code="unknown_field")
     return fields
 

@@ -19,7 +19,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.build import _check_cache
 from twostroke.engine.build_torch import check_fp8_cache
 from twostroke.errors import ConfigError
-from twostroke.kernels import cpu, kv_types
+from twostroke.kernels import cpu, kv_dtypes
 from twostroke.kv.host_pool import HostPool
 from twostroke.kv.pool import KVPool
 from twostroke.kv.transports import TransportConfig, host_transfer
@@ -99,7 +99,7 @@ def test_scales_lie_in_the_block_of_their_elements() -> None:
     slots, x = torch.arange(10, 15), torch.randn(5, *pool.layers[1][0].shape[2:])
     for layer in pool.layers:
         for side in layer:
-            kv_types.store(side, slots, x)
+            kv_dtypes.store(side, slots, x)
     for data in pool.groups:
         assert data[2].any()
         assert not data[[0, 1, 3, 4]].any()
@@ -107,9 +107,9 @@ def test_scales_lie_in_the_block_of_their_elements() -> None:
     group = spec.kv_groups()[0]
     assert pool.block(0, 2).nbytes == group.block_bytes(5, 1, scaled=True)
     for side in pool.layers[1]:
-        found = kv_types.load(side, torch.tensor([2, 4]), torch.float32)
+        found = kv_dtypes.load(side, torch.tensor([2, 4]), torch.float32)
         assert torch.equal(found[0], found[1])
-        assert torch.equal(found[1], kv_types.as_stored(x, torch.int8))
+        assert torch.equal(found[1], kv_dtypes.as_stored(x, torch.int8))
 
 
 def test_native_blocks_in_int8_are_sent_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""Keys and values of 8-bit types in kernels: see `kernels/kv_types.py` for what is stored.
+"""Keys and values with 8-bit dtypes in kernels: see `kernels/kv_dtypes.py` for what is stored.
 
 A kernel is compiled for the type of the cache that its pointers have; for the other types nothing
 of this is left in it.
