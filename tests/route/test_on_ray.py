@@ -323,7 +323,7 @@ def test_impossible_demands_on_a_cluster_are_refused(
         wanting = PoolSettings(
             prefill_engines=1, decode_engines=1, ray=address, decode_resources={"fast_memory": 1}
         ).engines(EngineConfig(model=str(folder), threads=1))[1]
-        with pytest.raises(EngineError, match="it takes 1 CPU and 1 fast_memory of one node, and"):
+        with pytest.raises(EngineError, match="needs 1 CPU and 1 fast_memory on one node, and"):
             asyncio.run(start(wanting))
         with monkeypatch.context() as other:
             other.setattr(on_ray, "__version__", "0.0.1")
