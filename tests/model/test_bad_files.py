@@ -1,6 +1,6 @@
 """Model files whose values are wrong: each is refused at once, and the message names the field.
 
-One of each kind, by value; `bench/mutate.py` makes them by the thousand.
+One of each kind, by value; `bench/fuzz_models.py` makes them by the thousand.
 """
 
 from __future__ import annotations

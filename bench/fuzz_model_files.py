@@ -1,4 +1,4 @@
-"""The mutations of `bench/mutate.py`: small valid models, and every way to mutate one place."""
+"""The files of `fuzz_models.py`: small valid models, and every way to mutate one place."""
 
 from __future__ import annotations
 

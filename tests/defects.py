@@ -1,6 +1,6 @@
 """Inserts defects into the package, one at a time, and checks that the tests notice them.
 
-    python -m tests.mutations [--tier core] [NAME …]
+    python -m tests.defects [--tier core] [NAME …]
 
 Each defect is a replacement in a copy of the repository. The tests of the folders where the defect
 should show run first, and the rest of the tier after them if those pass. A run ends at the first
