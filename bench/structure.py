@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_POSITIONAL = 8
-TITLES = ("What", "Of", "Where", "How", "Whether", "Which")
+TITLES = ("What", "Of", "Where", "How", "Whether", "Which", "Who", "Whose", "That", "If")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 SOURCES = (".py", ".cpp", ".h", ".cu", ".js", ".css", ".html")

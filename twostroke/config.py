@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
-from twostroke.draft.settings import SpeculationConfig, read_speculative_config
+from twostroke.draft.speculation_config import SpeculationConfig, read_speculative_config
 from twostroke.errors import ConfigError, RequestError, shown
 from twostroke.kv.eviction import MIN_BLOCKS, MIN_SEGMENTS, SEGMENT_TOKENS
 from twostroke.request import SamplingParams
@@ -81,7 +81,7 @@ class EngineConfig(StrictSettings):
     # and the newest blocks) or heavy-hitters (blocks between with the least attention).
     kv_eviction: str | None = None
     kv_eviction_budget: int = 4096  # tokens that a request keeps after its prefill
-    # Speculative decoding, with vLLM's keys (`draft/settings.py`); None: no drafts.
+    # Speculative decoding, with vLLM's keys (`draft/speculation_config.py`); None: no drafts.
     speculative_config: dict[str, Any] | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

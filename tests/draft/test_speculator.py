@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 from tests.draft.test_drafters import FakeText
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.speculator import PROBE_EVERY, PROBE_TOKENS, Row, Speculator
 
 FREE, DEAR = (lambda count: 1.0), (lambda count: 1.0 + count)

@@ -32,7 +32,7 @@ from tests.support import narrow_isa
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.draft.drafters import DraftOffer, Text
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups, random_prompt
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, blocks_held
 from twostroke.kv.eviction import Eviction

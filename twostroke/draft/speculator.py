@@ -23,7 +23,7 @@ from twostroke.draft.drafters import (
     SuffixDrafter,
     Text,
 )
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.survival import Counts, Survival
 from twostroke.observe.record import RequestRecord
 

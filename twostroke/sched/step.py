@@ -9,7 +9,7 @@ from functools import partial
 from itertools import repeat
 from operator import attrgetter
 
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.speculator import StepDrafts
 from twostroke.kv.cache import GroupLimits, KVSequence, KVUsage
 from twostroke.kv.eviction import Eviction

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from twostroke.config import EngineConfig
-from twostroke.draft.settings import MAX_DEPTH, read_speculative_config
+from twostroke.draft.speculation_config import MAX_DEPTH, read_speculative_config
 from twostroke.errors import ConfigError
 
 
