@@ -88,7 +88,8 @@ NAMES = TensorNames(
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
 PHI3_NAMES = NAMES.with_names(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
-# Conversions of Llama reorder the rows of q and k; files of GLM and Cohere have this order anyway.
+# Conversions of Llama reorder the rows of q and k. Files of GLM, Cohere and ERNIE have this order
+# anyway.
 LLAMA_NAMES = NAMES.with_names(rope_interleaved=True)
 GLM4_NAMES = NAMES.with_names(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
 _QKV_BIAS = "attn_qkv.bias"
@@ -445,6 +446,7 @@ ARCHITECTURES = {
     "gpt2": Architecture(_gpt2, FUSED_NAMES),
     "phi2": Architecture(_phi2, _phi2_names),
     "falcon": Architecture(_falcon, _falcon_names),
+    "ernie4_5": Architecture(_llama, LLAMA_NAMES),
     "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
     "seed_oss": Architecture(_llama, POST_ATTENTION_NAMES),
     "gpt-oss": Architecture(_gpt_oss, POST_ATTENTION_NAMES, _EXPERTS),

@@ -16,8 +16,6 @@ from twostroke.model.describe import hf_experts
 from twostroke.model.describe import hf_gpt_families as gpt
 from twostroke.model.describe import hf_parts as parts
 from twostroke.model.describe.hf_names import (
-    COHERE_NAMES,
-    DEEPSEEK_NAMES,
     GEMMA2_NAMES,
     GEMMA_NAMES,
     GLM4_NAMES,
@@ -27,6 +25,7 @@ from twostroke.model.describe.hf_names import (
     GPTJ_NAMES,
     GRANITE_HYBRID_NAMES,
     GRANITE_MOE_NAMES,
+    INTERLEAVED_NAMES,
     INTERNLM2_NAMES,
     LLAMA_NAMES,
     MIXTRAL_NAMES,
@@ -263,6 +262,21 @@ def _seed_oss(fields: Fields) -> ModelSpec:
         "seed_oss",
         qkv_bias=fields.boolean("attention_bias", True),
         output_bias=fields.boolean("attention_out_bias", False),
+    )
+
+
+def _ernie4_5(fields: Fields) -> ModelSpec:
+    """ERNIE 4.5 without experts."""
+    bias = fields.boolean("use_bias", False)
+    return _plain(
+        fields.with_defaults({"num_key_value_heads": 2, "head_dim": 128}),
+        "ernie4_5",
+        theta=500000.0,
+        tied=True,
+        eps=1e-5,
+        mlp=parts.mlp(fields, parts.activation(fields), bias),
+        qkv_bias=bias,
+        output_bias=bias,
     )
 
 
@@ -630,10 +644,11 @@ class Family(NamedTuple):
 
 LATENT = ("kv_lora_rank",)
 FAMILIES = {  # by model_type
-    "cohere": Family(_cohere, COHERE_NAMES),
-    "cohere2": Family(_cohere2, COHERE_NAMES),
-    "deepseek_v2": Family(_deepseek_v2, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
-    "deepseek_v3": Family(_deepseek_v3, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
+    "cohere": Family(_cohere, INTERLEAVED_NAMES),
+    "cohere2": Family(_cohere2, INTERLEAVED_NAMES),
+    "deepseek_v2": Family(_deepseek_v2, INTERLEAVED_NAMES, reads=(*LATENT, "n_routed_experts")),
+    "deepseek_v3": Family(_deepseek_v3, INTERLEAVED_NAMES, reads=(*LATENT, "n_routed_experts")),
+    "ernie4_5": Family(_ernie4_5, INTERLEAVED_NAMES),
     "exaone4": Family(_exaone4, OLMO2_NAMES),
     "falcon": Family(gpt.falcon, gpt.falcon_names, gpt.FALCON_ALIASES),
     "gemma": Family(_gemma, GEMMA_NAMES),
