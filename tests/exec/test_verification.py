@@ -154,9 +154,7 @@ def native_steps(options: dict[str, object], mask: set[int] | None) -> Iterator[
         state.apply(plan)
         samples = samples_of(decode_tokens(plan.decode), ())
         logits = np.tile(LOGITS, (CHUNK, 1))
-        handle = NativeForwardHandle(
-            plan, samples.rows.tolist(), samples.positions.tolist(), logits, 0.0
-        )
+        handle = NativeForwardHandle(plan, samples.rows, samples.positions, logits, 0.0)
         yield executor.sample(handle, masks_of(mask)).result
 
 

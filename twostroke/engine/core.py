@@ -142,10 +142,10 @@ class EngineCore:
     def step(self) -> list[Update]:
         """Launch a step if there is work, and collect the oldest step if it must be waited for."""
         updates = self._take_compiled() if self._compiling else []
-        grammars = self._grammars
-        # Requests that skip the step because other requests wait for masks.
-        held = grammars.held() if grammars is not None and grammars.active else NO_REQUESTS
-        limit = grammars.limit_drafts if grammars is not None and grammars.active else None
+        grammars, held, limit = self._grammars, NO_REQUESTS, None
+        if grammars is not None and grammars.active:
+            held = grammars.held()  # requests that skip the step: others wait for masks
+            limit = grammars.limit_drafts
         step = self.scheduler.plan(held, limit)
         self._idle_step = step is None
         try:

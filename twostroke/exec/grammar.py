@@ -123,6 +123,7 @@ class Grammars:
         self._end_ids: list[int] = []
         self._compiled: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
+        self.active = False  # whether there are such requests
         self._rows: dict[int, str] = {}  # rows of requests with a grammar
         # Requests that wait for a grammar to be compiled, or (None) for the tokenizer.
         self._waiting: dict[StructuredOutputs | None, list[EngineRequest]] = {}
@@ -131,10 +132,6 @@ class Grammars:
         self._done = queue.SimpleQueue()
         self._compiler: threading.Thread | None = None
         self._turn = 0
-
-    @property
-    def active(self) -> bool:
-        return bool(self._followers)
 
     def add(self, request: EngineRequest) -> bool:
         """Add a request with a grammar or a reasoning budget. Return whether the request is ready;
@@ -196,6 +193,7 @@ class Grammars:
             assert self._text is not None
             token_bytes = self._text.token_bytes
             thinking = ThinkingState(request.thinking, token_bytes, compiled is not None)
+        self.active = True
         self._followers[request.request_id] = _Follower(
             asked,
             None if compiled is None else compiled.matcher.deep_copy(),
@@ -261,6 +259,7 @@ class Grammars:
 
     def drop(self, request_id: str) -> None:
         self._followers.pop(request_id, None)
+        self.active = bool(self._followers)
 
     def samples(self, plan: StepPlan) -> dict[int, str]:
         """Return the samples of this step that may have a mask: index → request. Must be called for

@@ -15,17 +15,15 @@ from twostroke.plan import NewRow
 Line = npt.NDArray[np.float32]  # [vocabulary]
 Ints = npt.NDArray[np.int32]
 NEVER = np.float32("-inf")
+NEVER_PLAIN = 2**62
 
 
-def is_plain(request: NewRow, position: int) -> bool:
-    """Return whether the request bans and biases no token at this position."""
+def plain_from(request: NewRow) -> int:
+    """Return the first position from which on the request bans and biases no token."""
     params = request.params
-    return not (
-        params.logit_bias
-        or params.allowed_token_ids is not None
-        or request.bad_words_ids
-        or (position - request.num_prompt < params.min_tokens and request.stop_ids)
-    )
+    if params.logit_bias or params.allowed_token_ids is not None or request.bad_words_ids:
+        return NEVER_PLAIN
+    return request.num_prompt + params.min_tokens if request.stop_ids else 0
 
 
 def apply_bans(

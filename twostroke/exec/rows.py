@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.exec.logits import plain_from
 from twostroke.exec.samples import draft_cells
 from twostroke.plan import BlockEvict, NewRow, StepPlan
 
@@ -179,6 +180,9 @@ class HostRows(RowState):
         self.tables = list(self._host_tables)  # per group: [rows, blocks]
         tokens = self._host_cells[self.num_table_cells : self.spare]
         self.tokens = tokens.reshape(max_rows, max_len + 1)
+        self.sampling = np.zeros((max_rows, 7), np.float32)  # `params` of the native sampler
+        self.num_prompt = np.zeros(max_rows, np.int64)
+        self.plain_from = np.zeros(max_rows, np.int64)  # see `logits.plain_from`
 
     def _allocate(self) -> npt.NDArray[np.int32]:
         return np.zeros(self.spare + 1, np.int32)
@@ -187,3 +191,18 @@ class HostRows(RowState):
         writes = super().apply(plan)
         self._host_cells[writes.at] = writes.values
         return writes
+
+    def _take(self, new: NewRow) -> None:
+        super()._take(new)
+        row, params = new.row, new.params
+        self.sampling[row] = (
+            self.temperature[row],
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        self.num_prompt[row] = new.num_prompt
+        self.plain_from[row] = plain_from(new)

@@ -76,7 +76,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._prefill.waiting) + len(self._prefill.isolated) + len(self.received)
+        isolated = self._prefill.isolated
+        count = len(self._prefill.waiting) + len(self.received)
+        return count + len(isolated) if isolated.active else count
 
     @property
     def num_running(self) -> int:
