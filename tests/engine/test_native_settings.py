@@ -18,7 +18,7 @@ from twostroke.errors import ConfigError
 from twostroke.exec.native_executor import NativeExecutor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels import cpu
-from twostroke.model.describe.gguf_config import NAMES
+from twostroke.model.describe.gguf_names import NAMES
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"

@@ -39,8 +39,8 @@ from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.errors import ModelError, RequestError
 from twostroke.exec.memory import plan_memory
-from twostroke.model.describe.gguf_config import NAMES as GGUF_NAMES
 from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.gguf_names import NAMES as GGUF_NAMES
 from twostroke.model.describe.hf_config import spec_from_hf
 from twostroke.model.describe.hf_names import LLAMA_NAMES
 from twostroke.model.gguf.block_types import BlockType
