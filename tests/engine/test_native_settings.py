@@ -31,11 +31,6 @@ WIDE = {"hidden_size": 64, "intermediate_size": 112}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tiny_folder(tmp_path_factory.mktemp("bf16"), **WIDE, torch_dtype="bfloat16")
     weights = tiny_weights(CONFIG | WIDE)

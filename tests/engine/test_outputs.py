@@ -23,11 +23,6 @@ LETTERS = [*range(68, 94)]  # a to z
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def shared(folder: Path) -> LLM:
     return tiny_llm(folder)
 

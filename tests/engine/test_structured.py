@@ -91,11 +91,6 @@ def holds(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[LLM]:
     """An engine whose grammar checks may wait minutes for an idle core. The limit on their CPU time
     stays."""

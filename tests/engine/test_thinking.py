@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.test_grammar_ahead import Noted
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.engine.wire import Add, decode_to_engine, encode
 from twostroke.errors import RequestError
 from twostroke.exec.grammar import TOKENS_AHEAD
@@ -17,11 +17,6 @@ from twostroke.request import EngineRequest, SamplingParams, StructuredOutputs, 
 
 END = (40, 41, 42)  # what ends it: three tokens of the tiny vocabulary
 NEVER = (b"\xff\xfe",)  # bytes that no text has
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def thinking(budget: int | None, **more: Any) -> Thinking:

@@ -29,7 +29,7 @@ from tests.equivalence.harness import (
 from tests.equivalence.test_native_matrix import EIGHT_BITS, small_decoder
 from tests.loud import Loud
 from tests.support import narrow_isa
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.draft.drafters import DraftOffer, Text
 from twostroke.draft.speculation_config import SpeculationConfig
@@ -216,11 +216,6 @@ def test_log_probabilities_are_those_of_each_token(backend: str) -> None:
 
 CONFIG = {"method": "suffix,ngram", "prompt_lookup_min": 2, "enable_adaptive_verification": False}
 TEXT = "the quick brown fox jumps over the lazy dog and the dog sleeps"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

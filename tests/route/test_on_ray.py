@@ -19,7 +19,7 @@ import pytest
 
 from tests.cli.test_serve import started
 from tests.server.engines.test_routed_engine import assert_nothing_left, last, until
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import SamplingParams, __version__
 from twostroke.config import EngineConfig
 from twostroke.engine.child import Child
@@ -67,11 +67,6 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
         # Workers find modules where this process does.
         patch.setenv("PYTHONPATH", os.pathsep.join(entry or os.getcwd() for entry in sys.path))
         yield patch
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 # Answers, pools and deaths

@@ -14,7 +14,6 @@ import pytest
 
 from tests.measure.paced_server import paced_server
 from tests.server.test_load import Server, served
-from tests.tiny import tiny_folder
 from twostroke.cli import main
 from twostroke.measure.doctor import diagnosis
 
@@ -24,11 +23,6 @@ def no_fault_in_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may be busy with other tests, which is no subject here
     (`test_machine.py`)."""
     monkeypatch.setattr(diagnosis, "machine_findings", lambda observed, account: ())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")
