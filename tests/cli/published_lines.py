@@ -8,12 +8,17 @@ each line with a new option to `data/published_lines.txt`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 from tests.cli.reading import OPTIONS, SERVE, read
 from twostroke.commands.foreign import RefusedOption, RestrictedOption
@@ -21,15 +26,20 @@ from twostroke.commands.foreign import RefusedOption, RestrictedOption
 DATA = Path(__file__).parent / "data" / "published_lines.txt"
 SUFFIXES = {".md", ".sh", ".rst", ".py", ".yaml", ".yml", ".txt", ".toml", ".json", ".jinja"}
 START = re.compile(
-    r"(vllm\s+serve|-m\s+vllm\.entrypoints\.openai\.api_server|vllm/vllm-openai(?::[\w.-]+)?|"
+    r"(vllm\s+serve|-m\s+vllm\.entrypoints\.openai\.api_server|"
+    r"vllm/vllm-openai(?:-(?:cpu|rocm|xpu))?(?::[\w.-]+)?|"
     r"llama-server(?:\.exe)?|llama\.cpp:server[\w-]*)(?=\s)"
 )
+IN_LIST = re.compile(r"""["']vllm["'],\s*["']serve["'],([^]]*)]""")
+CONTINUED = re.compile(r"\\\\?[ \t]*(?:#[^\n]*)?\n")  # with a comment, as some pages have it
 END = re.compile(r"^(\d?[&|>]|<$|;|then$)")
-# Words that show that a text is not a launch line: a placeholder, a shell variable, a word of
-# prose, a container build, or `--np`, a mistake on a page of llama.cpp.
+QUOTED_LINES = 12  # of a JSON value over several lines
+VARIABLE = re.compile(r"\$\{?\w+(?::-\w+)?\}?|<[\w .-]+>")  # of a shell, or a placeholder
+# Words that show that a text is not a launch line: a script, a word of prose, a container build, or
+# `--np` and `-ctx`, mistakes on pages of llama.cpp. `--hf` belongs to a script of llama.cpp.
 NO_LINE = re.compile(
-    r"[$…()]|<(?!model|path|tag)|\.\.\.|^\s*$|^-ctx$|^--help|\.py$|SYCLxxx|"
-    r"^-lc$|ocker(file|/)|^--np$"
+    r"[$…()]|\.\.\.|^\s*$|^-ctx$|^--help|^[^-/]\S*bench\.py$|SYCLxxx|"
+    r"^-lc$|ocker(file|/)|^--np$|^--hf$"
 )
 # Options whose values may belong to an unsupported family of models or format of weights.
 OF_OTHER_MODELS = {
@@ -48,25 +58,84 @@ def lines_in(folder: Path) -> Iterator[Line]:
     for path in sorted(folder.rglob("*")):
         if path.suffix not in SUFFIXES or not path.is_file():
             continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        for line in re.sub(r"\\[ \t]*\n", " ", text).splitlines():
+        text = CONTINUED.sub(" ", path.read_text(encoding="utf-8", errors="replace"))
+        lines = text.splitlines()
+        for at, line in enumerate(lines):
             for match in START.finditer(line):
                 server = "llama-server" if match[1].startswith("llama") else "vllm"
-                if words := _words(line[match.end() :]):
+                rest = _with_whole_quotes(line[match.end() :], lines[at + 1 : at + QUOTED_LINES])
+                if words := _words(rest):
                     yield Line(server, words)
+        for match in IN_LIST.finditer(text):
+            quoted = re.findall(r"\"([^\"]*)\"|'([^']*)'", match[1])
+            if words := _words(shlex.join(double or single for double, single in quoted)):
+                yield Line("vllm", words)
+        if path.suffix == ".yaml" and "base_args:" in text:
+            yield from _recipe(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def _recipe(recipe: dict[str, Any]) -> Iterator[Line]:
+    """Yield the lines of a recipe of vLLM: its base, alone and with each list of arguments."""
+    base = [recipe["model"]["model_id"], *recipe["model"]["base_args"]]
+    for more in [[], *_argument_lists(recipe)]:
+        if words := _words(shlex.join(map(str, [*base, *more]))):
+            yield Line("vllm", words)
+
+
+def _argument_lists(node: Any) -> Iterator[list[str]]:
+    for name, value in node.items() if isinstance(node, dict) else ():
+        if name in ("args", "extra_args", "vllm_args") and isinstance(value, list):
+            yield value
+        else:
+            yield from _argument_lists(value)
+    for value in node if isinstance(node, list) else ():
+        yield from _argument_lists(value)
+
+
+def _with_whole_quotes(rest: str, following: list[str]) -> str:
+    """Return the rest of a line, with the following lines until its quotes are closed."""
+    for end in range(len(following)):
+        whole = " ".join([rest, *following[:end]])
+        with contextlib.suppress(ValueError):
+            shlex.split(re.split(r"`|\s#\s|</", whole)[0])
+            return whole
+    return rest
 
 
 def _words(rest: str) -> tuple[str, ...]:
-    """Return the words of a complete command; none if the command is incomplete."""
+    """Return the words of a complete command; none if the command is incomplete. A variable or a
+    placeholder is replaced by a value that its option takes."""
     try:
         words = shlex.split(re.split(r"`|\s#\s|</", rest)[0])
     except ValueError:
         return ()
     ends = next((at for at, word in enumerate(words) if END.match(word)), len(words))
-    kept = tuple(word.removesuffix(";") for word in words[:ends])
+    kept = [word.removesuffix(";") for word in words[:ends]]
+    kept = [word for word in kept if not re.match(r"\.\.\.$|\\?$|\$@$|\$\{\w+\[[@*]\]\}$", word)]
+    kept = [_without_variables(word, before) for before, word in pairwise(["", *kept])]
     has_option = any(word.startswith("-") for word in kept)
     cut_off = bool(kept) and kept[-1] in OPTIONS and OPTIONS[kept[-1]].nargs is None
-    return kept if has_option and not cut_off and not any(map(NO_LINE.search, kept)) else ()
+    is_line = has_option and not cut_off and not any(map(NO_LINE.search, kept))
+    return tuple(kept) if is_line else ()
+
+
+def _without_variables(word: str, before: str) -> str:
+    if not VARIABLE.search(word):
+        return word
+    name, equals, _ = word.partition("=")
+    if equals and name in VALUES:
+        return f"{name}={VALUES[name]}"
+    return VALUES.get(before) or VARIABLE.sub("1", word)
+
+
+def _values() -> dict[str, str]:
+    """Return a value that each option of vLLM takes."""
+    text = (DATA.parent / "vllm_options.txt").read_text(encoding="utf-8")
+    listed = re.findall(r"^(-.*) = (.+)$", text, re.M)
+    return {name: value for names, value in listed for name in names.split()}
+
+
+VALUES = _values()
 
 
 def problems_of(words: tuple[str, ...]) -> list[str]:
