@@ -2,8 +2,10 @@
 
 python -m tests.cli.published_lines VLLM_FOLDER LLAMA_CPP_FOLDER
 
-counts the lines that `serve` accepts, refuses for a valid reason, and refuses wrongly. It writes
-each line with a new option to `data/published_lines.txt`.
+counts the lines that `serve` accepts, refuses for a valid reason, and refuses wrongly, and the
+reasons. It writes each line with a new option to `data/published_lines.txt`. Lines of shell
+scripts, pages, Python lists and vLLM's recipes are found; a recipe has a line for each of its lists
+of arguments. docs/COMPATIBILITY.md has the counts.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ START = re.compile(
     r"llama-server(?:\.exe)?|llama\.cpp:server[\w-]*)(?=\s)"
 )
 IN_LIST = re.compile(r"""["']vllm["'],\s*["']serve["'],([^]]*)]""")
+ELEMENT = re.compile(r"""(?:"[^"\n]*"|'[^'\n]*')(?=\s*(?:,|$))|[^\s,][^,]*""")
 CONTINUED = re.compile(r"\\\\?[ \t]*(?:#[^\n]*)?\n")  # with a comment, as some pages have it
 END = re.compile(r"^(\d?[&|>]|<$|;|then$)")
 QUOTED_LINES = 12  # of a JSON value over several lines
 VARIABLE = re.compile(r"\$\{?\w+(?::-\w+)?\}?|<[\w .-]+>")  # of a shell, or a placeholder
-# Words that show that a text is not a launch line: a script, a word of prose, a container build, or
-# `--np` and `-ctx`, mistakes on pages of llama.cpp. `--hf` belongs to a script of llama.cpp.
+# Words that show that a text is not a launch line: a word of prose, a container build, `--np` and
+# `-ctx`, mistakes on pages of llama.cpp, and options of other programs.
 NO_LINE = re.compile(
-    r"[$…()]|\.\.\.|^\s*$|^-ctx$|^--help|^[^-/]\S*bench\.py$|SYCLxxx|"
-    r"^-lc$|ocker(file|/)|^--np$|^--hf$"
+    r"[$…()]|\.\.\.|^\s*$|^-ctx$|^--help|^bench\.py$|SYCLxxx|^-lc$|ocker(file|/)|^--np$|"
+    r"^--(hf|amend|head|worker|hardware|bench-cmd|max-tokens|1)$"
 )
 # Options whose values may belong to an unsupported family of models or format of weights.
 OF_OTHER_MODELS = {
@@ -67,18 +70,26 @@ def lines_in(folder: Path) -> Iterator[Line]:
                 if words := _words(rest):
                     yield Line(server, words)
         for match in IN_LIST.finditer(text):
-            quoted = re.findall(r"\"([^\"]*)\"|'([^']*)'", match[1])
-            if words := _words(shlex.join(double or single for double, single in quoted)):
+            if words := _words(" ".join(map(_element, ELEMENT.findall(match[1])))):
                 yield Line("vllm", words)
         if path.suffix == ".yaml" and "base_args:" in text:
             yield from _recipe(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def _element(code: str) -> str:
+    """Return an element of a list in Python as a word; anything but a text as a variable."""
+    if code[0] in "\"'":
+        return shlex.quote(code[1:-1])
+    return "" if code.startswith("*") else "$x"
 
 
 def _recipe(recipe: dict[str, Any]) -> Iterator[Line]:
     """Yield the lines of a recipe of vLLM: its base, alone and with each list of arguments."""
     base = [recipe["model"]["model_id"], *recipe["model"]["base_args"]]
     for more in [[], *_argument_lists(recipe)]:
-        if words := _words(shlex.join(map(str, [*base, *more]))):
+        # The command builder writes the arguments side by side: some hold an option and its value.
+        split = [str(one).split() if str(one).startswith("-") else [str(one)] for one in base + more]
+        if words := _words(shlex.join(word for part in split for word in part)):
             yield Line("vllm", words)
 
 
@@ -111,12 +122,23 @@ def _words(rest: str) -> tuple[str, ...]:
         return ()
     ends = next((at for at, word in enumerate(words) if END.match(word)), len(words))
     kept = [word.removesuffix(";") for word in words[:ends]]
-    kept = [word for word in kept if not re.match(r"\.\.\.$|\\?$|\$@$|\$\{\w+\[[@*]\]\}$", word)]
-    kept = [_without_variables(word, before) for before, word in pairwise(["", *kept])]
+    kept = [word for word in kept if not re.match(r"\.\.\.$|\\?$|\$@$|\$\{\w+\[[@*]|.*\[[@*]\]", word)]
+    kept = [
+        _without_variables(word, before)
+        for before, word in pairwise(["", *kept])
+        if not (VARIABLE.fullmatch(word) and _holds_options(before, kept))
+    ]
     has_option = any(word.startswith("-") for word in kept)
     cut_off = bool(kept) and kept[-1] in OPTIONS and OPTIONS[kept[-1]].nargs is None
     is_line = has_option and not cut_off and not any(map(NO_LINE.search, kept))
     return tuple(kept) if is_line else ()
+
+
+def _holds_options(before: str, words: list[str]) -> bool:
+    """Return whether a variable after the word `before` holds options or a condition."""
+    if not before:
+        return "--model" in words  # else it holds the model
+    return not before.startswith("-") or (before in OPTIONS and OPTIONS[before].nargs == 0)
 
 
 def _without_variables(word: str, before: str) -> str:
@@ -145,35 +167,52 @@ def problems_of(words: tuple[str, ...]) -> list[str]:
 
 
 def is_justified(problem: str) -> bool:
-    """Return whether a problem has a valid reason: an unsupported option, or a value for an
-    unsupported family of models."""
+    """Return whether a problem has a valid reason: an unsupported option, a value for an
+    unsupported family of models, or an abbreviation, for which the message names the option."""
     flag = problem.split()[0].rstrip(":")
-    return flag in OF_OTHER_MODELS or isinstance(
-        OPTIONS.get(flag), RefusedOption | RestrictedOption
+    is_abbreviation = f"unknown option; did you mean {flag}-" in problem
+    return (
+        flag in OF_OTHER_MODELS
+        or is_abbreviation
+        or isinstance(OPTIONS.get(flag), RefusedOption | RestrictedOption)
     )
 
 
+def reason_of(problem: str) -> str:
+    """Return the reason without the option's value; the option for a value of other models."""
+    flag = problem.split()[0].rstrip(":")
+    if flag in OF_OTHER_MODELS:
+        return f"{flag} of a model, a format or a draft that is not supported"
+    return re.sub(r"^(-[^\s:]+) [^:]*:", r"\1:", problem)
+
+
 def main() -> None:
-    found = dict.fromkeys(line for folder in sys.argv[1:] for line in lines_in(Path(folder)))
-    taken, refused, wrong = 0, 0, []
+    reasons: Counter[str] = Counter()
+    wrong: list[tuple[Line, list[str]]] = []
     kept: list[Line] = []
     seen: dict[str, set[str]] = {"vllm": set(), "llama-server": set()}
-    for line in found:
+    counts: Counter[tuple[str, str]] = Counter()
+    for line in dict.fromkeys(line for folder in sys.argv[1:] for line in lines_in(Path(folder))):
         problems = problems_of(line.words)
         if not problems:
-            taken += 1
+            outcome = "taken"
         elif all(map(is_justified, problems)):
-            refused += 1
+            outcome = "refused for a valid reason"
+            reasons.update({reason_of(problem) for problem in problems})
         else:
+            outcome = "refused wrongly"
             wrong.append((line, problems))
+        counts[line.server, outcome] += 1
         options = {word.partition("=")[0] for word in line.words if word.startswith("-")}
         if not options <= seen[line.server]:
             kept.append(line)
             seen[line.server] |= options
-    print(f"{len(found)} lines: {taken} taken, {refused} refused for a valid reason")
-    print(f"{len(wrong)} refused wrongly")
+    for (server, outcome), count in sorted(counts.items()):
+        print(f"{server}: {count} {outcome}")
+    for reason, count in reasons.most_common():
+        print(f"{count:6} {reason}")
     for line, problems in wrong:
-        print(f"  {shlex.join(line.words)}", *problems, sep="\n    ")
+        print(f"wrongly: {shlex.join(line.words)}", *problems, sep="\n    ")
     text = "".join(f"{line.server} {shlex.join(line.words)}\n" for line in kept)
     DATA.write_text(text, encoding="utf-8")
 
