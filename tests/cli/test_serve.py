@@ -192,6 +192,19 @@ def test_parts_of_objects_are_given_one_by_one() -> None:
     assert taken.settings.chat_template_kwargs == template
 
 
+def test_max_new_tokens_of_a_generation_config_limits_all_requests() -> None:
+    taken = read("--override-generation-config", '{"max_new_tokens": 9, "top_k": 3, "top_p": null}')
+    assert taken.config is not None
+    assert taken.settings is not None
+    assert taken.config.override_generation_config == {"top_k": 3}
+    assert taken.settings.max_output_tokens == 9
+    (problem,) = read("--override-generation-config.max_new_tokens", "many").problems
+    assert problem == (
+        "--override-generation-config: max_new_tokens must be a whole number of at least 1, "
+        "not 'many'"
+    )
+
+
 def test_other_names_of_vllm_have_the_same_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         "--generation-config vllm --override-generation-config.top_k 7 --max-model-len auto "

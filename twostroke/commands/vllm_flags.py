@@ -118,7 +118,9 @@ IGNORED: Table = table(
         "--enable-expert-parallel -ep --enable-eplb --eplb-config= "
         "--enable-ep-weight-filter --all2all-backend= --enable-elastic-ep "
         "--elastic-ep-max-dp-size= --expert-placement-strategy= --enable-dbo "
-        "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --moe-backend=",
+        "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --moe-backend= "
+        "--num-redundant-experts= --eplb-window-size= --eplb-step-interval= "
+        "--eplb-log-balancedness",
         "LoRA adapters are not supported yet": "--max-loras= --max-lora-rank= --max-cpu-loras= "
         "--lora-dtype= --lora-extra-vocab-size= --long-lora-scaling-factors= --fully-sharded-loras "
         "--lora-target-modules=+ --specialize-active-lora --enable-tower-connector-lora "
@@ -261,7 +263,8 @@ _OF_EARLIER_VERSIONS = (
     "--max-num-partial-prefills --max-long-partial-prefills --scheduler-delay-factor "
     "--multi-step-stream-outputs --num-scheduler-steps --num-lookahead-slots "
     "--use-v2-block-manager --preemption-mode --disable-frontend-multiprocessing "
-    "--enable-reasoning"
+    "--enable-reasoning --num-redundant-experts --eplb-window-size --eplb-step-interval "
+    "--eplb-log-balancedness"
 )
 OF_EARLIER_VERSIONS = frozenset(_OF_EARLIER_VERSIONS.split())
 
