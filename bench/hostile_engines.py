@@ -15,8 +15,9 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from bench.hostile import ATTACK_S, Attack, AttackTarget, Fire, children, engine_pid
+from bench.hostile import Attack, AttackTarget, Fire
 from bench.hostile_http import CHAT, COMPLETIONS, ask, at_once, chat, post, schema, told
+from bench.hostile_watch import ATTACK_S, children, engine_pid
 
 # ── grammars ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,6 +200,10 @@ def listening_ports(pids: list[int]) -> list[int]:
     return ports
 
 
+def two_engines(_: Path) -> list[str]:
+    return ["--prefill-engines", "1", "--decode-engines", "1", "--kv-transport", "sockets"]
+
+
 def long_messages(target: AttackTarget) -> Fire:
     """Send a message of many parts to each socket of the engines, with their secret."""
     import zmq
@@ -224,13 +229,61 @@ def long_messages(target: AttackTarget) -> Fire:
     def fire() -> str:
         ports = listening_ports(children(target.pid))
         closed = sum(send(port) for port in ports)
-        usual, _ = post(target.port, CHAT, chat())  # also reports the counts of engines
-        _, metrics = ask(target.port, "GET", "/metrics")
-        name = r'twostroke:dropped_messages_total\{[^}]*reason="endless"\} (\S+)'
-        counts = [float(count) for count in re.findall(name, metrics.decode())]
-        good = ports and closed == len(ports) and usual == 200 and max(counts, default=0) > 0
-        outcome = f"{closed} of {len(ports)} connections closed, counted {max(counts, default=0):g}"
+        usual, counted = counted_drops(target, "endless")
+        good = ports and closed == len(ports) and usual == 200 and counted > 0
+        outcome = f"{closed} of {len(ports)} connections closed, counted {counted:g}"
         return f"{'' if good else 'FAILED '}{outcome}; afterwards {usual}"
+
+    return fire
+
+
+def counted_drops(target: AttackTarget, reason: str) -> tuple[int, float]:
+    """Return the status of a request, and the dropped messages that engines then report."""
+    usual, _ = post(target.port, CHAT, chat())
+    _, metrics = ask(target.port, "GET", "/metrics")
+    name = rf'twostroke:dropped_messages_total\{{[^}}]*reason="{reason}"\}} (\S+)'
+    return usual, max(map(float, re.findall(name, metrics.decode())), default=0.0)
+
+
+MALFORMED = (
+    [b""],
+    [b"\xc1"],
+    [b"\x91" * 50_000],  # deeper than a decoder goes
+    [b"\xdd\xff\xff\xff\xff"],  # a list of four billion values
+    [b"\xc6\xff\xff\xff\xff"],  # four billion bytes
+    [b"", b"a"] * 500,
+    [b"\x93\x01\x02\x03"],
+)
+NUM_MALFORMED, NUM_STRANGERS = 20_000, 100
+
+
+def malformed_messages(target: AttackTarget) -> Fire:
+    """Send messages that are not ours to each socket of the engines: many with the secret, and some
+    without the secret."""
+    import zmq
+
+    from twostroke.network_auth import protect_connector
+
+    def send(port: int, number: int, secret: str | None) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        peer = context.socket(zmq.DEALER)
+        peer.sndtimeo = 5_000
+        protect_connector(peer, secret)
+        peer.connect(f"tcp://127.0.0.1:{port}")
+        with contextlib.suppress(zmq.Again):
+            for n in range(number):
+                peer.send_multipart(MALFORMED[n % len(MALFORMED)])
+        context.destroy(linger=1_000 if secret else 0)
+
+    def fire() -> str:
+        ports = listening_ports(children(target.pid))
+        for port in ports:
+            for _ in range(NUM_STRANGERS):
+                send(port, len(MALFORMED), None)
+            send(port, NUM_MALFORMED, SECRET)
+        usual, counted = counted_drops(target, "unreadable")
+        outcome = f"{len(ports)} sockets, counted {counted:g} unreadable messages"
+        return f"{'' if ports and usual == 200 and counted else 'FAILED '}{outcome}; then {usual}"
 
     return fire
 
@@ -333,9 +386,9 @@ ENGINE_ATTACKS = [
     Attack("template of a model", hung_template, flags=own_template),
     Attack("texts without an end for a tokenizer", endless_texts, flags=endless_tokenizer),
     Attack("messages of 1 GiB to engines", long_messages, victim=False,
-           environment={"TWOSTROKE_ENGINE_SECRET": SECRET},
-           flags=lambda _: ["--prefill-engines", "1", "--decode-engines", "1",
-                            "--kv-transport", "sockets"]),
+           environment={"TWOSTROKE_ENGINE_SECRET": SECRET}, flags=two_engines),
+    Attack("malformed messages to engines", malformed_messages,
+           environment={"TWOSTROKE_ENGINE_SECRET": SECRET}, flags=two_engines),
     Attack("an engine that dies", deaths, victim=False, max_growth_mib=512),
     Attack("an engine that hangs", hang, victim=False, max_growth_mib=512),
     Attack("an engine that hangs at its start", hang_at_start, victim=False, max_growth_mib=512,
