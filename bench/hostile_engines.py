@@ -16,7 +16,17 @@ from time import perf_counter, sleep
 from typing import Any
 
 from bench.hostile import Attack, AttackTarget, Fire
-from bench.hostile_http import CHAT, COMPLETIONS, ask, at_once, chat, post, schema, told
+from bench.hostile_http import (
+    CHAT,
+    COMPLETIONS,
+    ask,
+    at_once,
+    chat,
+    long_prompt,
+    post,
+    schema,
+    told,
+)
 from bench.hostile_watch import ATTACK_S, children, engine_pid
 
 # ── grammars ──────────────────────────────────────────────────────────────────────────────────────
@@ -35,6 +45,12 @@ def slow_masks(grammar: str | None) -> Callable[[AttackTarget], Fire]:
     asked = SIXTEEN if grammar is None else SIXTEEN | {"structured_outputs": {"grammar": grammar}}
     body = json.dumps(asked).encode()
     return lambda target: lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
+
+
+def choices_of_a_long_prompt(target: AttackTarget) -> Fire:
+    """Ask for 16 choices, which begin and end in the same steps, of a prompt of 7,800 tokens."""
+    asked = SIXTEEN | {"prompt": long_prompt(7_800), "max_tokens": 40}
+    return lambda: told(at_once(target.port, COMPLETIONS, [json.dumps(asked).encode()]))
 
 
 def plain_chats(target: AttackTarget) -> Fire:
@@ -379,6 +395,10 @@ def engine_process(http_pid: int) -> int:
 ENGINE_ATTACKS = [
     Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # effect of many users
     Attack("48 schemas", many_schemas, control="48 plain chats"),
+    Attack("16 choices of a long prompt", choices_of_a_long_prompt, max_gap_ms=1e9),
+    Attack("16 choices of a long prompt, with drafts", choices_of_a_long_prompt,
+           control="16 choices of a long prompt",
+           flags=lambda _: ["--speculative-config", '{"method": "suffix,ngram"}']),
     Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # effect of many texts
     Attack("64 texts with slow masks", slow_masks(AMBIGUOUS), control="64 plain texts"),
     Attack("template of a request", foreign_templates,
