@@ -47,6 +47,18 @@ def slow_masks(grammar: str | None) -> Callable[[AttackTarget], Fire]:
     return lambda target: lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
 
 
+def many_bans(target: AttackTarget) -> Fire:
+    """Send the plain texts of `slow_masks` with as many bans as a request may have."""
+    words = [f"{word}{n}" for n in range(256) for word in ("a", "be", "can", "does")]
+    bans = {
+        "allowed_token_ids": list(range(2, 49_000)),
+        "logit_bias": {str(n): 1.0 for n in range(100, 1_124)},
+        "bad_words": words,
+    }
+    body = json.dumps(SIXTEEN | bans).encode()
+    return lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
+
+
 def choices_of_a_long_prompt(target: AttackTarget) -> Fire:
     """Ask for 16 choices, which begin and end in the same steps, of a prompt of 7,800 tokens."""
     asked = SIXTEEN | {"prompt": long_prompt(7_800), "max_tokens": 40}
@@ -400,6 +412,7 @@ ENGINE_ATTACKS = [
            control="16 choices of a long prompt",
            flags=lambda _: ["--speculative-config", '{"method": "suffix,ngram"}']),
     Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # effect of many texts
+    Attack("64 texts with bans", many_bans, control="64 plain texts"),
     Attack("64 texts with slow masks", slow_masks(AMBIGUOUS), control="64 plain texts"),
     Attack("template of a request", foreign_templates,
            flags=lambda _: ["--trust-request-chat-template"]),

@@ -273,7 +273,8 @@ def test_run_prints_the_answer_alone_on_stdout_and_the_phases_on_stderr() -> Non
     ("template", "why"),
     [
         (
-            "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}",
             "of CPU time",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.exec.executor import ChunkLogits, Masks
-from twostroke.exec.logits import apply_bans, is_plain
+from twostroke.exec.logits import BanTable, is_plain
 from twostroke.exec.rng import stream_key
 from twostroke.exec.rows import HostRows, Ints
 from twostroke.exec.samples import (
@@ -73,11 +73,13 @@ class NativeExecutor:
         self._attention_shares = attention_shares
         if attention_shares:
             decoder.model.keep_shares()
+        self._bans = BanTable()
         self._inputs_s = 0.0  # time spent on the decoder's inputs, summed over all steps
 
     def forward(self, plan: StepPlan) -> NativeForwardHandle:
         started = monotonic()
         self._state.apply(plan)
+        self._bans.forget(plan.retired)
         decode, chunks = decode_tokens(plan.decode), plan.prefill
         samples = samples_of(decode, chunks)
         inputs = (  # of chunks: row, position of the first token, number of tokens
@@ -144,6 +146,7 @@ class NativeExecutor:
 
     def reset(self) -> None:
         self._state.reset()
+        self._bans.clear()
 
     def _top_logprobs(
         self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
@@ -171,7 +174,8 @@ class NativeExecutor:
         """Apply masks, bans and biases. `first`: the index of the first sample in the step."""
         for n, (row, request, at) in enumerate(zip(rows, requests, positions, strict=True)):
             if first + n in masks or not is_plain(request, at):
-                apply_bans(logits[n], request, at, self._tokens[row], masks.get(first + n))
+                bans = self._bans.bans_of(row, request, logits.shape[1])
+                bans.apply(logits[n], request, at, self._tokens[row], masks.get(first + n))
 
     def _draw(
         self,
