@@ -13,6 +13,7 @@ import torch
 
 from tests.rig import put
 from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.logits import BanTable
 from twostroke.exec.native_executor import NativeExecutor, NativeForwardHandle
 from twostroke.exec.rows import HostRows
 from twostroke.exec.token_mask import Mask, mask_of
@@ -113,6 +114,34 @@ def random_draws(seed: int, count: int = 40) -> tuple[Draws, dict[int, Mask]]:
             half = np.flatnonzero(random.random(VOCAB) < 0.5).tolist()
             masks[n] = mask_of([*half, *(requests[n].params.allowed_token_ids or ())], VOCAB)
     return Draws(requests, [len(r.tokens) for r in requests], lines), masks
+
+
+def test_the_bans_of_a_request_are_prepared_once_for_all_its_rows() -> None:
+    """All streams wait meanwhile, in each step, and a client may list the whole vocabulary."""
+    params = SamplingParams(allowed_token_ids=list(range(100)))
+    words = ((3,), (4, 5))
+    one, other, last = (
+        NewRow(row, str(row), (1, 4), 1, params, row, frozenset(), words) for row in range(3)
+    )
+    table = BanTable()
+    bans = table.bans_of(0, one, VOCAB)
+    assert table.bans_of(1, other, VOCAB) is bans
+    assert table.bans_of(0, one, VOCAB) is bans
+    line = np.zeros(VOCAB, np.float32)
+    bans.apply(line, one, 2, np.array([1, 4, 0], np.int32), None)
+    assert np.flatnonzero(line == 0).tolist() == [n for n in range(100) if n not in (3, 5)]
+    table.forget((0, 1))
+    assert len(table) == 0
+    assert table.bans_of(1, last._replace(params=SamplingParams()), VOCAB) is not bans
+
+
+def test_another_request_in_the_same_row_has_its_own_bans() -> None:
+    table, line = BanTable(), np.zeros(VOCAB, np.float32)
+    row = NewRow(0, "a", (1,), 1, SamplingParams(allowed_token_ids=[7]), 0, frozenset(), ())
+    table.bans_of(0, row, VOCAB)
+    row = row._replace(params=SamplingParams(allowed_token_ids=[8]))
+    table.bans_of(0, row, VOCAB).apply(line, row, 1, np.array([1], np.int32), None)
+    assert np.flatnonzero(line == 0).tolist() == [8]
 
 
 @needs_native

@@ -25,9 +25,11 @@ from twostroke.draft.drafters import (
 )
 from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.survival import Counts, Survival
+from twostroke.draft.token_index import IndexBudget
 from twostroke.observe.record import RequestRecord
 
 MAX_STEP_DRAFTS = 256  # drafted tokens of all rows in a step
+MAX_STEP_INDEXED = 2048  # tokens that the drafters' indexes add in a step, some 5 ms
 # The cost of drafted tokens is learnt from steps that have some. If no draft was expected to pay
 # for itself in this many steps, a likely draft of a few tokens is verified to measure the cost.
 PROBE_EVERY = 256
@@ -87,7 +89,8 @@ class Speculator:
     def __init__(self, config: SpeculationConfig) -> None:
         self.config = config
         self.survival = Survival()
-        self.drafters = make_drafters(config)
+        self._budget = IndexBudget(MAX_STEP_INDEXED)
+        self.drafters = make_drafters(config, self._budget)
         self._followed: dict[str, _Followed] = {}
         self._steps_without = 0  # steps in a row with offers and no drafts
 
@@ -117,6 +120,7 @@ class Speculator:
         """Return the drafts of the next step. `rows`: those that may have drafts, of `num_rows` in
         the step. `seconds(n)`: the expected time of the step with n drafted tokens. `max_tokens`:
         of all rows."""
+        self._budget.renew()
         found: list[tuple[str, DraftOffer]] = []
         survivals: list[list[float]] = []
         for request_id, limit in rows:
@@ -191,8 +195,8 @@ class Speculator:
                 self.survival.add(offer.keys[n], n < same, followed.counts)
 
 
-def make_drafters(config: SpeculationConfig) -> list[Drafter]:
-    drafters: list[Drafter] = [PredictedDrafter()]
+def make_drafters(config: SpeculationConfig, budget: IndexBudget) -> list[Drafter]:
+    drafters: list[Drafter] = [PredictedDrafter(budget)]
     if "suffix" in config.methods:
         drafters.append(
             SuffixDrafter(
@@ -200,8 +204,9 @@ def make_drafters(config: SpeculationConfig) -> list[Drafter]:
                 config.suffix_factor,
                 config.suffix_min_prob,
                 config.suffix_requests,
+                budget=budget,
             )
         )
     if "ngram" in config.methods:
-        drafters.append(NgramDrafter(config.ngram_min, config.ngram_max))
+        drafters.append(NgramDrafter(config.ngram_min, config.ngram_max, budget))
     return drafters

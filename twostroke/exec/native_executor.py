@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.exec.executor import ChunkLogits, Masks
-from twostroke.exec.logits import apply_bans
+from twostroke.exec.logits import BanTable
 from twostroke.exec.rng import stream_key
 from twostroke.exec.rows import HostRows, Ints
 from twostroke.exec.samples import (
@@ -74,11 +74,13 @@ class NativeExecutor:
         self._attention_shares = attention_shares
         if attention_shares:
             decoder.model.keep_shares()
+        self._bans = BanTable()
         self._inputs_s = 0.0  # time spent on the decoder's inputs, summed over all steps
 
     def forward(self, plan: StepPlan) -> NativeForwardHandle:
         started = monotonic()
         self._state.apply(plan)
+        self._bans.forget(plan.retired)
         decode, chunks = decode_tokens(plan.decode), plan.prefill
         samples = samples_of(decode, chunks)
         spans, every_logit = NO_CHUNKS, False
@@ -143,6 +145,7 @@ class NativeExecutor:
 
     def reset(self) -> None:
         self._state.reset()
+        self._bans.clear()
 
     def _top_logprobs(
         self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
@@ -172,8 +175,9 @@ class NativeExecutor:
             return
         for n, (row, at) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             if banned[n] or first + n in masks:
-                request, mask = self._state.rows[row], masks.get(first + n)
-                apply_bans(logits[n], request, at, self._tokens[row], mask)
+                request = self._state.rows[row]
+                bans = self._bans.bans_of(row, request, logits.shape[1])
+                bans.apply(logits[n], request, at, self._tokens[row], masks.get(first + n))
 
     def _draw(self, logits: npt.NDArray[np.float32], rows: Ints, positions: Ints) -> list[int]:
         """Return the sampled tokens, -1 where the logits are NaN or infinite. Write the tokens to

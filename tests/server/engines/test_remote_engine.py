@@ -37,7 +37,7 @@ from twostroke.observe.record import Causes, FirstToken, PhaseRecord, RequestRec
 from twostroke.outputs import RequestOutput
 from twostroke.owned_folder import OwnedFolder
 from twostroke.plan import Chunk, Slot, TokenLogprobs
-from twostroke.request import FinishReason
+from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.updates import Update
 from twostroke.serve.monitor.prometheus import Families
 
@@ -386,7 +386,8 @@ def test_2000_random_ends_leave_nothing_behind(instant: Running, written: list[i
 
 
 def test_messages_that_cannot_be_read_are_dropped(instant: Running, written: list[int]) -> None:
-    bad = [b"", b"\xc1", b"\x91" * 50_000, encode(["add", "\x00"]), encode(Add(1 << 30, []))]
+    long = EngineRequest("a", (5,) * 100_000, SamplingParams(), seed=0)
+    bad = [b"", b"\xc1", b"\x91" * 50_000, encode(["add", "\x00"]), encode(Add(1 << 30, long, []))]
 
     async def run(engine: RemoteEngine) -> None:
         running, pid = engine._child, engine.pid
