@@ -107,6 +107,11 @@ class FakeExecutor:
         for evict in plan.evicted:
             row = self.rows[evict.row]
             del row.tables[0][evict.start : evict.stop], row.stretches[evict.start : evict.stop]
+        for number, position, tokens in plan.written:
+            row = self.rows[number]
+            del row.tokens[position:], row.prefixes[position:]
+            for token in tokens:
+                row.push(token)
         drafts = iter(plan.draft_tokens)
         for slot in plan.decode:
             row = self.rows[slot.row]
