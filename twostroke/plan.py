@@ -70,8 +70,8 @@ class BlockEvict(NamedTuple):
 
 
 class TokenWrite(NamedTuple):
-    """Tokens that replace the tokens of a row from `position` on, before the step runs: the row of a
-    draft model follows the text of the model that verifies the drafts."""
+    """Tokens that replace the tokens of a row from `position` on, before the step runs. The rows of
+    a draft model follow the texts of the model that verifies the drafts."""
 
     row: int
     position: int

@@ -1,4 +1,4 @@
-"""`ModelDrafter`: drafts with a second, smaller model, which has an executor and a KV cache of its own.
+"""`ModelDrafter`: drafts with a second, smaller model, which has its own executor and KV cache.
 
     text       [ .......... n tokens .......... ]           the request's, verified
     own        [ .......... n tokens .......... | d1 d2 d3 ]     and what was drafted last
