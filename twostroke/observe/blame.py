@@ -107,8 +107,9 @@ class GapLedger:
     def open(self, record: RequestRecord) -> None:
         """Open an account for a stream whose first token the newest step wrote."""
         at = self._step % KEPT
-        now = [sums[at] for sums in self._sums]
-        self._accounts[record.request_id] = StreamAccount(*now[:4], drafting=now[4])
+        decode, prefill, host, communication, drafting = (sums[at] for sums in self._sums)
+        account = StreamAccount(decode, prefill, host, communication, drafting)
+        self._accounts[record.request_id] = account
 
     def late(self, record: RequestRecord, has_slot: bool) -> Causes:
         """Return the causes of a stream's newest gap, if the step before wrote no token of it, or
