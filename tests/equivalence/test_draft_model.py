@@ -190,8 +190,7 @@ def test_an_aborted_request_gives_back_its_place_in_both_models(engine: Any) -> 
     core = llm.engine.core
     for name in ("kept", "aborted"):
         request = llm.engine.input_processor.process(PROMPTS[0], SamplingParams(max_tokens=20))
-        request.request_id, request.seed = name, 1
-        core.add(request)
+        core.add(replace(request, request_id=name, seed=1))
     ends: list[str] = []
     for _ in range(3):
         ends += [one.request_id for one in core.step() if one.finish_reason is not None]
