@@ -253,7 +253,7 @@ def build_executor(
             executor = _start_reference(config, model, plan, importance)
             own = draft_config(config)
             if draft is not None and own is not None and plan.draft_memory is not None:
-                formats = phase_formats(draft.spec, draft.weights, own, blocks=False)
+                formats = phase_formats(draft.spec, draft.weights, own, keep_gguf_blocks=False)
                 own_plan = replace(plan, formats=formats, memory=plan.draft_memory)
                 drafting = _start_reference(own, draft, own_plan, {})
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
@@ -321,7 +321,9 @@ def plan_rank(
     sizes = (held_bytes, dtype.itemsize, kv_dtype.itemsize, total)
     draft_memory, own_config = None, draft_config(config)
     if draft is not None and own_config is not None:
-        of_draft = phase_formats(draft.spec, draft.weights, own_config, blocks=False).prefill
+        of_draft = phase_formats(
+            draft.spec, draft.weights, own_config, keep_gguf_blocks=False
+        ).prefill
         draft_bytes = rank_weight_bytes(draft.spec, 1, dtype.itemsize, of_draft)
         memory, draft_memory = plan_memories(
             estimated,

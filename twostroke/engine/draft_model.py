@@ -155,7 +155,7 @@ def draft_limits(limits: SchedulerConfig, spec: ModelSpec, memory: MemoryPlan) -
         limits,
         max_model_len=memory.max_model_len,
         groups=group_limits(spec, memory.group_blocks),
-        receives=False,
+        receives_requests=False,
         speculation=None,
     )
 
