@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -18,6 +18,20 @@ from twostroke.draft.speculator import (
     Speculator,
 )
 from twostroke.draft.token_index import TokenIndex
+
+
+class FirstTokens:
+    """Rules that allow some tokens of each draft."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def allows_drafts(self, request_id: str) -> bool:
+        return True
+
+    def limit_drafts(self, request_id: str, drafts: Sequence[int]) -> int:
+        return self._count
+
 
 FREE, DEAR = (lambda count: 1.0), (lambda count: 1.0 + count)
 
@@ -69,9 +83,9 @@ def test_a_fixed_depth_takes_every_offer_within_the_budget() -> None:
 def test_a_limit_of_a_request_cuts_its_draft() -> None:
     speculator = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2))
     speculator.begin("a", FakeText([1, 2, 3, 4, 5, 6, 1, 2], num_prompt=8))
-    found = speculator.drafts([Row("a", 4)], 1, FREE, limit_drafts=lambda name, tokens: 2)
+    found = speculator.drafts([Row("a", 4)], 1, FREE, rules=FirstTokens(2))
     assert found.by_request["a"].tokens == (3, 4)
-    found = speculator.drafts([Row("a", 4)], 1, FREE, limit_drafts=lambda name, tokens: 0)
+    found = speculator.drafts([Row("a", 4)], 1, FREE, rules=FirstTokens(0))
     assert not found.by_request
 
 

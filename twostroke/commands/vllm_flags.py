@@ -44,8 +44,6 @@ REFUSED: Table = table(
         "answers do not contain the experts of a token; leave the option out": (
             "--enable-return-routed-experts --aux-output-config="
         ),
-        'no model drafts yet; --speculative-config \'{"method": "suffix"}\' drafts without '
-        "one": "--spec-model= --speculative-model= --speculative-draft-tensor-parallel-size=",
         "samples always keep the distribution of the model; leave the option out": (
             "--spec-decoding-acceptance-method="
         ),
@@ -251,7 +249,6 @@ RESTRICTED: Restrictions = {
 # Flags of the tables that vLLM 0.33 does not have any more.
 _OF_EARLIER_VERSIONS = (
     "--quantization-param-path --calculate-kv-scales --override-attention-dtype "
-    "--speculative-model --speculative-draft-tensor-parallel-size "
     "--spec-decoding-acceptance-method "
     "--enable-prompt-adapter --prompt-adapters --logits-processor-pattern "
     "--override-pooler-config --worker-use-ray --lora-extra-vocab-size "
@@ -278,6 +275,9 @@ RENAMED = {
 # Options of speculative decoding → the key of --speculative-config.
 SPECULATION = {
     "--spec-method": "method",
+    "--spec-model": "model",
+    "--speculative-model": "model",
+    "--speculative-draft-tensor-parallel-size": "draft_tensor_parallel_size",
     "--spec-tokens": "num_speculative_tokens",
     "--num-speculative-tokens": "num_speculative_tokens",
     "--ngram-prompt-lookup-max": "prompt_lookup_max",

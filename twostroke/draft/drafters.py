@@ -1,21 +1,22 @@
-"""`Drafter`: guesses the next tokens of a text on the host. Three of them need no model.
+"""Three drafters that search texts on the host.
 
     NgramDrafter      the last few tokens occurred before in this text: what followed then
     SuffixDrafter     the longest end of the text that occurs in this or an earlier text: the most
                       frequent continuation, with its frequency
     PredictedDrafter  the client has sent the text that it expects (OpenAI's `prediction`)
 
-A drafter keeps a `Draft` state for each request. The tokens of a request only grow.
+A drafter keeps a state for each request. The tokens of a request only grow.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from twostroke.draft.interface import DraftOffer, DraftRow, Text
 from twostroke.draft.token_index import NO_MATCHES, IndexBudget, Matches, TokenIndex
 
 TEXT_CAPACITY = 1 << 20  # tokens of one text that its own index keeps
@@ -23,53 +24,17 @@ SHARED_CAPACITY = 1 << 18  # tokens of ended requests that are kept, over all sa
 MAX_SALTS = 64
 
 
-class DraftOffer(NamedTuple):
-    """Drafted tokens. `keys` and `priors`: of each token, for `Survival`."""
+class HostState(Protocol):
+    """The state of one request in a drafter that searches texts."""
 
-    drafter: str
-    tokens: tuple[int, ...]
-    keys: tuple[Hashable, ...]
-    priors: tuple[float, ...]
+    def propose(self, max_tokens: int) -> DraftOffer | None: ...
 
 
-class Text(Protocol):
-    """A request as a drafter sees it."""
+class HostDrafter:
+    """A drafter that searches texts, one row at a time."""
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The prompt and the output so far."""
-        ...
-
-    @property
-    def num_prompt(self) -> int: ...
-
-    @property
-    def salt(self) -> str:
-        """Only requests with the same salt may see each other's texts."""
-        ...
-
-    @property
-    def prediction(self) -> Sequence[int]: ...
-
-
-class DraftState(Protocol):
-    """The state of one request in one drafter."""
-
-    def propose(self, max_tokens: int) -> DraftOffer | None:
-        """Return a guess of the tokens after the end of the text."""
-        ...
-
-
-class Drafter(Protocol):
-    name: str
-
-    def open(self, text: Text) -> DraftState | None:
-        """Begin to draft for a request; None: the drafter has nothing for the request."""
-        ...
-
-    def close(self, text: Text) -> None:
-        """The request has ended with this text."""
-        ...
+    def propose(self, rows: Sequence[DraftRow]) -> list[DraftOffer | None]:
+        return [row.state.propose(row.max_tokens) for row in rows]
 
 
 def _bucket(length: int) -> int:
@@ -80,13 +45,13 @@ def _bucket(length: int) -> int:
 # ── n-gram ──────────────────────────────────────────────────────────────────────────────────
 
 
-class NgramDrafter:
+class NgramDrafter(HostDrafter):
     name = "ngram"
 
     def __init__(self, shortest: int, longest: int, budget: IndexBudget | None = None) -> None:
         self._shortest, self._longest, self._budget = shortest, longest, budget
 
-    def open(self, text: Text) -> DraftState | None:
+    def open(self, text: Text) -> HostState | None:
         return _NgramState(text, self._shortest, self._longest, self._budget)
 
     def close(self, text: Text) -> None: ...
@@ -119,7 +84,7 @@ class _NgramState:
 # ── suffix ──────────────────────────────────────────────────────────────────────────────────
 
 
-class SuffixDrafter:
+class SuffixDrafter(HostDrafter):
     """Ended requests are searched too, with their prompts, as far as they have the same salt."""
 
     name = "suffix"
@@ -154,7 +119,7 @@ class SuffixDrafter:
     def shared(self, salt: str) -> TokenIndex | None:
         return self._shared.get(salt)
 
-    def open(self, text: Text) -> DraftState | None:
+    def open(self, text: Text) -> HostState | None:
         return _SuffixState(self, text, self._gram)
 
     def close(self, text: Text) -> None:
@@ -280,13 +245,13 @@ def _most_frequent(
 # ── predicted output ────────────────────────────────────────────────────────────────────────
 
 
-class PredictedDrafter:
+class PredictedDrafter(HostDrafter):
     name = "prediction"
 
     def __init__(self, budget: IndexBudget | None = None) -> None:
         self._budget = budget
 
-    def open(self, text: Text) -> DraftState | None:
+    def open(self, text: Text) -> HostState | None:
         return _PredictedState(text, self._budget) if text.prediction else None
 
     def close(self, text: Text) -> None: ...

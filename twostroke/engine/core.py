@@ -142,11 +142,11 @@ class EngineCore:
     def step(self) -> list[Update]:
         """Launch a step if there is work, and collect the oldest step if it must be waited for."""
         updates = self._take_compiled() if self._compiling else []
-        grammars, held, limit = self._grammars, NO_REQUESTS, None
-        if grammars is not None and grammars.active:
-            held = grammars.held()  # requests that skip the step: others wait for masks
-            limit = grammars.limit_drafts
-        step = self.scheduler.plan(held, limit)
+        grammars = self._grammars
+        # Requests that skip the step because other requests wait for masks.
+        held = grammars.held() if grammars is not None and grammars.active else NO_REQUESTS
+        rules = grammars if grammars is not None and grammars.active else None
+        step = self.scheduler.plan(held, rules)
         self._idle_step = step is None
         try:
             if step is not None:

@@ -299,16 +299,25 @@ class Grammars:
                 follower.turn = self._turn
         return frozenset(held)
 
+    def allows_drafts(self, request_id: str) -> bool:
+        """Return whether a request may have drafts: not while its reasoning is followed, nor before
+        the first token of its grammar."""
+        follower = self._followers.get(request_id)
+        if follower is None:
+            return True
+        matcher, thinking = follower.matcher, follower.thinking
+        if matcher is None or (thinking is not None and not thinking.over):
+            return False
+        return follower.first_mask is None and not matcher.is_error()
+
     def limit_drafts(self, request_id: str, drafts: Sequence[int]) -> int:
         """Return how many of these drafted tokens may be verified. The grammar allows them, and
-        does not end with them. A request has no drafts while its reasoning is followed."""
+        does not end with them."""
         follower = self._followers.get(request_id)
         if follower is None:
             return len(drafts)
-        matcher, thinking = follower.matcher, follower.thinking
-        if matcher is None or (thinking is not None and not thinking.over):
-            return 0
-        if follower.first_mask is not None or matcher.is_error():
+        matcher = follower.matcher
+        if matcher is None or not self.allows_drafts(request_id):
             return 0
         expected_s = sum(one.expected_s for one in self._followers.values())
         affordable = int(STEP_BUDGET_S / max(expected_s, 1e-6)) - 1

@@ -13,6 +13,7 @@ from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.speculator import StepDrafts
 from twostroke.kv.cache import GroupLimits, KVSequence, KVUsage
 from twostroke.kv.eviction import Eviction
+from twostroke.kv.prefix import seed_digest
 from twostroke.plan import (
     NO_WORK,
     BlockAppend,
@@ -25,6 +26,7 @@ from twostroke.plan import (
     Slot,
     StepPlan,
 )
+from twostroke.request import EngineRequest
 from twostroke.sched.allowance import Allowance
 from twostroke.sched.scheduled_request import ScheduledRequest
 from twostroke.sched.work import AttentionWork
@@ -84,6 +86,14 @@ class StepInFlight:
     pending: Pending | None = None  # the result, once the step is launched
 
 
+def prefix_seed(config: SchedulerConfig, request: EngineRequest) -> bytes | None:
+    """Return the start of a request's chain of block digests. It contains the salt. Without prefix
+    caching only the continuations of one `n > 1` request share blocks."""
+    if config.prefix_caching:
+        return seed_digest("salt", request.salt)
+    return seed_digest("family", request.family) if request.family else None
+
+
 class StepBuilder:
     """Collects the work of a step. The budget counts tokens: one for a slot, the length of a
     chunk."""
@@ -111,6 +121,7 @@ class StepBuilder:
         self.last_chunks: list[ScheduledRequest] = []
         self.chunk_requests: list[ScheduledRequest] = []
         self.draft_tokens: list[int] = []  # of all slots, in their order
+        self.model_s = 0.0  # time that a draft model ran for this step
         self.recomputed = 0  # number of tokens that were computed before and are no longer cached
         self.allowance: Allowance | None = None  # time for prefill; None: unlimited
         self.prefill_work = self.decode_work = NO_WORK

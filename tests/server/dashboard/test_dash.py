@@ -21,7 +21,7 @@ from twostroke.kernels import cpu
 from twostroke.serve.dashboard.dash import MAX_ANSWERS_PER_S, SLOWEST, STEPS, page_headers
 from twostroke.serve.monitor.ceilings_probe import IDLE_S, CeilingsProbe
 
-CAUSES = ("decode", "prefill", "preemption", "host", "communication")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication", "drafting")
 
 
 @pytest.fixture

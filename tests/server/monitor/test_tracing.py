@@ -29,7 +29,7 @@ PATIENCE_S = 240
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"prompt": "the quick brown fox", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 TEXT = "/v1/completions"
-CAUSES = ("decode", "prefill", "preemption", "host", "communication")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication", "drafting")
 
 
 class Collector:

@@ -150,7 +150,7 @@ def test_each_token_tells_its_gap_by_cause_and_its_alternatives(
     for n, key in ((1, "ArrowRight"), (39, "End")):
         chat.page.press(key)
         about = chat.page.value("document.querySelector('.about-token').innerText")
-        gap_ms = 1e3 * sum(record.gap_causes[5 * (n - 1) : 5 * n])
+        gap_ms = 1e3 * sum(record.gap_causes[6 * (n - 1) : 6 * n])
         assert f"Token {n + 1} of 40" in about
         assert abs(
             _milliseconds(about.split(" after the one before")[0].split("  ")[-1]) - gap_ms
