@@ -176,9 +176,7 @@ def _modules(path: Path) -> list[str]:
     ]
 
 
-def _outcomes(
-    path: Path, module: str, folder: Path, patience: float
-) -> dict[str, list[str]]:
+def _outcomes(path: Path, module: str, folder: Path, patience: float) -> dict[str, list[str]]:
     """Return the outcome of each test, with the message of a test that did not pass."""
     for pattern, reason in CANNOT_RUN.items():
         if re.search(pattern, module):

@@ -9,8 +9,8 @@
     olmo3        text<function_calls>\\nname(key=value, …)\\n…\\n</function_calls>
     minicpm5     <function name="name"><param name="key">value</param></function>, any number of
                  them; a value may be in <![CDATA[ ]]>
-    functiongemma  <start_function_call>call:name{key:<escape>value<escape>,…}<end_function_call>, any
-                 number of them; numbers, lists and objects are not escaped
+    functiongemma  <start_function_call>call:name{key:<escape>value<escape>,…}<end_function_call>,
+                 any number of them; numbers, lists and objects are not escaped
 
 An argument is emitted when it is complete. JSON between the tags of a call is also accepted.
 """
@@ -251,7 +251,9 @@ class FunctionGemma(CallParser):
                 text, tag = yield from self.until("<escape>")
                 if not tag:
                     return ""
-                parts.append(json.dumps(text, ensure_ascii=False) if depth else as_json(text, types))
+                parts.append(
+                    json.dumps(text, ensure_ascii=False) if depth else as_json(text, types)
+                )
             elif char in "[]{}," or (char == ":" and depth):
                 self._at += 1
                 depth += (char in "[{") - (char in "]}")
