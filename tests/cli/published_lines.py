@@ -88,8 +88,9 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[Line]:
     base = [recipe["model"]["model_id"], *recipe["model"]["base_args"]]
     for more in [[], *_argument_lists(recipe)]:
         # The command builder writes the arguments side by side: some hold an option and its value.
-        words_of = map(str, base + more)
-        split = [one.split() if one.startswith("-") else [one] for one in words_of]
+        split = [
+            str(one).split() if str(one).startswith("-") else [str(one)] for one in base + more
+        ]
         if words := _words(shlex.join(word for part in split for word in part)):
             yield Line("vllm", words)
 
@@ -123,8 +124,9 @@ def _words(rest: str) -> tuple[str, ...]:
         return ()
     ends = next((at for at, word in enumerate(words) if END.match(word)), len(words))
     kept = [word.removesuffix(";") for word in words[:ends]]
-    left_out = r"\.\.\.$|\\?$|\$@$|\$\{\w+\[[@*]|.*\[[@*]\]"
-    kept = [word for word in kept if not re.match(left_out, word)]
+    kept = [
+        word for word in kept if not re.match(r"\.\.\.$|\\?$|\$@$|\$\{\w+\[[@*]|.*\[[@*]\]", word)
+    ]
     kept = [
         _without_variables(word, before)
         for before, word in pairwise(["", *kept])

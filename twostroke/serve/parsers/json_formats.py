@@ -10,7 +10,7 @@
     deepseek_v3     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name\\n```json
                     \\n{…}\\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
     deepseek_v31    the same with name<｜tool▁sep｜>{…} between the tags of a call
-    xlam            [{"name": …, "arguments": {…}}, …], the whole text, or in <tool_call>, in a
+    xlam            [{"name": …, "arguments": {…}}, …], the whole text, or in <tool_call>, or in a
                     fence, or after [TOOL_CALLS]
     kimi_k2         <|tool_calls_section_begin|><|tool_call_begin|>functions.name:0
                     <|tool_call_argument_begin|>{…}<|tool_call_end|>…<|tool_calls_section_end|>

@@ -251,8 +251,9 @@ class FunctionGemma(CallParser):
                 text, tag = yield from self.until("<escape>")
                 if not tag:
                     return ""
-                value = json.dumps(text, ensure_ascii=False) if depth else as_json(text, types)
-                parts.append(value)
+                parts.append(
+                    json.dumps(text, ensure_ascii=False) if depth else as_json(text, types)
+                )
             elif char in "[]{}," or (char == ":" and depth):
                 self._at += 1
                 depth += (char in "[{") - (char in "]}")
