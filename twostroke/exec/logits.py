@@ -58,7 +58,7 @@ class RowBans:
         return (
             made_for.params is request.params
             and made_for.bad_words_ids is request.bad_words_ids
-            and made_for.stop_ids is request.stop_ids
+            and made_for.stop_ids == request.stop_ids
         )
 
     def apply(
