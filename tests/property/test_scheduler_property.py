@@ -164,12 +164,19 @@ class Life:
                 return
             self.flights.append(self.executor.run(plan)._replace(device_s=self.take_time(plan)))
         elif not self.flights:
-            assert not self.scheduler.has_requests, "requests are there and nothing is planned"
+            self.idle_turns += 1
+            assert self.may_wait() or not self.scheduler.has_requests, (
+                "requests are there and nothing is planned"
+            )
         if self.flights and (plan is None or len(self.flights) >= self.depth):
             for update in self.scheduler.commit(self.flights.popleft()).updates:
                 self.take(update)
             self.executor.committed()
         self.scheduler.audit()
+
+    def may_wait(self) -> bool:
+        """Return whether nothing may be planned although there are requests."""
+        return False
 
     def take_time(self, plan: StepPlan) -> float:
         took = 0.005 + 0.001 * plan.num_tokens + 1e-5 * plan.prefill_work.kv_tokens

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
-from twostroke.kv.cache import GroupLimits, KVUsage
+from twostroke.kv.cache import GroupLimits
+from twostroke.kv.usage import KVUsage
 from twostroke.model.describe.cost import NO_FIGURES, ModelFigures
 from twostroke.observe.record import Records
 from twostroke.observe.totals import Totals, TransferTotals

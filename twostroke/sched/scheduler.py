@@ -17,17 +17,18 @@ from twostroke.draft.speculator import LimitDrafts, Row, Speculator, StepDrafts
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
 from twostroke.kv.prefix import seed_digest
+from twostroke.kv.tiers.tiers import Tiers
 from twostroke.kv.transfer import KVTransfer
 from twostroke.observe.record import RequestRecord
-from twostroke.plan import BROKEN_LOGITS, BlockEvict, StepResult, TokenLogprobs
+from twostroke.plan import BROKEN_LOGITS, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.offers import OfferedBlocks
 from twostroke.sched.prefill import PrefillQueue
-from twostroke.sched.received import ReceivedQueue
+from twostroke.sched.received import Destinations, ReceivedQueue
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
-from twostroke.sched.step import SchedulerConfig, StepBuilder, StepInFlight
+from twostroke.sched.step import RowChanges, SchedulerConfig, StepBuilder, StepInFlight
 from twostroke.sched.updates import CommitResult, Update, join_drafted
 from twostroke.sched.work import AttentionWork
 
@@ -42,8 +43,10 @@ class Scheduler:
         config: SchedulerConfig,
         clock: Callable[[], float] = monotonic,
         transfer: KVTransfer | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        """`transfer`: fetches blocks from other engines and offers blocks to them."""
+        """`transfer`: fetches blocks from other engines and offers blocks to them. `tiers`: hold
+        prefixes that the KV cache has evicted."""
         self.config = config
         self.in_flight: deque[StepInFlight] = deque()  # planned and not committed, oldest first
         self.kv = KVCache(
@@ -52,6 +55,7 @@ class Scheduler:
             keep_cached=config.prefix_caching,
             max_chunk=config.max_num_batched_tokens,
             eviction=config.eviction,
+            tiers=tiers if config.prefix_caching else None,
         )
         self.offers = OfferedBlocks(config, self.kv, transfer)
         self._work = AttentionWork(config.groups)
@@ -60,10 +64,10 @@ class Scheduler:
         self._requests: dict[str, ScheduledRequest] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
-        self._evicted: list[BlockEvict] = []  # since the newest step was planned
-        self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
-        self._decode = DecodeSet(self.kv)
+        self._changes = RowChanges()  # since the newest step was planned
         self.received = ReceivedQueue(self.kv, self._rows, transfer)
+        self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer, self.received)
+        self._decode = DecodeSet(self.kv)
         self._step = 0
         self._arrivals = 0
         self._preempted = 0  # requests, since the newest step was planned
@@ -200,9 +204,18 @@ class Scheduler:
         return self._update(request)
 
     def reset_prefixes(self) -> None:
-        """Drop every cached prefix; running requests keep their blocks."""
+        """Drop every cached prefix, in the tiers too; running requests keep their blocks."""
+        self._drop_prefixes()
+        if self.kv.tiers is not None:
+            self.kv.tiers.reset()
+
+    def _drop_prefixes(self) -> None:
+        """Drop every cached prefix of the device, and the fetches and copies of prefixes."""
         self.kv.reset_prefixes()
         self.received.drop_ahead("the prefix cache was reset")
+        self.received.drop_prefixes(self._prefill.waiting.push)
+        if self.kv.tiers is not None:
+            self.kv.tiers.cancel_stores()
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
@@ -213,7 +226,7 @@ class Scheduler:
         requests that get no slot in this step. `limit_drafts`: returns how many of the drafted
         tokens of a request may be verified."""
         budget = self.config.max_num_batched_tokens
-        builder = StepBuilder(self._step, budget, self._work, self._clock(), self._evicted)
+        builder = StepBuilder(self._step, budget, self._work, self._clock(), self._changes)
 
         def preempt(victim: ScheduledRequest) -> None:
             self._preempted += 1
@@ -225,6 +238,8 @@ class Scheduler:
             (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
             return victim is not request
 
+        if self.kv.tiers is not None:
+            self.kv.tiers.take_finished()
         if self.received.has_work:
             self._plan_received(builder)
         sequences = self._decode.plan(builder, preempt_for, held)
@@ -239,7 +254,7 @@ class Scheduler:
             return None
         plan = builder.build(tuple(self._retired))
         self._retired.clear()
-        self._evicted.clear()
+        self._changes.clear()
         step = StepInFlight(
             plan=plan,
             sampled_requests=builder.sampled_requests,
@@ -293,7 +308,10 @@ class Scheduler:
         def has_room(request: ScheduledRequest, tables: list[list[int]]) -> bool:
             return self._prefill.has_room(request, tables, decode.requests)
 
-        self.received.plan(builder, has_room, decode, self._prefill.waiting.push)
+        queue = self._prefill
+        self.received.plan(
+            builder, has_room, Destinations(decode, queue.waiting.push, queue.start_fetched)
+        )
 
     def _last_in_order(self) -> ScheduledRequest:
         ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
@@ -307,6 +325,7 @@ class Scheduler:
 
     def _requeue(self, request: ScheduledRequest, now: float) -> None:
         request.record.preempted.append((now, request.kv.num_computed))
+        request.fetch_failed = False
         self._release(request)
         request.set_phase(Phase.WAITING)
 
@@ -472,8 +491,9 @@ class Scheduler:
         if self.in_flight:
             self.kv.commit(self.in_flight[-1].plan.step)
             self.in_flight.clear()
-        self.reset_prefixes()
+        self._drop_prefixes()
         self._retired.clear()
+        self._changes.clear()
         if len(involved) > 1:
             return []
         for request in involved:
@@ -502,9 +522,8 @@ class Scheduler:
     def _release(self, request: ScheduledRequest) -> None:
         self.kv.close(request.kv)
         self._rows.append(request.row)
-        self._retired.append(request.row)
-        if self._evicted:  # no step reads this row's table again
-            self._evicted[:] = [one for one in self._evicted if one.row != request.row]
+        if not self._changes.forget(request.row):
+            self._retired.append(request.row)
         request.row = -1
 
     def _remove_inactive(self) -> None:
@@ -537,7 +556,7 @@ class Scheduler:
         self.kv.audit()
         prefill, decode = self._prefill.requests, self._decode.requests
         running = prefill + decode
-        rows = [r.row for r in running]
+        rows = [r.row for r in (*running, *self.received.of_tiers)]
         assert sorted(rows + self._rows) == list(range(self.config.max_num_seqs)), "a row leaked"
         assert all(r.phase is Phase.PREFILL for r in prefill), "a request is in the wrong phase"
         assert all(r.phase is Phase.DECODE for r in decode), "a request is in the wrong phase"
@@ -555,6 +574,8 @@ class Scheduler:
             for request, more in zip(step.sampled_requests, drafts, strict=True):
                 alive += 1 + more if request.phase is not Phase.FINISHED else 0
         assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
+        if self.kv.tiers is not None:
+            assert self.kv.tiers.is_fetching == bool(self.received.of_tiers), "a fetch was lost"
         if not self.has_requests and not self.in_flight:
             assert self.kv.is_idle(), "blocks are owned by no request"
 
