@@ -9,6 +9,7 @@ from twostroke.config import EngineConfig
 from twostroke.engine.assembly import Started, scheduler_config, transport_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import has_torch
+from twostroke.engine.tiers import OpenTiers, tiers_of
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
@@ -43,7 +44,10 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         packing.importance = _importance(config, model, length)
     decoder = NativeDecoder(packing, length, threads, batch, isa, exact, int8)
     sharing = transport_config(config)
-    core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing, int8)
+    tiers = tiers_of(config, model, on_gpu=False)
+    core = assemble_native(
+        decoder, limits, grammars, packing.weight_bytes(), sharing, int8, tiers
+    )
     return Started(core, memory, "float32")
 
 
@@ -71,13 +75,15 @@ def assemble_native(
     weight_bytes: Mapping[str, float],
     sharing: TransportConfig = NOT_OFFERED,
     int8: bool = False,
+    open_tiers: OpenTiers | None = None,
 ) -> EngineCore:
     """Make a core around a decoder, with a KV pool in fp16 or int8."""
     spec, size = decoder.spec, limits.block_size
     num_blocks = [group.num_blocks for group in limits.groups]
     pool = HostPool(spec, num_blocks, size, sharing.offered, int8)
     transfer = None if sharing.alone else host_transfer(pool.blocks(), pool.shared, sharing)
-    scheduler = Scheduler(limits, transfer=transfer)
+    tiers = None if open_tiers is None else open_tiers(pool.blocks(), limits, spec)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
     attention_shares = limits.eviction is not None and limits.eviction.segment_blocks > 0
     executor = NativeExecutor(decoder, pool, state, attention_shares)

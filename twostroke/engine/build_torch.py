@@ -20,6 +20,7 @@ from twostroke.draft.speculator import MAX_STEP_DRAFTS
 from twostroke.engine.assembly import Started, scheduler_config, transport_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import engines_on_gpu, find_device
+from twostroke.engine.tiers import OpenTiers, tiers_of
 from twostroke.environment import visible_gpu
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
@@ -115,7 +116,11 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         transfer = built.executor.program.pool.transfer(sharing)
         if config.engines_on_host > 1:
             transfer.warm()
-    scheduler = Scheduler(limits, transfer=transfer)
+    open_tiers = tiers_of(config, model, on_gpu)
+    tiers = None
+    if open_tiers is not None:
+        tiers = open_tiers(built.executor.program.pool.blocks(), limits, held)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers)
     profile = partial(KernelProfile, built.executor, scheduler)
     core = EngineCore(scheduler, executor, cost, grammars, profile)
     if on_gpu and config.nvtx:
@@ -476,6 +481,7 @@ def assemble(
     graph_sizes: Sequence[int] = (),
     record: Record | None = None,
     sharing: TransportConfig = NOT_OFFERED,
+    open_tiers: OpenTiers | None = None,
 ) -> EngineCore:
     """Make a core around a decoder, without an `EngineConfig`."""
     executor = make_executor(
@@ -487,7 +493,10 @@ def assemble(
         shared=sharing.offered,
     )
     transfer = executor.program.pool.transfer(sharing)
-    spec, scheduler = decoder.spec, Scheduler(limits, transfer=transfer)
+    spec, tiers = decoder.spec, None
+    if open_tiers is not None:
+        tiers = open_tiers(executor.program.pool.blocks(), limits, spec)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers)
     cost = decoder_cost(spec, decoder, kv_dtype.itemsize)
     profile = partial(KernelProfile, executor, scheduler)
     return EngineCore(scheduler, executor, cost, grammars, profile)

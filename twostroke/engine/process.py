@@ -424,6 +424,7 @@ def run_engine(
         # Exclude the engine's objects from collections: scanning them would delay all streams.
         gc.freeze()
         server.run()
+        engine.core.close()
         code = 0
     except Exception as error:
         kind, message = pack_error(error)

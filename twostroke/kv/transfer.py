@@ -129,8 +129,12 @@ class Blocks(Protocol):
         """Return a copy of a block. Called in any thread."""
         ...
 
+    def read_into(self, group: int, number: int, data: memoryview) -> None:
+        """Copy a block to `data`. Called in any thread."""
+        ...
+
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
-        """Write a block before the next step."""
+        """Write a block before the next step. Called in any thread."""
         ...
 
 
@@ -155,6 +159,9 @@ class HostBlocks:
 
     def read(self, group: int, number: int) -> bytes:
         return bytes(self._block(group, number))
+
+    def read_into(self, group: int, number: int, data: memoryview) -> None:
+        data[:] = self._block(group, number)
 
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
         self._block(group, number)[:] = data

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from twostroke.kv.transfer import Blocks, TransferError
 
 PIECE_BYTES = 1 << 20  # the smallest piece, if no more than MAX_SPAN blocks are needed for it
-MAX_SPAN = 16
+MAX_SPAN = 4
 
 
 class MissingPieceError(TransferError):
@@ -38,17 +38,17 @@ class Store:
         self.slot = -1  # in the tier
         self.tier = -1  # index of the tier
         self.cancelled = False
-        self._lock = Lock()
+        self.lock = Lock()  # held while blocks are read
 
     def cancel(self) -> None:
         """Cancel the copy if it has not ended. Afterwards the blocks are not read."""
-        with self._lock:
+        with self.lock:
             self.cancelled = True
 
     def copy(self, blocks: Blocks, pieces: Sequence[memoryview]) -> bool:
         """Copy the blocks to `pieces`, one for each group. Return False if the copy is
         cancelled."""
-        with self._lock:
+        with self.lock:
             if self.cancelled:
                 return False
             for group, numbers in enumerate(self.blocks):
