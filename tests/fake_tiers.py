@@ -133,5 +133,3 @@ class FakeTier:
 
     def close(self, timeout_s: float) -> None:
         pass
-
-

@@ -78,7 +78,7 @@ class EngineConfig(StrictSettings):
     kv_cache_memory_bytes: int | None = None
     # Blocks of the KV group that keeps all positions (the first group, if all have windows).
     num_gpu_blocks_override: int | None = None
-    # Tiers of prefixes below the KV cache: GiB of host memory, and a folder on a disk, "DIR[:SIZE]".
+    # Where prefixes go that the KV cache evicts: GiB of host memory, and a folder, "DIR[:SIZE]".
     kv_offloading_size: float | None = None
     kv_disk_cache: str | None = None
     # Which KV blocks a decoding request evicts beyond its budget: None, sinks (all but the first

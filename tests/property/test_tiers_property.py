@@ -19,7 +19,9 @@ from twostroke.sched.scheduler import Scheduler
 class TieredLife(Life):
     """A life whose pool is small, with one or two tiers below it."""
 
-    def __init__(self, seed: int, windows: tuple[int | None, ...] = (), goals: bool = False) -> None:
+    def __init__(
+        self, seed: int, windows: tuple[int | None, ...] = (), goals: bool = False
+    ) -> None:
         super().__init__(seed, goals, windows)
         rng = random.Random(-7 - seed)
         self.config = replace(self.config, prefix_caching=True)
@@ -92,9 +94,13 @@ def test_lives_with_tiers_store_fetch_cancel_and_fail() -> None:
 
 def test_a_wrong_piece_is_noticed() -> None:
     """Negative control: pieces whose content was exchanged make the fake model fail."""
-    with pytest.raises(AssertionError, match=r"wrong key|other tokens"):
+
+    def exchange() -> None:
         for seed in range(60):
             life = TieredLife(seed)
             for tier in life.tiers:
                 tier.failing, tier.exchange = 0.0, True
             run(life, seed)
+
+    with pytest.raises(AssertionError, match="wrong key"):
+        exchange()

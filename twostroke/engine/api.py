@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits
+from twostroke.kv.tiers.tiers import TierStatus
 from twostroke.kv.usage import KVUsage
 from twostroke.model.describe.cost import NO_FIGURES, ModelFigures
 from twostroke.observe.record import Records
@@ -75,6 +76,7 @@ class EngineLoad:
     kv: KVUsage
     # Messages on the engine's sockets that were dropped, by reason.
     dropped: dict[str, int] = field(default_factory=dict)
+    tiers: tuple[TierStatus, ...] = ()
 
 
 class EngineStatus(Protocol):

@@ -45,9 +45,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     decoder = NativeDecoder(packing, length, threads, batch, isa, exact, int8)
     sharing = transport_config(config)
     tiers = tiers_of(config, model, on_gpu=False)
-    core = assemble_native(
-        decoder, limits, grammars, packing.weight_bytes(), sharing, int8, tiers
-    )
+    core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing, int8, tiers)
     return Started(core, memory, "float32")
 
 

@@ -163,9 +163,12 @@ class EngineServer:
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
-        dropped = add_counts(scheduler.offers.dropped(), self._dropped)
         return EngineLoad(
-            self._core.num_waiting, scheduler.num_running, scheduler.kv.usage(), dropped
+            self._core.num_waiting,
+            scheduler.num_running,
+            scheduler.kv.usage(),
+            dropped=add_counts(scheduler.offers.dropped(), self._dropped),
+            tiers=scheduler.kv.tier_status(),
         )
 
     def run(self) -> None:

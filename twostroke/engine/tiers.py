@@ -15,9 +15,8 @@ from twostroke.kv.cache import blocks_held
 from twostroke.kv.tiers.disk import DiskFolder, DiskTier
 from twostroke.kv.tiers.piece_file import PieceLayout, identity_of
 from twostroke.kv.tiers.settings import disk_bytes, read_disk_cache
-from twostroke.kv.tiers.tier import Tier, piece_span
+from twostroke.kv.tiers.tier import Tier, TierBlocks, piece_span
 from twostroke.kv.tiers.tiers import Tiers
-from twostroke.kv.transfer import Blocks
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.find.on_disk import split_files
 from twostroke.model.load import OpenedModel
@@ -32,7 +31,7 @@ CONVERSATION_TOKENS = 4096  # of the conversations that the log counts
 class OpenTiers(Protocol):
     """Open the tiers of an engine with these blocks."""
 
-    def __call__(self, blocks: Blocks, limits: SchedulerConfig, spec: ModelSpec) -> Tiers: ...
+    def __call__(self, blocks: TierBlocks, limits: SchedulerConfig, spec: ModelSpec) -> Tiers: ...
 
 
 def tiers_of(config: EngineConfig, model: OpenedModel, on_gpu: bool) -> OpenTiers | None:
@@ -58,7 +57,7 @@ def _open(
     config: EngineConfig,
     model: OpenedModel,
     host_bytes: int,
-    blocks: Blocks,
+    blocks: TierBlocks,
     limits: SchedulerConfig,
     spec: ModelSpec,
 ) -> Tiers:
@@ -82,7 +81,7 @@ def _open(
     return Tiers(tiers, size, span)
 
 
-def host_tier(blocks: Blocks, span: int, num_bytes: int) -> Tier:
+def host_tier(blocks: TierBlocks, span: int, num_bytes: int) -> Tier:
     """Imported here: only blocks on a device of torch have this tier."""
     from twostroke.kv.device_memory import DeviceBlocks
     from twostroke.kv.tiers.host import HostTier
@@ -108,7 +107,7 @@ def _log_capacity(tier: Tier, limits: SchedulerConfig, span: int) -> None:
 
 
 def kv_identity(
-    config: EngineConfig, model: OpenedModel, blocks: Blocks, windows: Sequence[int | None]
+    config: EngineConfig, model: OpenedModel, blocks: TierBlocks, windows: Sequence[int | None]
 ) -> bytes:
     """Return the digest of everything that determines the contents of a block: the weights, how
     they are computed, and the layout."""

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.eviction import Eviction
 from twostroke.kv.prefix import BlockKey, block_key
-from twostroke.kv.tiers.tiers import Found, Tiers
+from twostroke.kv.tiers.tiers import Found, Tiers, TierStatus
 from twostroke.kv.transfer import ReceiverFullError
 from twostroke.kv.usage import KVUsage
 
@@ -162,6 +162,9 @@ class KVCache:
         """Return the usage of all groups together. A token takes a slot in each group."""
         usage = self.group_usage()
         return usage[0] if len(usage) == 1 else KVUsage(*map(sum, zip(*usage, strict=True)))
+
+    def tier_status(self) -> tuple[TierStatus, ...]:
+        return () if self.tiers is None else self.tiers.status()
 
     def match(self, seq: KVSequence, tokens: Sequence[int]) -> list[list[int]]:
         """Return the longest cached prefix, as one table per group. The prefix leaves at least one
@@ -352,7 +355,7 @@ class KVCache:
             return
         if self.tiers is not None and seq not in self._receiving:
             full = seq.num_registered
-            self._copy_to_tiers(seq, range(0, full))  # those that a full queue has dropped
+            self._copy_to_tiers(seq, range(full))  # those that a full queue has dropped
             self.tiers.touch(seq.keys[:full])
         del self._live[seq]
         self._receiving.discard(seq)

@@ -129,12 +129,8 @@ class Blocks(Protocol):
         """Return a copy of a block. Called in any thread."""
         ...
 
-    def read_into(self, group: int, number: int, data: memoryview) -> None:
-        """Copy a block to `data`. Called in any thread."""
-        ...
-
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
-        """Write a block before the next step. Called in any thread."""
+        """Write a block before the next step."""
         ...
 
 

@@ -203,6 +203,7 @@ def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
         between_s = later.token_s[0] - record.token_s[-1]
     elif later.token_s:
         record.scheduled_s, record.num_cached = later.scheduled_s, later.num_cached
+        record.num_fetched, record.tier_fetch = later.num_fetched, later.tier_fetch
         record.first_token_s = later.token_s[0]
     worst = max((record, later), key=lambda one: one.worst_gap_s)
     record.worst_gap_s, record.worst_gap = worst.worst_gap_s, worst.worst_gap

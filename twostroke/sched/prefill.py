@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.cache import KVCache, table_length
+from twostroke.observe.record import TierFetchRecord
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import scheduling_order
-from twostroke.observe.record import TierFetchRecord
 from twostroke.sched.isolation import IsolatedRetries
 from twostroke.sched.received import ReceivedQueue
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest

@@ -12,8 +12,8 @@ from operator import attrgetter
 from twostroke.draft.settings import SpeculationConfig
 from twostroke.draft.speculator import StepDrafts
 from twostroke.kv.cache import GroupLimits, KVSequence
-from twostroke.kv.usage import KVUsage
 from twostroke.kv.eviction import Eviction
+from twostroke.kv.usage import KVUsage
 from twostroke.plan import (
     NO_WORK,
     BlockAppend,
@@ -99,14 +99,18 @@ class RowChanges:
         """Remove the changes of a row that is given up. Return whether the executor does not know
         of the row's request."""
         is_new = any(one.row == row for one in self.new)
-        for changes in (self.new, self.appended, self.dropped, self.evicted):
-            if changes:
-                changes[:] = [one for one in changes if one.row != row]  # type: ignore[index]
+        if is_new:
+            self.new[:] = [one for one in self.new if one.row != row]
+        self.appended[:] = [one for one in self.appended if one.row != row]
+        self.dropped[:] = [one for one in self.dropped if one.row != row]
+        self.evicted[:] = [one for one in self.evicted if one.row != row]
         return is_new
 
     def clear(self) -> None:
-        for changes in (self.new, self.appended, self.dropped, self.evicted):
-            changes.clear()  # type: ignore[attr-defined]
+        self.new.clear()
+        self.appended.clear()
+        self.dropped.clear()
+        self.evicted.clear()
 
 
 class StepBuilder:

@@ -35,8 +35,8 @@ from twostroke.kv.tiers.piece_file import (
     PieceLayout,
     block_in,
 )
-from twostroke.kv.tiers.tier import Load, MissingPieceError, Store, Stored, TierSpeed
-from twostroke.kv.transfer import Blocks, DamagedError, TransferError
+from twostroke.kv.tiers.tier import Load, MissingPieceError, Store, Stored, TierBlocks, TierSpeed
+from twostroke.kv.transfer import DamagedError, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class DiskRead:
         self.num_bytes, self.seconds = 0, 0.0
         self.bad: list[bytes] = []
         self._left = len(loads)
-        self._began_s = monotonic()
+        self._began_s = 0.0  # when the first piece was read
         self._error: TransferError | None = None
         self._ended = False
         self._lock = threading.Lock()
@@ -199,6 +199,11 @@ class DiskRead:
         if self._error is not None:
             raise self._error
         return self._left == 0
+
+    def begin(self) -> None:
+        """Note that a piece is about to be read."""
+        with self._lock:
+            self._began_s = self._began_s or monotonic()
 
     def deliver(self, num_bytes: int, write: Callable[[], None]) -> None:
         """Write a piece to the blocks, unless the fetch was abandoned."""
@@ -224,7 +229,7 @@ class DiskRead:
 class _Queues:
     """What the threads share. They do not refer to the tier, so that it can be collected."""
 
-    def __init__(self, folder: DiskFolder, blocks: Blocks) -> None:
+    def __init__(self, folder: DiskFolder, blocks: TierBlocks) -> None:
         self.folder, self.blocks = folder, blocks
         self.writes: queue.SimpleQueue[Store | tuple[str, Sequence[bytes]] | None]
         self.writes = queue.SimpleQueue()
@@ -239,7 +244,7 @@ class _Queues:
 class DiskTier:
     name = "disk"
 
-    def __init__(self, folder: DiskFolder, blocks: Blocks) -> None:
+    def __init__(self, folder: DiskFolder, blocks: TierBlocks) -> None:
         layout = folder.layout
         self.folder, self.piece_bytes = folder, layout.file_bytes
         self.capacity = folder.max_bytes // layout.file_bytes
@@ -387,6 +392,7 @@ def _read_all(queues: _Queues) -> None:
 
 def _read(queues: _Queues, read: DiskRead, load: Load, buffer: PieceBuffer) -> None:
     layout, blocks = queues.folder.layout, queues.blocks
+    read.begin()
     read_file(queues.folder, queues.folder.path_of(load.name), buffer)
     layout.check(buffer.view, load.name, load.tokens)
 

@@ -141,9 +141,8 @@ class TierIndex:
     def check(self) -> None:
         """Check that each slot is in one place."""
         stored, reads = self._lru.keys(), self._reads.keys()
-        assert not stored & reads and not stored & self._writing and not reads & self._writing, (
-            "a piece of a tier is in two places"
-        )
+        places = len(stored) + len(reads) + len(self._writing)
+        assert len(stored | reads | self._writing) == places, "a piece of a tier is in two places"
         assert self._slots.keys() == stored | reads | self._writing, "a piece of a tier is lost"
         slots = [*self._slots.values(), *self._recycled]
         assert sorted(slots) == list(range(self._next)), "a slot of a tier leaked"

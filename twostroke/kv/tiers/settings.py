@@ -41,7 +41,9 @@ def read_disk_cache(text: str) -> DiskSettings:
     if not folder:
         raise ConfigError(f"kv_disk_cache needs {EXPECTED}")
     if max_bytes == 0:
-        raise ConfigError(f"kv_disk_cache: the size is 0; leave kv_disk_cache out, or give {EXPECTED}")
+        raise ConfigError(
+            f"kv_disk_cache: the size is 0; leave kv_disk_cache out, or give {EXPECTED}"
+        )
     return DiskSettings(os.path.abspath(os.path.expanduser(folder)), max_bytes)
 
 

@@ -25,6 +25,14 @@ class MissingPieceError(TransferError):
     """A piece is not in the tier any more: another server has removed it."""
 
 
+class TierBlocks(Blocks, Protocol):
+    """The blocks of an engine with tiers. Tiers read and write in any thread."""
+
+    def read_into(self, group: int, number: int, data: memoryview) -> None:
+        """Copy a block to `data`."""
+        ...
+
+
 class Store:
     """A copy of a piece into a tier. The copy is an owner of the blocks that it reads: the pool
     evicts a block only after `cancel`."""
@@ -45,7 +53,7 @@ class Store:
         with self.lock:
             self.cancelled = True
 
-    def copy(self, blocks: Blocks, pieces: Sequence[memoryview]) -> bool:
+    def copy(self, blocks: TierBlocks, pieces: Sequence[memoryview]) -> bool:
         """Copy the blocks to `pieces`, one for each group. Return False if the copy is
         cancelled."""
         with self.lock:

@@ -1,10 +1,10 @@
 """`Tiers`: the pieces in all tiers of an engine, and the copies under way. No tensors, no clock.
 
-    register(sequence)          its new full pieces wait for the step that computes them
-    commit(step)                they are copied to every tier that lacks them; a full queue drops
-    find(sequence) ─▶ Found     pieces that continue what the device has cached, with their cost
-    fetch(found)   ─▶ Fetching  blocks of a request are filled; `ReceivedQueue` waits for them
-    evicted(block)              the pool needs a block: copies that read it are cancelled
+register(sequence)          its new full pieces wait for the step that computes them
+commit(step)                they are copied to every tier that lacks them; a full queue drops
+find(sequence) ─▶ Found     pieces that continue what the device has cached, with their cost
+fetch(found)   ─▶ Fetching  blocks of a request are filled; `ReceivedQueue` waits for them
+evicted(block)              the pool needs a block: copies that read it are cancelled
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from twostroke.kv.usage import KVUsage
 
 QUEUED_BYTES = 2 << 30  # of stores that wait, whose blocks stay in the device's pool
 MIN_QUEUED, MAX_QUEUED = 64, 4096  # pieces
+MEASURED_BYTES = 1 << 20  # shorter fetches say nothing about the speed
 SMOOTHING = 0.3  # of the measured speed
 FindBlock = Callable[[int, BlockKey], int | None]  # group, key → the registered block
 
@@ -60,7 +61,7 @@ class TierCounts:
         self.bytes_under_way = 0
 
     def measure(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes and seconds > 0:
+        if num_bytes >= MEASURED_BYTES and seconds > 0:
             self.bytes_per_s += SMOOTHING * (num_bytes / seconds - self.bytes_per_s)
 
 
@@ -362,7 +363,8 @@ class Tiers:
             index.check()
         for usage in (self._usage(index) for index in self._indexes):
             parts = (usage.used, usage.fragmented, usage.cached, usage.free)
-            assert min(parts) >= 0 and sum(parts) == usage.reserved, f"a tier's usage: {usage}"
+            assert min(parts) >= 0, f"negative usage of a tier: {usage}"
+            assert sum(parts) == usage.reserved, f"the usage of a tier does not add up: {usage}"
         for counts in self._counts:
             assert counts.bytes_under_way >= 0
         if not self._fetches:
