@@ -286,6 +286,11 @@ class Tiers:
                 counts.measure(read.num_bytes, read.seconds)
 
     @property
+    def is_storing(self) -> bool:
+        """True if copies of committed steps have not ended."""
+        return len(self._stores) > len(self._computed)
+
+    @property
     def is_fetching(self) -> bool:
         return bool(self._fetches)
 
