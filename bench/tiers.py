@@ -72,7 +72,9 @@ def ask(port: int, prompt: list[int]) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     head = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body | {"timings_per_token": True}), head)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body | {"timings_per_token": True}), head
+    )
     answer = json.loads(connection.getresponse().read())
     timings = answer["timings"]
     return {

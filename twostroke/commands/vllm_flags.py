@@ -51,8 +51,8 @@ REFUSED: Table = table(
         ),
         "LoRA adapters are not supported yet; merge the adapter into the model": "--enable-lora "
         "--lora-modules=+ --default-mm-loras= --enable-prompt-adapter --prompt-adapters=+",
-        "weights stay on the device; --kv-cache-memory-bytes and a smaller --dtype make room": "--cpu-offload-params=+ "
-        "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names=+",
+        "weights stay on the device; --kv-cache-memory-bytes and a smaller --dtype make room": ""
+        "--cpu-offload-params=+ --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names=+",
         "engines do not exchange weights or events; leave the option out": (
             "--kv-events-config= --ec-transfer-config= "
             "--weight-transfer-config= --ec-manager-config="
@@ -121,8 +121,9 @@ IGNORED: Table = table(
         "--lora-target-modules=+ --specialize-active-lora --enable-tower-connector-lora "
         "--lora-cache-dir= --max-prompt-adapters= --max-prompt-adapter-token= "
         "--enable-mixed-moe-lora-format --enable-moe-shared-loras --max-lora-cls-labels=",
-        "weights are not offloaded, and KV blocks in one way": "--offload-backend= --offload-group-size= "
-        "--offload-num-in-group= --offload-prefetch-step= --offload-params=+ "
+        "weights are not offloaded, and KV blocks in one way": ""
+        "--offload-backend= --offload-group-size= --offload-num-in-group= "
+        "--offload-prefetch-step= --offload-params=+ "
         "--kv-offloading-backend= --swap-space= --enable-cumem-allocator --sleep-mode-backend=",
         "models are not compiled, and CUDA graphs hold decode batches": "--compilation-config= "
         "-cc= --compilation-level= -O=? --optimization-level= --cuda-graph-sizes=+ "
