@@ -56,7 +56,7 @@ class FakeRead:
 class FakeTier:
     """`slots`: returns the executor's memory."""
 
-    name, piece_bytes, speed = "disk", 1 << 16, TierSpeed(1e8)
+    name, piece_bytes, speed = "disk", 1 << 16, TierSpeed(1e10)
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ class Life:
 
     def arrive(self) -> None:
         rng, number = self.rng, len(self.given)
-        prompt = random_prompt(rng, self.longest_prompt + 1)
+        prompt = self.prompt()
         siblings = rng.choice([1, 1, 1, 3])
         for index in range(siblings):
             given = fake_request(
@@ -132,6 +132,9 @@ class Life:
             self.given[given.request_id] = given
             self.written[given.request_id] = []
             self.added_at[given.request_id] = self.steps
+
+    def prompt(self) -> list[int]:
+        return random_prompt(self.rng, self.longest_prompt + 1)
 
     def abort_one(self) -> None:
         alive = [name for name in self.given if name not in self.ended]

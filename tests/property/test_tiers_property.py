@@ -29,7 +29,7 @@ class TieredLife(Life):
         size, span = self.config.block_size, rng.choice([1, 1, 2, 3])
         self.tiers = [
             FakeTier(
-                rng.choice([1, 3, 20, 500]), size, rng, lambda: self.executor.slots, failing, slow
+                rng.choice([1, 5, 50, 500]), size, rng, lambda: self.executor.slots, failing, slow
             )
             for _ in range(rng.choice([1, 1, 2]))
         ]
@@ -42,9 +42,20 @@ class TieredLife(Life):
         self.now += 0.01  # also while nothing runs, so that hanging reads end
         if self.events.random() < 0.03:
             self.tiers[0].lose_one()
+        if self.events.random() < 0.2:
+            self.scheduler.kv.reset_prefixes()  # as if the pool had evicted them all
         if self.events.random() < 0.01:
             self.scheduler.reset_prefixes()
         super().turn()
+
+    def prompt(self) -> list[int]:
+        """Most prompts continue an earlier one: with its answer, and a few tokens more."""
+        prompt = super().prompt()
+        if self.given and self.events.random() < 0.7:
+            name = self.events.choice(list(self.given))
+            earlier = [*self.given[name].prompt_token_ids, *self.written[name], *prompt[:3]]
+            prompt = earlier[: self.longest_prompt + 1]
+        return prompt
 
     def may_wait(self) -> bool:
         assert self.idle_turns < 10_000, "a wait without bound"
@@ -80,7 +91,7 @@ def test_many_more_random_lives_with_tiers_do_too(block: int) -> None:
 
 def test_lives_with_tiers_store_fetch_cancel_and_fail() -> None:
     stored = fetched = cancelled = failed = 0
-    for seed in range(80):
+    for seed in range(40):
         life = TieredLife(seed)
         run(life, seed)
         assert life.scheduler.kv.tiers is not None
@@ -88,8 +99,8 @@ def test_lives_with_tiers_store_fetch_cancel_and_fail() -> None:
         fetched += sum(tier.fetched for tier in life.tiers)
         cancelled += sum(tier.cancelled for tier in life.tiers)
         failed += sum(one.failed_fetches for one in life.scheduler.kv.tiers.status())
-    assert min(stored, fetched) > 300, (stored, fetched)
-    assert min(cancelled, failed) > 20, (cancelled, failed)
+    assert min(stored, fetched) > 100, (stored, fetched)
+    assert min(cancelled, failed) > 5, (cancelled, failed)
 
 
 def test_a_wrong_piece_is_noticed() -> None:

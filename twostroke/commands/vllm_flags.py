@@ -390,7 +390,8 @@ class _KVTransferConfig(ForeignOption):
             size = extra.get("cpu_bytes_to_use")
         except (argparse.ArgumentTypeError, AttributeError):
             config, size = {}, None
-        if config.get("kv_connector") != "OffloadingConnector" or type(size) not in (int, float):
+        is_offloading = config.get("kv_connector") == "OffloadingConnector"
+        if not is_offloading or not isinstance(size, int | float):
             parser.problem(
                 f"{flag} {value}: the OffloadingConnector with cpu_bytes_to_use is supported, and "
                 "is the same as --kv-offloading-size GiB; --prefill-engines and --decode-engines "

@@ -141,6 +141,11 @@ class EngineCore:
         """Drop every cached prefix; running requests keep their blocks."""
         self.scheduler.reset_prefixes()
 
+    def take_finished_copies(self) -> None:
+        """Take note of finished copies to tiers; every step does so, too."""
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.take_finished()
+
     def close(self) -> None:
         """Finish the copies to tiers that are under way."""
         if self.scheduler.kv.tiers is not None:

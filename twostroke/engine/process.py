@@ -209,6 +209,7 @@ class EngineServer:
                 if os.getppid() != self._parent:
                     return False
                 self._tidy()
+                self._send_step([])  # if the load has changed: copies to tiers have ended
 
     def _receive(self) -> None:
         """Receive all messages. Aborts overtake other messages, so that no step computes tokens
@@ -268,6 +269,7 @@ class EngineServer:
     def _tidy(self) -> None:
         if monotonic() - self._tidied_s > TIDY_S:
             self._core.scheduler.offers.release_memory_of_ended_engines()
+            self._core.take_finished_copies()
             self._tidied_s = monotonic()
 
     def _add(self, message: Add) -> None:

@@ -84,7 +84,7 @@ class DiskFolder:
         """Return the folder's key, which the first server writes."""
         path = self.path / "key"
         if not path.exists():
-            temporary = self.path / f"{TEMPORARY}{os.getpid()}-key"
+            temporary = self.path / f"{TEMPORARY}{os.getpid()}-key-{secrets.token_hex(4)}"
             temporary.write_bytes(secrets.token_bytes(KEY_BYTES))
             temporary.chmod(0o600)
             with contextlib.suppress(FileExistsError):
@@ -100,7 +100,7 @@ class DiskFolder:
 
     def _check_writable(self) -> int:
         """Write a file; return the flag for access past the system's cache, if that works."""
-        path = self.own / f"{TEMPORARY}{os.getpid()}-test"
+        path = self.own / f"{TEMPORARY}{os.getpid()}-test-{secrets.token_hex(4)}"
         for flag in (DIRECT, 0):
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flag, 0o600)
@@ -238,6 +238,7 @@ class _Queues:
         self.changed = threading.Event()
         self.num_own = len(folder.names)
         self.num_temporary = 0
+        self.writer = f"{os.getpid()}-{secrets.token_hex(4)}"  # in the names of temporary files
         self.warned = False
 
 
@@ -330,7 +331,7 @@ def _write(queues: _Queues, store: Store, buffer: PieceBuffer) -> Stored:
     if not store.copy(queues.blocks, buffer.groups):
         return Stored(store, False)
     queues.num_temporary += 1
-    temporary = f"{folder.own}/{TEMPORARY}{os.getpid()}-{queues.num_temporary}"
+    temporary = f"{folder.own}/{TEMPORARY}{queues.writer}-{queues.num_temporary}"
     try:
         layout.seal(buffer.view, store.name, store.tokens)
         _make_room(queues)
@@ -417,7 +418,7 @@ def read_file(folder: DiskFolder, path: str, buffer: PieceBuffer) -> None:
 def _probe(folder: DiskFolder) -> float:
     """Return the bytes a second of a short sequence of reads by all threads."""
     buffer = PieceBuffer(folder.layout)
-    path = f"{folder.own}/{TEMPORARY}{os.getpid()}-probe"
+    path = f"{folder.own}/{TEMPORARY}{os.getpid()}-probe-{secrets.token_hex(4)}"
     count = max(READERS, min(64, PROBE_BYTES // folder.layout.file_bytes))
     paths: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
