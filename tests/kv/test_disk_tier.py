@@ -297,6 +297,11 @@ def test_a_size_beyond_the_disk_is_refused(tmp_path: Path) -> None:
     assert disk_bytes(DiskSettings(str(tmp_path / "new"), None)) > 0
 
 
+def test_a_size_below_one_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hold no prefix"):
+        DiskTier(DiskFolder(str(tmp_path), layout(), 100), Memory())
+
+
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")

@@ -249,6 +249,11 @@ class DiskTier:
         layout = folder.layout
         self.folder, self.piece_bytes = folder, layout.file_bytes
         self.capacity = folder.max_bytes // layout.file_bytes
+        if not self.capacity:
+            raise ConfigError(
+                f"kv_disk_cache: {folder.max_bytes:,} bytes hold no prefix; a file of "
+                f"{layout.file_bytes:,} bytes holds the smallest part; give a larger size"
+            )
         self._queues = _Queues(folder, blocks)
         self._threads = [
             threading.Thread(target=work, args=(self._queues,), name=name, daemon=True)
