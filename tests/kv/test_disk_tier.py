@@ -236,7 +236,10 @@ for n in range(100_000):
 """
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "rounds",
+    [1, pytest.param(8, marks=pytest.mark.full), pytest.param(50, marks=pytest.mark.long)],
+)
 def test_a_kill_while_writing_leaves_only_whole_pieces(rounds: int, tmp_path: Path) -> None:
     """Each round continues in the same folder."""
     for _ in range(rounds):
