@@ -20,6 +20,7 @@ from twostroke.sched.step import SchedulerConfig, StepBuilder
 # A fetch from tiers fails when it takes longer than computing, and longer than these.
 MIN_FETCH_S = 0.25
 SLOW_FETCH = 4.0  # times the expected seconds
+BLIND_FETCH_S = 5.0  # while the time of computing is unknown
 
 
 class WaitingQueue:
@@ -207,8 +208,8 @@ class PrefillQueue:
         )
         if 0.0 < compute_s <= found.seconds:
             return False
-        deadline_s = now + max(MIN_FETCH_S, SLOW_FETCH * found.seconds, compute_s)
-        return self._received.fetch_prefix(request, tables, found, deadline_s)
+        patience_s = max(MIN_FETCH_S, SLOW_FETCH * found.seconds, compute_s or BLIND_FETCH_S)
+        return self._received.fetch_prefix(request, tables, found, now + patience_s)
 
     def start_fetched(self, step: StepBuilder, request: ScheduledRequest) -> None:
         """Continue a request behind the prefix that was fetched for it."""
