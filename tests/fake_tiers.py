@@ -21,7 +21,7 @@ class FakeRead:
 
     def poll(self) -> bool:
         for load in list(self._left):
-            if self._hangs or self._tier.rng.random() < 0.3:
+            if self._hangs or self._tier.rng.random() < self._tier.lazy:
                 return False
             self._load(load)
             self._left.remove(load)
@@ -70,6 +70,7 @@ class FakeTier:
         self.capacity, self.rng, self.slots = capacity, rng, slots
         self.failing, self.slow = failing, slow
         self.pieces: dict[bytes, tuple[bytes, Content]] = {}
+        self.lazy = 0.3  # share of the calls in which a copy makes no progress
         self.exchange = False  # of the content of pieces, for a negative control
         self.fetched = self.stored = self.cancelled = 0
         self._block_size = block_size
@@ -98,7 +99,7 @@ class FakeTier:
         """Some of the copies end here; a full disk fails."""
         ended, left = [], []
         for store in self._queue:
-            if self.rng.random() < 0.4:
+            if self.rng.random() < self.lazy:
                 left.append(store)
             else:
                 ended.append(self._copy(store))
