@@ -2,12 +2,13 @@
 
     python -m bench.hostile [--only NAME ...] [--skip NAME ...] [--json FILE] [--list]
 
-Each attack (`hostile_http.py`, `hostile_engines.py`) meets a fresh `twostroke serve` on the default
-model with default flags, or with the flags of the attack. One victim stream decodes all the time.
-The gaps between its tokens are measured for two quiet seconds; then the attack runs in a separate
-process until it has its answers, and one second longer. A line has the increase of the victim's
-worst gap over the quiet median (bound: 100 ms), the growth of the peak memory of each process of
-the server (bound: 64 MiB), and the answers of the attacker. An attack with many requests is
+Each attack (`hostile_http.py`, `hostile_connections.py`, `hostile_engines.py`) meets a fresh
+`twostroke serve` on the default model with default flags, or with the flags of the attack. One
+victim stream decodes all the time. The gaps between its tokens are measured for two quiet seconds;
+then the attack runs in a separate process until it has its answers, and one second longer. A line
+has the increase of the victim's worst gap over the quiet median (bound: 100 ms), the growth of the
+peak memory of each process of the server (bound: 64 MiB), the growth that is left after the attack
+(bound: 32 MiB, within 20 s), and the answers of the attacker. An attack with many requests is
 compared with the same number of plain requests. The KV cache is reserved at the start, so touched
 pages of it are no growth.
 
@@ -34,20 +35,29 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+from bench.hostile_watch import (
+    ATTACK_S,
+    MIB,
+    Memory,
+    Victim,
+    children,
+    engine_pid,
+    kv_bytes,
+    others_cpu_s,
+)
+
 QUIET_S, AFTER_S = 2.0, 1.0
-START_S, ATTACK_S = 60.0, 180.0
+START_S = 60.0
 MAX_GAP_MS, MAX_GROWTH_MIB = 100.0, 64.0
+MAX_LEFT_MIB, SETTLE_S = 32.0, 20.0
 MAX_OTHERS, TRIES = 0.03, 2
-MIB = 1024**2
 CONTEXT = multiprocessing.get_context("fork")
 
 
@@ -73,142 +83,12 @@ class Attack:
     flags: Callable[[Path], list[str]] = field(default=lambda folder: [])
     environment: dict[str, str] = field(default_factory=dict)  # of the server, besides ours
     victim: bool = True  # False: the attack is on the engine itself, and every stream ends
+    victim_key: str | None = None  # API key of the victim
     open_files: int | None = None  # the server's limit of file descriptors
     control: str = ""  # name of a harmless attack to compare the victim's gap with
     max_gap_ms: float = MAX_GAP_MS
     max_growth_mib: float = MAX_GROWTH_MIB
-
-
-class Victim(threading.Thread):
-    """A client that streams without end and records the time of each event."""
-
-    def __init__(self, port: int, key: str | None = None) -> None:
-        super().__init__(daemon=True)
-        self.times: list[float] = []
-        self.errors: list[str] = []
-        self._port, self._key = port, key
-        self._done = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        while not self._done.is_set():
-            try:
-                self._stream()
-            except (OSError, http.client.HTTPException) as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                self._done.wait(0.1)
-
-    def _stream(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ATTACK_S)
-        asked = {"prompt": "Once upon a time", "max_tokens": 6000, "ignore_eos": True}
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        body = json.dumps(asked | {"stream": True, "temperature": 0})
-        connection.request("POST", "/v1/completions", body, headers)
-        answer = connection.getresponse()
-        for line in answer:
-            if line.startswith(b"data: {"):
-                self.times.append(perf_counter())
-                if b'"error"' in line:
-                    self.errors.append(line.decode()[:200])
-            if self._done.is_set():
-                break
-        connection.close()
-
-    def end(self) -> None:
-        self._done.set()
-
-    def gaps(self, start: float, end: float) -> list[float]:
-        """Return the gaps that overlap this time, including a silence at its end."""
-        times = [when for when in list(self.times) if when <= end] + [end]
-        return [after - before for before, after in pairwise(times) if after > start]
-
-
-class Memory(threading.Thread):
-    """The peak resident memory of a process and its children by command."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._pid = pid
-        self._done = threading.Event()
-        self.now: dict[str, int] = {}
-        self.peak: dict[str, int] = {}
-        self.start()
-
-    def run(self) -> None:
-        while not self._done.wait(0.02):
-            self.now = self._measure()
-            for name, size in self.now.items():
-                self.peak[name] = max(size, self.peak.get(name, 0))
-
-    def restart(self) -> dict[str, int]:
-        """Return the memory now, and reset the peaks."""
-        self.now = self._measure()
-        self.peak = dict(self.now)
-        return dict(self.now)
-
-    def end(self) -> None:
-        self._done.set()
-
-    def _measure(self) -> dict[str, int]:
-        sizes = {"http": _rss(self._pid)}
-        engine = 0
-        others = 0
-        for pid in children(self._pid):
-            size = _rss(pid)
-            if size > engine:
-                engine, size = size, engine
-            others += size
-        return {**sizes, "engine": engine, "helpers": others}
-
-
-def _kv_bytes(pid: int) -> int:
-    """Return the resident bytes of the engine's largest mapping, which is the KV cache."""
-    largest = resident = 0
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "Size":
-                size = int(value.split()[0])
-            elif name == "Rss" and size > largest:
-                largest, resident = size, 1024 * int(value.split()[0])
-    return resident
-
-
-def _rss(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
-                for child in map(int, (task / "children").read_text().split()):
-                    found += [child, *children(child)]
-    return found
-
-
-def _others_cpu_s() -> float:
-    """Return the CPU time of all other processes since the start of the machine, including other
-    guests of the hypervisor."""
-    ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    user, nice, system, _, _, irq, softirq, steal = ticks[:8]
-    own = 0
-    for pid in [os.getpid(), *children(os.getpid())]:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            own += sum(map(int, fields[11:15]))  # its own and its ended children's
-    return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
-
-
-def engine_pid(http_pid: int) -> int:
-    """Return the largest child process of the server."""
-    return max(children(http_pid), key=_rss, default=0)
+    max_left_mib: float = MAX_LEFT_MIB
 
 
 class AttackedServer:
@@ -305,27 +185,27 @@ def _measure(attack: Attack, target: AttackTarget, control_ms: float) -> dict[st
     child.start()
     warm_up(target)  # start everything that the server starts once before the measurement
     ours.recv()
-    victim = Victim(target.port) if attack.victim else None
+    victim = Victim(target.port, attack.victim_key) if attack.victim else None
     memory = Memory(target.pid)
     while victim is not None and len(victim.times) < 20:
         sleep(0.05)
     begun = perf_counter()
     sleep(QUIET_S)
     before = memory.restart()
-    kv_before = _kv_bytes(engine_pid(target.pid))
-    others_s = _others_cpu_s()
+    kv_before = kv_bytes(engine_pid(target.pid))
+    others_s = others_cpu_s()
     fired = perf_counter()
     ours.send("go")
     said = ours.recv() if ours.poll(ATTACK_S) else f"FAILED no end within {ATTACK_S:.0f} s"
     took_s = perf_counter() - fired
     sleep(AFTER_S)
     end = perf_counter()
-    memory.end()
+    peak = dict(memory.peak)
     row: dict[str, Any] = {"attack": attack.name, "outcome": said, "took_s": round(took_s, 2)}
-    row["others_cores"] = round((_others_cpu_s() - others_s) / (end - fired), 2)
-    kv_growth = max(0, _kv_bytes(engine_pid(target.pid)) - kv_before)
-    memory.peak["engine"] -= kv_growth
-    growth = {name: (memory.peak[name] - before[name]) / MIB for name in before}
+    row["others_cores"] = round((others_cpu_s() - others_s) / (end - fired), 2)
+    kv_growth = max(0, kv_bytes(engine_pid(target.pid)) - kv_before)
+    peak["engine"] -= kv_growth
+    growth = {name: (peak[name] - before[name]) / MIB for name in before}
     row["growth_mib"] = {name: round(value, 1) for name, value in growth.items()}
     broken = [f"{name} grew by {mib:.0f} MiB" for name, mib in growth.items()
               if mib > attack.max_growth_mib]  # fmt: skip
@@ -341,8 +221,27 @@ def _measure(attack: Attack, target: AttackTarget, control_ms: float) -> dict[st
     if said.startswith("FAILED"):
         broken.append(said)
     child.kill()
+    left = _left_mib(memory, before, kv_before, target, attack.max_left_mib)
+    row["left_mib"] = {name: round(value, 1) for name, value in left.items()}
+    broken += [f"{name} has kept {mib:.0f} MiB" for name, mib in left.items()
+               if mib > attack.max_left_mib]  # fmt: skip
     row["broken"] = broken
     return row
+
+
+def _left_mib(
+    memory: Memory, before: dict[str, int], kv_before: int, target: AttackTarget, bound_mib: float
+) -> dict[str, float]:
+    """Return the growth as soon as each process is below the bound, or after `SETTLE_S`."""
+    until = perf_counter() + SETTLE_S
+    while True:
+        now = memory.restart()
+        now["engine"] -= max(0, kv_bytes(engine_pid(target.pid)) - kv_before)
+        left = {name: (now[name] - before[name]) / MIB for name in before}
+        if max(left.values()) <= bound_mib or perf_counter() > until:
+            memory.end()
+            return left
+        sleep(0.2)
 
 
 def words(row: dict[str, Any]) -> str:
@@ -353,16 +252,19 @@ def words(row: dict[str, Any]) -> str:
         else ""
     )
     sizes = " ".join(f"{grew[name]:+6.1f}" for name in ("http", "engine", "helpers"))
+    left = " ".join(f"{row['left_mib'][name]:+6.1f}" for name in ("http", "engine", "helpers"))
     verdict = "BROKEN" if row["broken"] else "ok"
     others = f"{row['others_cores']:4.2f}"
-    return f"{row['attack']:26} {gap:22} {sizes} MiB  {others} {verdict:6} {row['outcome'][:90]}"
+    figures = f"{gap:22} {sizes} MiB, left {left}  {others}"
+    return f"{row['attack']:26} {figures} {verdict:6} {row['outcome'][:90]}"
 
 
 def all_attacks() -> list[Attack]:
+    from bench.hostile_connections import CONNECTION_ATTACKS
     from bench.hostile_engines import ENGINE_ATTACKS
     from bench.hostile_http import HTTP_ATTACKS
 
-    return HTTP_ATTACKS + ENGINE_ATTACKS
+    return HTTP_ATTACKS + CONNECTION_ATTACKS + ENGINE_ATTACKS
 
 
 def main() -> None:
@@ -380,7 +282,7 @@ def main() -> None:
     if args.list:
         print("\n".join(attack.name for attack in chosen))
         return
-    print(f"{'attack':26} victim: quiet → worst   growth: http engine helpers, others' cores")
+    print(f"{'attack':26} victim: quiet → worst   growth: http engine helpers, left, others' cores")
     rows: dict[str, dict[str, Any]] = {}
     if args.json and Path(args.json).exists():
         rows = {row["attack"]: row for row in json.loads(Path(args.json).read_text())["attacks"]}
@@ -398,7 +300,7 @@ def as_json(rows: dict[str, dict[str, Any]]) -> str:
         "bench": "hostile",
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "bounds": {"gap_ms": MAX_GAP_MS, "growth_mib": MAX_GROWTH_MIB},
+        "bounds": {"gap_ms": MAX_GAP_MS, "growth_mib": MAX_GROWTH_MIB, "left_mib": MAX_LEFT_MIB},
         "attacks": [rows[attack.name] for attack in all_attacks() if attack.name in rows],
     }
     return json.dumps(result) + "\n"

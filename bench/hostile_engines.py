@@ -15,8 +15,19 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from bench.hostile import ATTACK_S, Attack, AttackTarget, Fire, children, engine_pid
-from bench.hostile_http import CHAT, COMPLETIONS, ask, at_once, chat, post, schema, told
+from bench.hostile import Attack, AttackTarget, Fire
+from bench.hostile_http import (
+    CHAT,
+    COMPLETIONS,
+    ask,
+    at_once,
+    chat,
+    long_prompt,
+    post,
+    schema,
+    told,
+)
+from bench.hostile_watch import ATTACK_S, children, engine_pid
 
 # ── grammars ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -34,6 +45,24 @@ def slow_masks(grammar: str | None) -> Callable[[AttackTarget], Fire]:
     asked = SIXTEEN if grammar is None else SIXTEEN | {"structured_outputs": {"grammar": grammar}}
     body = json.dumps(asked).encode()
     return lambda target: lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
+
+
+def many_bans(target: AttackTarget) -> Fire:
+    """Send the plain texts of `slow_masks` with as many bans as a request may have."""
+    words = [f"{word}{n}" for n in range(256) for word in ("a", "be", "can", "does")]
+    bans = {
+        "allowed_token_ids": list(range(2, 49_000)),
+        "logit_bias": {str(n): 1.0 for n in range(100, 1_124)},
+        "bad_words": words,
+    }
+    body = json.dumps(SIXTEEN | bans).encode()
+    return lambda: told(at_once(target.port, COMPLETIONS, [body] * 4))
+
+
+def choices_of_a_long_prompt(target: AttackTarget) -> Fire:
+    """Ask for 16 choices, which begin and end in the same steps, of a prompt of 7,800 tokens."""
+    asked = SIXTEEN | {"prompt": long_prompt(7_800), "max_tokens": 40}
+    return lambda: told(at_once(target.port, COMPLETIONS, [json.dumps(asked).encode()]))
 
 
 def plain_chats(target: AttackTarget) -> Fire:
@@ -199,6 +228,10 @@ def listening_ports(pids: list[int]) -> list[int]:
     return ports
 
 
+def two_engines(_: Path) -> list[str]:
+    return ["--prefill-engines", "1", "--decode-engines", "1", "--kv-transport", "sockets"]
+
+
 def long_messages(target: AttackTarget) -> Fire:
     """Send a message of many parts to each socket of the engines, with their secret."""
     import zmq
@@ -224,13 +257,61 @@ def long_messages(target: AttackTarget) -> Fire:
     def fire() -> str:
         ports = listening_ports(children(target.pid))
         closed = sum(send(port) for port in ports)
-        usual, _ = post(target.port, CHAT, chat())  # also reports the counts of engines
-        _, metrics = ask(target.port, "GET", "/metrics")
-        name = r'twostroke:dropped_messages_total\{[^}]*reason="endless"\} (\S+)'
-        counts = [float(count) for count in re.findall(name, metrics.decode())]
-        good = ports and closed == len(ports) and usual == 200 and max(counts, default=0) > 0
-        outcome = f"{closed} of {len(ports)} connections closed, counted {max(counts, default=0):g}"
+        usual, counted = counted_drops(target, "endless")
+        good = ports and closed == len(ports) and usual == 200 and counted > 0
+        outcome = f"{closed} of {len(ports)} connections closed, counted {counted:g}"
         return f"{'' if good else 'FAILED '}{outcome}; afterwards {usual}"
+
+    return fire
+
+
+def counted_drops(target: AttackTarget, reason: str) -> tuple[int, float]:
+    """Return the status of a request, and the dropped messages that engines then report."""
+    usual, _ = post(target.port, CHAT, chat())
+    _, metrics = ask(target.port, "GET", "/metrics")
+    name = rf'twostroke:dropped_messages_total\{{[^}}]*reason="{reason}"\}} (\S+)'
+    return usual, max(map(float, re.findall(name, metrics.decode())), default=0.0)
+
+
+MALFORMED = (
+    [b""],
+    [b"\xc1"],
+    [b"\x91" * 50_000],  # deeper than a decoder goes
+    [b"\xdd\xff\xff\xff\xff"],  # a list of four billion values
+    [b"\xc6\xff\xff\xff\xff"],  # four billion bytes
+    [b"", b"a"] * 500,
+    [b"\x93\x01\x02\x03"],
+)
+NUM_MALFORMED, NUM_STRANGERS = 20_000, 100
+
+
+def malformed_messages(target: AttackTarget) -> Fire:
+    """Send messages that are not ours to each socket of the engines: many with the secret, and some
+    without the secret."""
+    import zmq
+
+    from twostroke.network_auth import protect_connector
+
+    def send(port: int, number: int, secret: str | None) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        peer = context.socket(zmq.DEALER)
+        peer.sndtimeo = 5_000
+        protect_connector(peer, secret)
+        peer.connect(f"tcp://127.0.0.1:{port}")
+        with contextlib.suppress(zmq.Again):
+            for n in range(number):
+                peer.send_multipart(MALFORMED[n % len(MALFORMED)])
+        context.destroy(linger=1_000 if secret else 0)
+
+    def fire() -> str:
+        ports = listening_ports(children(target.pid))
+        for port in ports:
+            for _ in range(NUM_STRANGERS):
+                send(port, len(MALFORMED), None)
+            send(port, NUM_MALFORMED, SECRET)
+        usual, counted = counted_drops(target, "unreadable")
+        outcome = f"{len(ports)} sockets, counted {counted:g} unreadable messages"
+        return f"{'' if ports and usual == 200 and counted else 'FAILED '}{outcome}; then {usual}"
 
     return fire
 
@@ -326,16 +407,21 @@ def engine_process(http_pid: int) -> int:
 ENGINE_ATTACKS = [
     Attack("48 plain chats", plain_chats, max_gap_ms=1e9),  # effect of many users
     Attack("48 schemas", many_schemas, control="48 plain chats"),
+    Attack("16 choices of a long prompt", choices_of_a_long_prompt, max_gap_ms=1e9),
+    Attack("16 choices of a long prompt, with drafts", choices_of_a_long_prompt,
+           control="16 choices of a long prompt",
+           flags=lambda _: ["--speculative-config", '{"method": "suffix,ngram"}']),
     Attack("64 plain texts", slow_masks(None), max_gap_ms=1e9),  # effect of many texts
+    Attack("64 texts with bans", many_bans, control="64 plain texts"),
     Attack("64 texts with slow masks", slow_masks(AMBIGUOUS), control="64 plain texts"),
     Attack("template of a request", foreign_templates,
            flags=lambda _: ["--trust-request-chat-template"]),
     Attack("template of a model", hung_template, flags=own_template),
     Attack("texts without an end for a tokenizer", endless_texts, flags=endless_tokenizer),
     Attack("messages of 1 GiB to engines", long_messages, victim=False,
-           environment={"TWOSTROKE_ENGINE_SECRET": SECRET},
-           flags=lambda _: ["--prefill-engines", "1", "--decode-engines", "1",
-                            "--kv-transport", "sockets"]),
+           environment={"TWOSTROKE_ENGINE_SECRET": SECRET}, flags=two_engines),
+    Attack("malformed messages to engines", malformed_messages,
+           environment={"TWOSTROKE_ENGINE_SECRET": SECRET}, flags=two_engines),
     Attack("an engine that dies", deaths, victim=False, max_growth_mib=512),
     Attack("an engine that hangs", hang, victim=False, max_growth_mib=512),
     Attack("an engine that hangs at its start", hang_at_start, victim=False, max_growth_mib=512,

@@ -5,9 +5,9 @@
 The static counts come from the source files. `chat_files` and `step_files` come from runs of a
 tiny model on the CPU: every Python file of `twostroke/` in which a function is called during one
 streamed chat request (HTTP process and engine process), or during one decode step of one row
-(`LLMEngine.step`). `--tree` names another checkout, for example `git worktree add --detach
-/tmp/before COMMIT` with the native module copied into it. `--static` leaves the runs out,
-`--list NAME` prints the entries behind one count.
+(`LLMEngine.step`). `chat_calls` and `step_calls` have the functions. `--tree` names another
+checkout, for example `git worktree add --detach /tmp/before COMMIT` with the native module copied
+into it. `--static` leaves the runs out, `--list NAME` prints the entries behind one count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_POSITIONAL = 8
-TITLES = ("What", "Of", "Where", "How", "Whether", "Which")
+TITLES = ("What", "Of", "Where", "How", "Whether", "Which", "Who", "Whose", "That", "If")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 SOURCES = (".py", ".cpp", ".h", ".cu", ".js", ".css", ".html")
@@ -37,16 +37,16 @@ PATIENCE_S = 120.0
 Entries = dict[str, list[str]]
 
 # Installed as `sitecustomize` in every process of the traced server. A profile function for all
-# threads notes the files in which functions are called while the file "on" exists.
+# threads notes the functions that are called while the file "on" exists.
 HOOK = """
 import atexit, os, sys, threading, time
 
 folder, package = {folder!r}, {package!r}
-files, recording = set(), False
+calls, recording = set(), False
 
 def profile(frame, event, arg):
     if recording and event == "call":
-        files.add(frame.f_code.co_filename)
+        calls.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
 def watch():
     global recording
@@ -56,9 +56,10 @@ def watch():
         if on != recording:
             recording = on
             if on:
-                files.clear()
-            found = sorted(name for name in list(files) if name.startswith(package))
-            state = "recording" if on else "files"
+                calls.clear()
+            found = sorted(f"{{name}}:{{function}}" for name, function in list(calls)
+                           if name.startswith(package))
+            state = "recording" if on else "calls"
             with open(os.path.join(folder, f"{{os.getpid()}}.{{state}}"), "w") as out:
                 out.write("\\n".join(found))
 
@@ -157,8 +158,9 @@ def tiny_model(tree: Path, folder: Path) -> None:
     subprocess.run(words, env=environment(tree), check=True)
 
 
-def chat_files(tree: Path, model: Path, folder: Path) -> list[str]:
-    """The files that one streamed chat request executes, in the HTTP and the engine process."""
+def chat_calls(tree: Path, model: Path, folder: Path) -> list[str]:
+    """The functions that one streamed chat request calls, in the HTTP and the engine process, each
+    as `FILE:FUNCTION`."""
     hook = HOOK.format(folder=str(folder), package=str(tree / "twostroke") + os.sep)
     (folder / "sitecustomize.py").write_text(hook)
     port, on = 18000 + os.getpid() % 10000, folder / "on"
@@ -171,15 +173,15 @@ def chat_files(tree: Path, model: Path, folder: Path) -> list[str]:
         until(lambda: len(list(folder.glob("*.recording"))) >= 2)
         stream_chat(port)
         on.unlink()
-        until(lambda: len(list(folder.glob("*.files"))) >= 2)
+        until(lambda: len(list(folder.glob("*.calls"))) >= 2)
         time.sleep(0.2)
     finally:
         server.terminate()
         server.wait(PATIENCE_S)
     names: set[str] = set()
-    for path in folder.glob("*.files"):
-        names.update(path.read_text().split())
-    return sorted(str(Path(name).relative_to(tree)) for name in names)
+    for path in folder.glob("*.calls"):
+        names.update(path.read_text().splitlines())
+    return sorted(name.removeprefix(f"{tree}{os.sep}") for name in names)
 
 
 def answers(port: int) -> bool:
@@ -269,8 +271,9 @@ def count_all(tree: Path, runs: bool) -> tuple[dict[str, Any], Entries]:
             model, folder = Path(name) / "tiny", Path(name) / "trace"
             folder.mkdir()
             tiny_model(tree, model)
-            entries["chat_files"] = chat_files(tree, model, folder)
+            entries["chat_calls"] = chat_calls(tree, model, folder)
             calls = step_calls(tree, model)
+        entries["chat_files"] = sorted({one.partition(":")[0] for one in entries["chat_calls"]})
         entries["step_files"] = sorted({one.partition(":")[0] for one in calls})
         ordered = sorted(calls.items(), key=lambda pair: -pair[1])
         entries["step_calls"] = [f"{count:6.2f} {one}" for one, count in ordered]

@@ -1,10 +1,12 @@
-"""The two tiers of the tests, the cores of pytest-xdist's workers, and the browser."""
+"""The two tiers of the tests, the cores of pytest-xdist's workers, a tiny model's folder and the
+browser."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -57,3 +59,11 @@ def chrome() -> Iterator[Browser]:
         pytest.skip("no Chromium is installed")
     with browser() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model, shared by the tests of a module."""
+    from tests.tiny import tiny_folder
+
+    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")

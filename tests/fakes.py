@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from twostroke.kv.cache import GroupLimits
-from twostroke.plan import NewRow, StepPlan, StepResult
+from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, SamplingParams
 
 NamedBlocks = dict[tuple[int, int], set[str]]  # (group, block) → the requests of a step that use it
@@ -107,6 +107,11 @@ class FakeExecutor:
         for evict in plan.evicted:
             row = self.rows[evict.row]
             del row.tables[0][evict.start : evict.stop], row.stretches[evict.start : evict.stop]
+        for number, position, tokens in plan.written:
+            row = self.rows[number]
+            del row.tokens[position:], row.prefixes[position:]
+            for token in tokens:
+                row.push(token)
         drafts = iter(plan.draft_tokens)
         for slot in plan.decode:
             row = self.rows[slot.row]
@@ -131,18 +136,20 @@ class FakeExecutor:
         for chunk in plan.prefill:
             if chunk.last:
                 row = self.rows[chunk.row]
-                tokens.append(next_token(row.prefixes[-1], row.new.seed))
+                tokens.append(self.next_token(row, row.prefixes[-1]))
                 counts.append(1)
                 row.push(tokens[-1])
         return StepResult(tokens, {}, {}, 0.0, counts=counts if plan.draft_tokens else None)
 
-    @staticmethod
-    def _verify(row: Row, position: int) -> list[int]:
+    def next_token(self, row: Row, prefix: int) -> int:
+        return next_token(prefix, row.new.seed)
+
+    def _verify(self, row: Row, position: int) -> list[int]:
         """Return the accepted drafts after `position` and the token after them, which become the
         text of the row."""
         drafts, written = row.tokens[position + 1 :], list[int]()
         for n, prefix in enumerate(row.prefixes[position:]):
-            written.append(next_token(prefix, row.new.seed))
+            written.append(self.next_token(row, prefix))
             if drafts[n : n + 1] != written[n:]:
                 break
         del row.tokens[position + 1 :], row.prefixes[position + 1 :]
@@ -195,6 +202,36 @@ class FakeExecutor:
                         f"{position} (block {block} of group {group})"
                     )
                     named.setdefault((group, block), set()).add(row.new.request_id)
+
+
+class FakeDraftRunner(FakeExecutor):
+    """Runs the plans of a draft model. Its tokens are those of the fake model, but for one in
+    `wrong_every` prefixes; it is never wrong if that is 0."""
+
+    def __init__(
+        self, block_size: int, windows: Sequence[int | None] = (None,), wrong_every: int = 0
+    ) -> None:
+        super().__init__(block_size, windows)
+        self.wrong_every = wrong_every
+        self.plans: list[StepPlan] = []
+        self.token_s = 0.0  # time of each token
+        self.failing: list[int] = []  # steps that fail
+
+    def next_token(self, row: Row, prefix: int) -> int:
+        wrong = self.wrong_every and hash((prefix, 0xD4AF7)) % self.wrong_every == 0
+        return (super().next_token(row, prefix) + bool(wrong)) % VOCAB
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        if plan.step in self.failing:
+            raise RuntimeError("broken")
+        result = super().run(plan)
+        self.committed()
+        logprobs = {n: TokenLogprobs((token,), (-0.1,), 1) for n, token in enumerate(result.tokens)}
+        return result._replace(logprobs=logprobs, device_s=self.token_s * plan.num_tokens)
+
+    def reset(self) -> None:
+        self.rows.clear()
 
 
 def fake_request(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, NamedTuple, cast
 
-from twostroke.draft.settings import SpeculationConfig, read_speculative_config
+from twostroke.draft.speculation_config import SpeculationConfig, read_speculative_config
 from twostroke.errors import ConfigError, RequestError, shown
 from twostroke.kv.eviction import MIN_BLOCKS, MIN_SEGMENTS, SEGMENT_TOKENS
 from twostroke.kv.tiers.settings import read_disk_cache
@@ -85,7 +85,7 @@ class EngineConfig(StrictSettings):
     # and the newest blocks) or heavy-hitters (blocks between with the least attention).
     kv_eviction: str | None = None
     kv_eviction_budget: int = 4096  # tokens that a request keeps after its prefill
-    # Speculative decoding, with vLLM's keys (`draft/settings.py`); None: no drafts.
+    # Speculative decoding, with vLLM's keys (`draft/speculation_config.py`); None: no drafts.
     speculative_config: dict[str, Any] | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -188,7 +188,7 @@ class EngineConfig(StrictSettings):
         if self.speculative_config is not None:
             if not isinstance(self.speculative_config, dict):
                 self._refuse("speculative_config", 'a dict such as {"method": "suffix"}, or None')
-            read_speculative_config(self.speculative_config)
+            self._check_draft_model(read_speculative_config(self.speculative_config))
         self._check_number("gpu_memory_utilization", 0.01, 1.0, "a number above 0 and at most 1")
         self._check_bools(
             "skip_tokenizer_init",
@@ -251,6 +251,21 @@ class EngineConfig(StrictSettings):
         """Return the settings of speculative decoding; None: no drafts."""
         given = self.speculative_config
         return None if given is None else read_speculative_config(given)
+
+    def _check_draft_model(self, speculation: SpeculationConfig) -> None:
+        if speculation.model is None:
+            return
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and a draft model runs in "
+                "one process as yet; leave one of them out, or draft with the method 'suffix'"
+            )
+        if self.kv_sharing != "none":
+            raise ConfigError(
+                "a draft model and engines for one phase (prefill_engines, decode_engines) exclude "
+                "each other as yet: its KV cache does not travel; leave one of them out, or draft "
+                "with the method 'suffix'"
+            )
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

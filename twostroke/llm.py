@@ -13,7 +13,7 @@ from twostroke.errors import EngineError, RequestError
 from twostroke.kv.usage import KVUsage
 from twostroke.llm_tokenizer import LLMTokenizer
 from twostroke.model.text.template_source import CONTENT_FORMATS
-from twostroke.observe.progress_bar import PhaseProgress
+from twostroke.observe.phase_progress import PhaseProgress
 from twostroke.observe.totals import Totals
 from twostroke.outputs import Deltas, RequestOutput
 from twostroke.request import SamplingParams

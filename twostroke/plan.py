@@ -69,6 +69,15 @@ class BlockEvict(NamedTuple):
     stop: int
 
 
+class TokenWrite(NamedTuple):
+    """Tokens that replace the tokens of a row from `position` on, before the step runs. The rows of
+    a draft model follow the texts of the model that verifies the drafts."""
+
+    row: int
+    position: int
+    tokens: tuple[int, ...]
+
+
 class PhaseWork(NamedTuple):
     """The work of a phase in a step, in the units of the cost model."""
 
@@ -101,6 +110,7 @@ class StepPlan(NamedTuple):
     decode_work: PhaseWork
     evicted: tuple[BlockEvict, ...] = ()
     draft_tokens: tuple[int, ...] = ()  # of all slots, in order: `Slot.drafts` each
+    written: tuple[TokenWrite, ...] = ()
 
     @property
     def num_tokens(self) -> int:

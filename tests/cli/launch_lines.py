@@ -175,6 +175,6 @@ LLAMA: list[tuple[str, str]] = [
     (
         "-m gemma-3-4b-it-Q4_K_M.gguf --mmproj mmproj.gguf -np 2 -cb --no-context-shift "
         "--ctx-checkpoints 0 --cache-ram 0 -md draft.gguf --slots --log-file server.log",
-        "--mmproj -md",
+        "--mmproj",
     ),
 ]

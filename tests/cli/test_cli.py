@@ -268,6 +268,32 @@ def test_run_prints_the_answer_alone_on_stdout_and_the_phases_on_stderr() -> Non
     assert len({len(line) for line in lines[4:7]}) == 1  # aligned
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}",
+            "of CPU time",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ range(99999)|map('string')|join('x'*99999)|length }}", "too much memory"),
+    ],
+    ids=["doubling", "recursive", "memory"],
+)
+def test_an_endless_template_ends_run_with_its_limit(
+    tmp_path: Path, template: str, why: str
+) -> None:
+    file = tmp_path / "bomb.jinja"
+    file.write_text(template)
+    ran = twostroke("run", *SMALL, "--chat-template", str(file), "hi")
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("twostroke: error: the model's chat template ")
+    assert why in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_json_is_one_object_whose_fields_add_up() -> None:
     options = ["--json", "--max-tokens", "6", "--kv-cache-dtype", "float32"]
     # The operand is the model; the prompt comes from stdin.

@@ -134,7 +134,7 @@ def test_options_of_earlier_versions_are_marked_as_such() -> None:
         "options without effect: --swap-space, --use-v2-block-manager (current versions of vLLM do "
         "not have it either)"
     )
-    (problem,) = read("--speculative-model", "m").problems
+    (problem,) = read("--spec-decoding-acceptance-method", "m").problems
     assert problem.endswith("(current versions of vLLM do not have it either)")
 
 

@@ -67,8 +67,8 @@ def no_keys_around(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--speculative-config.method", "mtp"], "--speculative-config: the method 'mtp' is not"),
         (["--spec-tokens", "1000"], "--speculative-config: num_speculative_tokens must be a whole"),
         (["--spec-tokens", "few"], "--spec-tokens few: expected a whole number"),
-        (["--spec-type", "draft-mtp"], "--spec-type draft-mtp: no model drafts yet; ngram-mod"),
-        (["-md", "draft.gguf"], "-md: no model drafts yet"),
+        (["--spec-type", "draft-mtp"], "--spec-type draft-mtp: not supported yet; draft-simple"),
+        (["--spec-draft-p-min", "few"], "--spec-draft-p-min few: expected a number"),
         (["-c", "lots"], "-c lots: expected a whole number"),
         (["-ctk", "q4_0"], "-ctk q4_0: the KV cache supports f32, f16, bf16 and q8_0; give one"),
         (["-ctk", "f16", "-ctv", "f32"], "-ctv f32: keys and values have the same type"),
@@ -190,6 +190,19 @@ def test_parts_of_objects_are_given_one_by_one() -> None:
     assert taken.config.override_generation_config == override
     template = {"enable_thinking": False, "a": {"b_c": ["x", 2]}}
     assert taken.settings.chat_template_kwargs == template
+
+
+def test_max_new_tokens_of_a_generation_config_limits_all_requests() -> None:
+    taken = read("--override-generation-config", '{"max_new_tokens": 9, "top_k": 3, "top_p": null}')
+    assert taken.config is not None
+    assert taken.settings is not None
+    assert taken.config.override_generation_config == {"top_k": 3}
+    assert taken.settings.max_output_tokens == 9
+    (problem,) = read("--override-generation-config.max_new_tokens", "many").problems
+    assert problem == (
+        "--override-generation-config: max_new_tokens must be a whole number of at least 1, "
+        "not 'many'"
+    )
 
 
 def test_other_names_of_vllm_have_the_same_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,6 +512,18 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, says: str) ->
         ),
         (["--spec-type", "ngram-mod,ngram-cache"], {"method": "ngram"}),
         (["--spec-default"], {"method": "ngram"}),
+        (
+            ["-md", "d.gguf", "--spec-draft-n-max", "8", "--spec-draft-p-min", "0.5", "-ngld", "9"],
+            {"model": "d.gguf", "num_speculative_tokens": 8, "draft_model_min_token_prob": 0.5},
+        ),
+        (
+            ["--spec-type", "draft-simple,ngram-mod", "--model-draft", "d.gguf"],
+            {"method": "draft_model,ngram", "model": "d.gguf"},
+        ),
+        (
+            ["--spec-model", "d.gguf", "--spec-method", "draft_model"],
+            {"model": "d.gguf", "method": "draft_model"},
+        ),
         (["--spec-type", "none"], None),
     ],
 )

@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="keep every outcome here, and go on from it")
     parser.add_argument("--again", action="store_true", help="run what is in the file, too")
     parser.add_argument("--for-s", type=float, help="begin no module after so many seconds")
+    parser.add_argument("--patience", type=float, default=1, help="for a slow machine: limits × N")
     parser.add_argument("--jobs", type=int, default=1, help="modules at a time")
     parser.add_argument("--page", type=Path, help="write the tables of this page")
     args = parser.parse_args()
@@ -88,7 +89,7 @@ def main() -> int:
             start_s = time.monotonic()
             if args.for_s is not None and start_s - begun_s > args.for_s:
                 return False
-            tests = _outcomes(args.path.resolve(), module, Path(folder))
+            tests = _outcomes(args.path.resolve(), module, Path(folder), args.patience)
             result.add(module, tests, round(time.monotonic() - start_s))
             _tell(module, tests)
             return True
@@ -175,7 +176,7 @@ def _modules(path: Path) -> list[str]:
     ]
 
 
-def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
+def _outcomes(path: Path, module: str, folder: Path, patience: float) -> dict[str, list[str]]:
     """Return the outcome of each test, with the message of a test that did not pass."""
     for pattern, reason in CANNOT_RUN.items():
         if re.search(pattern, module):
@@ -189,23 +190,26 @@ def _outcomes(path: Path, module: str, folder: Path) -> dict[str, list[str]]:
         "TWOSTROKE_TOKENIZER": str(folder),
         "TWOSTROKE_OUTCOMES": str(file),
         "TWOSTROKE_VERSION": __version__,
+        "TWOSTROKE_PATIENCE": str(patience),
     }
     # pytest ends with this process, and the servers end with pytest, also by SIGKILL.
     ends_with_us = [str(REPOSITORY / "twostroke" / "child_process.py"), str(os.getpid())]
     command = [sys.executable, "-P", *ends_with_us, "pytest", "-q", "-p", "twostroke_vllm_shim"]
     command += [str(TESTS / module), "--confcutdir", str(TESTS), "-c", os.devnull]
     command += ["--rootdir", str(path), "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
-    command += ["--timeout", str(TEST_S)]
-    output, ended = _run_in_group(command, env, path)
+    command += ["--timeout", str(TEST_S * patience)]
+    output, ended = _run_in_group(command, env, path, MODULE_S * patience)
     if not ended:
-        print(f"{module}: not finished within {MODULE_S} s")
+        print(f"{module}: not finished within {MODULE_S * patience:.0f} s")
     elif not file.read_text():
         print(output[-2000:])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return {one["test"].partition("::")[2]: [one["outcome"], one["said"]] for one in lines}
 
 
-def _run_in_group(command: list[str], env: dict[str, str], cwd: Path) -> tuple[str, bool]:
+def _run_in_group(
+    command: list[str], env: dict[str, str], cwd: Path, limit_s: float
+) -> tuple[str, bool]:
     """Return a command's output, and whether the command ended in time. All processes of its group
     are killed, because a test that fails or hangs does not stop its servers."""
     with tempfile.TemporaryFile("w+") as log:  # a server that still runs would keep a pipe open
@@ -213,7 +217,7 @@ def _run_in_group(command: list[str], env: dict[str, str], cwd: Path) -> tuple[s
             command, env=env, cwd=cwd, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            process.wait(MODULE_S)
+            process.wait(limit_s)
             ended = True
         except subprocess.TimeoutExpired:
             ended = False

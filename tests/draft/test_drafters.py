@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.fakes import fake_request
 from twostroke.draft.drafters import NgramDrafter, PredictedDrafter, SuffixDrafter
+from twostroke.request import EngineRequest
 
 
 @dataclass
@@ -15,6 +17,7 @@ class FakeText:
     num_prompt: int = 0
     salt: str = ""
     prediction: list[int] = field(default_factory=list)
+    engine_request: EngineRequest = field(default_factory=lambda: fake_request("a", [1]))
 
 
 def offered(drafter: NgramDrafter | SuffixDrafter | PredictedDrafter, text: FakeText, k: int = 4):  # type: ignore[no-untyped-def]

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import pytest
+
 from tests.draft.test_drafters import FakeText
-from twostroke.draft.settings import SpeculationConfig
-from twostroke.draft.speculator import PROBE_EVERY, PROBE_TOKENS, Row, Speculator
+from twostroke.draft.speculation_config import SpeculationConfig
+from twostroke.draft.speculator import (
+    MAX_STEP_INDEXED,
+    PROBE_EVERY,
+    PROBE_TOKENS,
+    Row,
+    Speculator,
+)
+from twostroke.draft.token_index import TokenIndex
+
+
+class FirstTokens:
+    """Rules that allow some tokens of each draft."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def allows_drafts(self, request_id: str) -> bool:
+        return True
+
+    def limit_drafts(self, request_id: str, drafts: Sequence[int]) -> int:
+        return self._count
+
 
 FREE, DEAR = (lambda count: 1.0), (lambda count: 1.0 + count)
 
@@ -59,9 +83,9 @@ def test_a_fixed_depth_takes_every_offer_within_the_budget() -> None:
 def test_a_limit_of_a_request_cuts_its_draft() -> None:
     speculator = Speculator(SpeculationConfig(methods=("ngram",), ngram_min=2))
     speculator.begin("a", FakeText([1, 2, 3, 4, 5, 6, 1, 2], num_prompt=8))
-    found = speculator.drafts([Row("a", 4)], 1, FREE, limit_drafts=lambda name, tokens: 2)
+    found = speculator.drafts([Row("a", 4)], 1, FREE, rules=FirstTokens(2))
     assert found.by_request["a"].tokens == (3, 4)
-    found = speculator.drafts([Row("a", 4)], 1, FREE, limit_drafts=lambda name, tokens: 0)
+    found = speculator.drafts([Row("a", 4)], 1, FREE, rules=FirstTokens(0))
     assert not found.by_request
 
 
@@ -90,3 +114,70 @@ def test_the_cost_of_drafts_is_measured_again_now_and_then() -> None:
         text.tokens.append(n % 5 + 1)
     assert len(steps) == 3
     assert all(b - a == PROBE_EVERY for a, b in pairwise(steps))
+
+
+class IndexedTokens:
+    """The number of tokens that all indexes have added."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        add = TokenIndex.add
+
+        def counted(index: TokenIndex, tokens: Iterable[int]) -> None:
+            before = index.total
+            add(index, tokens)
+            self.count += index.total - before
+
+        monkeypatch.setattr(TokenIndex, "add", counted)
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def test_no_step_waits_until_all_long_prompts_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen choices of one long prompt begin to decode in the same step, and end in one step."""
+    indexed, names = IndexedTokens(monkeypatch), [f"choice {n}" for n in range(16)]
+    speculator = Speculator(SpeculationConfig(ngram_min=2))
+    prompt = [n % 1000 for n in range(MAX_STEP_INDEXED + 100)]
+    texts = [FakeText(list(prompt), len(prompt)) for _ in names]
+    for name, text in zip(names, texts, strict=True):
+        speculator.begin(name, text)
+    rows, steps, drafted = [Row(name, 4) for name in names], 0, 0
+    while drafted < len(names):
+        found = speculator.drafts(rows, len(rows), FREE)
+        drafted = len(found.by_request)
+        for text in texts:
+            text.tokens.append(len(text.tokens) % 1000)
+        steps += 1
+        assert indexed.take() <= MAX_STEP_INDEXED
+        assert steps < 100
+    assert steps > 30  # two indexes for each of sixteen rows
+    for name in names:
+        speculator.end(name)
+    assert indexed.take() <= MAX_STEP_INDEXED
+    speculator.begin("next", FakeText([5, 6, 7, 8], 4))
+    while speculator.drafts([Row("next", 4)], 1, FREE).offers == 0:
+        assert indexed.take() <= MAX_STEP_INDEXED
+    assert speculator.drafts([Row("next", 4)], 1, FREE).by_request["next"].tokens[:2] == (9, 10)
+
+
+def test_a_long_prediction_is_indexed_only_when_the_text_differs_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    indexed, prediction = IndexedTokens(monkeypatch), list(range(3 * MAX_STEP_INDEXED))
+    speculator = Speculator(SpeculationConfig(methods=()))
+    text = FakeText([7], 1, prediction=prediction)
+    speculator.begin("a", text)
+
+    def drafted(token: int) -> tuple[int, ...]:
+        text.tokens.append(token)
+        found = speculator.drafts([Row("a", 3)], 1, FREE).by_request
+        return found["a"].tokens if found else ()
+
+    assert drafted(0) == (1, 2, 3)
+    assert indexed.take() == 0
+    for token in (500, 501, 502):  # another place of the prediction
+        last = drafted(token)
+        assert indexed.take() == MAX_STEP_INDEXED
+    assert last == (503, 504, 505)

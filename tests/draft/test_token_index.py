@@ -44,6 +44,18 @@ def test_the_end_of_the_text_itself_does_not_count() -> None:
     assert list(index.after(2)) == [3, 1, 2]
 
 
+def test_the_index_of_a_full_text_has_no_more_ngrams_than_tokens() -> None:
+    """An n-gram leaves the index with its first token; nothing is tidied up now and then."""
+    rng = random.Random(0)
+    index = TokenIndex(2, 64)
+    for n in range(1000):
+        index.add([rng.randrange(500)])
+        if n % 37 == 0:
+            index.end_text()
+        assert len(index._newest) <= 64
+        assert min(index._newest.values(), default=2) >= index.oldest + 2
+
+
 def test_no_match_reaches_over_the_end_of_a_text() -> None:
     index = TokenIndex(2, 100)
     index.add([1, 2])

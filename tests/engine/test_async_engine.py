@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import threading
 from collections.abc import Callable, Coroutine
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine_streams import ENDS, end_at_random
 from tests.tiny import tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.engine.in_process import AsyncEngine
@@ -21,11 +21,6 @@ from twostroke.outputs import RequestOutput
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PATIENCE_S = 240  # a stream that hangs fails its test
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -391,48 +386,14 @@ def test_an_engine_that_cannot_continue_ends_every_stream(
 def test_200_random_ends_leave_nothing_behind(folder: Path, alone: LLM) -> None:
     choose = random.Random(5)
 
-    async def one(engine: AsyncEngine, n: int) -> str:
-        prompt = [50 + n % 7] * choose.randint(1, 60)
-        params = SamplingParams(
-            n=choose.choice([1, 1, 2]),
-            temperature=choose.choice([0, 1]),
-            max_tokens=choose.randint(1, 40),
-            stop=choose.choice([None, "a", "the"]),
-            output_kind=choose.choice(["cumulative", "delta", "final_only"]),
-        )
-        end = choose.choice(["read", "break", "abort", "cancel", "refuse"])
-        name = f"request {n}"
-        if end == "refuse":
-            with pytest.raises(RequestError):
-                await last(engine, [999], params)
-        elif end == "break":
-            leave_after = choose.randint(1, 10)
-            stream = engine.generate(prompt, params, request_id=name)
-            async for _ in stream:
-                leave_after -= 1
-                if not leave_after:
-                    break
-            if choose.random() < 0.5:
-                await stream.aclose()  # type: ignore[attr-defined]
-        else:
-            task = asyncio.create_task(last(engine, prompt, params, request_id=name))
-            await asyncio.sleep(choose.random() * 0.05)
-            if end == "abort":
-                engine.abort(name)
-            elif end == "cancel":
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                output = await task
-                assert output.finished
-        return end
-
     async def test(engine: AsyncEngine) -> None:
         async def later(n: int) -> str:
             await asyncio.sleep(choose.random() * 0.5)
-            return await one(engine, n)
+            temperature = choose.choice([0, 1])
+            return await end_at_random(engine, choose, n, 40, 0.5, temperature=temperature)
 
         ends = await asyncio.gather(*(later(n) for n in range(200)))
-        assert set(ends) == {"read", "break", "abort", "cancel", "refuse"}
+        assert set(ends) == ENDS
         await settled(engine)
         expected = alone.generate([50, 51], SHORT)[0].outputs[0].token_ids
         assert (await last(engine, [50, 51])).outputs[0].token_ids == expected

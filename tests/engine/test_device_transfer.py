@@ -25,7 +25,7 @@ from tests.engine.test_hand_over import (
 from tests.equivalence.harness import small_spec
 from tests.loud import Loud
 from tests.specs import make_spec
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
@@ -52,11 +52,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux o
 CPU = torch.device("cpu")
 NIXL = pytest.mark.skipif(nixl.installed() is None, reason="NIXL is not installed")
 WAYS = ("device", "memory", "sockets", pytest.param("nixl", marks=NIXL))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

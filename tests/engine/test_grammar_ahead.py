@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.engine.core import EngineCore
 from twostroke.exec.executor import Masks
 from twostroke.plan import StepPlan, StepResult
@@ -50,11 +50,6 @@ class Pending:
         self.calls.append(("wait", self.step))
         result: StepResult = self.pending.wait()
         return result
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def requests() -> list[EngineRequest]:

@@ -226,7 +226,7 @@ def withdraw(transfer: KVTransfer, offer: Offer) -> None:
 
 
 def at(offer: Offer, path: str) -> Offer:
-    return offer._replace(addresses=(offer.addresses[0]._replace(at=path),))
+    return offer._replace(addresses=(offer.addresses[0]._replace(endpoint=path),))
 
 
 FAULTS: dict[str, tuple[Callable[[KVTransfer, Offer], None], Callable[[Offer], Offer]]] = {

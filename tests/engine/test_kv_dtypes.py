@@ -13,7 +13,7 @@ import torch
 from tests.kernels.test_latent import latent_spec
 from tests.kv.test_transfer import fetch
 from tests.specs import make_spec
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine.build import _check_cache
@@ -28,11 +28,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(5, 45))
 ROOM = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 128}
 native = pytest.mark.skipif(not cpu.available(), reason="built without the native kernels")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def blocks_of(llm: LLM) -> int:

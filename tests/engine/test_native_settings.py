@@ -18,7 +18,7 @@ from twostroke.errors import ConfigError
 from twostroke.exec.native_executor import NativeExecutor
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kernels import cpu
-from twostroke.model.describe.gguf_config import NAMES
+from twostroke.model.describe.gguf_names import NAMES
 
 pytestmark = pytest.mark.skipif(
     not cpu.available(), reason="this installation was built without the native kernels"
@@ -28,11 +28,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(5, 45))
 # Wide enough that a block of 32 has 32 weights, and its hidden layer no whole number of them.
 WIDE = {"hidden_size": 64, "intermediate_size": 112}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

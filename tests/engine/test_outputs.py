@@ -13,6 +13,7 @@ import pytest
 
 from tests.tiny import BOS, EOS, EOS_ID, TURN_END_ID, tiny_folder, tiny_llm
 from twostroke import LLM, SamplingParams
+from twostroke.engine import output_processor
 from twostroke.engine.output_processor import StopStrings
 from twostroke.errors import RequestError
 from twostroke.outputs import CompletionOutput
@@ -20,11 +21,6 @@ from twostroke.outputs import CompletionOutput
 PROMPT = "the quick brown fox"
 # Letters only, so that what is written is one readable text.
 LETTERS = [*range(68, 94)]  # a to z
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +142,11 @@ def first_complete(stops: list[str], include: bool, text: str) -> tuple[str, str
     return text, None
 
 
-def test_stop_strings_do_not_depend_on_the_pieces_of_the_text() -> None:
+@pytest.mark.parametrize("max_tried", [output_processor.MAX_HELD_TRIED, 0])
+def test_stop_strings_do_not_depend_on_the_pieces_of_the_text(
+    max_tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_processor, "MAX_HELD_TRIED", max_tried)
     choose = random.Random(3)
     found = 0
     for _ in range(2000):
@@ -158,6 +158,31 @@ def test_stop_strings_do_not_depend_on_the_pieces_of_the_text() -> None:
         assert run_stops(stops, include, cut(text, choose)) == expected
         assert run_stops(stops, include, [text]) == expected
     assert 500 < found < 2000
+
+
+def test_a_piece_of_text_is_compared_with_few_beginnings_of_long_stop_strings() -> None:
+    """A text that was nearly a stop string may end one letter before its end, in many rows at once,
+    and all streams wait for the comparisons."""
+    compared = []
+
+    class Counted(str):
+        def startswith(self, *given: Any) -> bool:
+            compared.append(1)
+            return super().startswith(*given)
+
+    nearly = "ab" * 2000
+    machine, text = StopStrings([Counted(f"{nearly}{n}") for n in range(64)], False), ""
+    for start in range(0, len(nearly), 16):
+        text += machine.push(nearly[start : start + 16])
+    compared.clear()
+    while not text:
+        text += machine.push("b")
+        assert len(compared) <= 64 * (output_processor.MAX_HELD_TRIED + 1)
+        compared.clear()
+    for _ in range(len(nearly)):
+        text += machine.push("c")
+    assert text.startswith(nearly + "b")
+    assert len(text) > 2 * len(nearly) - 10
 
 
 def test_overlapping_starts_are_held_and_released() -> None:

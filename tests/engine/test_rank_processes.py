@@ -16,7 +16,7 @@ import pytest
 
 from tests.server import running
 from tests.server.running import Running, serving
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.distributed import cleanup_dist_env_and_memory
@@ -29,11 +29,6 @@ PATIENCE_S = 240
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["the quick brown fox", "a small model writes", "größer"]
 RANKS: dict[str, Any] = {"kernels": "reference", "tensor_parallel_size": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -91,14 +91,9 @@ def holds(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[LLM]:
-    """Grammar checks run while a core is idle, and may wait for one beside other tests: they have
-    minutes. The limit on their CPU time stays."""
+    """An engine whose grammar checks may wait minutes for an idle core. The limit on their CPU time
+    stays."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammar_check, "LIMITS", replace(grammar_check.LIMITS, wall_s=300.0))
         yield tiny_llm(folder)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engine.test_grammar_ahead import Noted
-from tests.tiny import tiny_folder, tiny_llm
-from twostroke.engine.wire import Add, decode_to_engine, encode
+from tests.tiny import tiny_llm
+from twostroke.engine.wire import decode_to_engine, encode, pack_add
 from twostroke.errors import RequestError
 from twostroke.exec.grammar import TOKENS_AHEAD
 from twostroke.exec.thinking import ThinkingState
@@ -17,11 +17,6 @@ from twostroke.request import EngineRequest, SamplingParams, StructuredOutputs, 
 
 END = (40, 41, 42)  # what ends it: three tokens of the tiny vocabulary
 NEVER = (b"\xff\xfe",)  # bytes that no text has
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def thinking(budget: int | None, **more: Any) -> Thinking:
@@ -102,8 +97,8 @@ def test_tags_without_tokens_are_refused(folder: Path) -> None:
 def test_thinking_settings_are_sent_over_the_wire() -> None:
     asked = thinking(3, start_ids=(4,))
     given = EngineRequest("a", (5,), params(), seed=1, thinking=asked)
-    sent = decode_to_engine(encode(Add(1, [given])))
-    assert sent.requests[0].thinking == asked
+    sent = decode_to_engine(encode(pack_add(1, [given])))
+    assert sent.request.thinking == asked
 
 
 # The state alone. Tokens are letters here.

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import CHAT_TEMPLATE, EOS_ID, MAX_LEN, tiny_folder
+from tests.tiny import CHAT_TEMPLATE, EOS_ID, MAX_LEN
 from twostroke import (
     LLM,
     AsyncEngine,
@@ -41,11 +41,6 @@ from twostroke.v1.metrics.reader import Counter, Gauge, Histogram
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 CHAT = [{"role": "user", "content": "the quick brown fox"}]
 SMALL = {"device": "cpu", "kv_cache_memory_bytes": 1 << 20}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 from tests.model.gguf.gguf_files import write_model
-from tests.tiny import tiny_folder
 from twostroke.kernels import cpu
 
 needs_native = pytest.mark.skipif(
@@ -64,11 +63,6 @@ if "grammar" in written:
     assert json.loads(written["grammar"].outputs[0].text) in ("yes", "no")
 print(json.dumps(["torch" in sys.modules, written["greedy"].outputs[0].token_ids]))
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -130,6 +131,7 @@ FAMILIES |= {
     "olmo3": Olmo3Config(**SIZES | WINDOWS),
     "exaone4": Exaone4Config(**SIZES | WINDOWS),
     "seed_oss": SeedOssConfig(**SIZES | {"head_dim": 128}),
+    "ernie4_5": Ernie4_5Config(**SIZES | {"head_dim": 128}),
     "command-r": CohereConfig(**SIZES | COHERE),
     "cohere2": Cohere2Config(**SIZES | WINDOWS | COHERE),
     "stablelm": StableLmConfig(**SIZES | STABLELM),
@@ -255,7 +257,7 @@ def write_gguf(
     if arch == "gptneox":
         writer.add_parallel_residual(config.use_parallel_residual)
     heads_said = ("qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "glm4", "seed_oss", "gpt-oss")
-    if arch in (*heads_said, "mistral3"):
+    if arch in (*heads_said, "mistral3", "ernie4_5"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):

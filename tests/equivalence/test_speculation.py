@@ -29,10 +29,11 @@ from tests.equivalence.harness import (
 from tests.equivalence.test_native_matrix import EIGHT_BITS, small_decoder
 from tests.loud import Loud
 from tests.support import narrow_isa
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import LLM, SamplingParams
-from twostroke.draft.drafters import DraftOffer, Text
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.drafters import HostDrafter, HostState
+from twostroke.draft.interface import DraftOffer, Text
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.engine.core import EngineCore
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
@@ -65,7 +66,7 @@ def decoder_of(backend: str, window: bool = False) -> Decoder | NativeDecoder:
     return Decoder(spec, Loud(spec), torch.float32, torch.device("cpu"), 1024, Kernels())
 
 
-class Noise:
+class Noise(HostDrafter):
     """A drafter of random tokens, whose offer wins every third time."""
 
     name = "noise"
@@ -74,10 +75,12 @@ class Noise:
         self._random, self._vocab_size = random.Random(0), vocab_size
         self._count = 0
 
-    def open(self, text: Text) -> Noise:
-        return self
+    def open(self, text: Text) -> HostState:
+        return NoiseState(self)
 
-    def propose(self, max_tokens: int) -> DraftOffer | None:
+    def close(self, text: Text) -> None: ...
+
+    def random_offer(self, max_tokens: int) -> DraftOffer | None:
         self._count += 1
         if self._count % 3:
             return None
@@ -85,7 +88,13 @@ class Noise:
         keys = tuple((self._count, n) for n in range(max_tokens))  # nothing is learnt of them
         return DraftOffer("noise", tokens, keys, (1.0,) * max_tokens)
 
-    def close(self, text: Text) -> None: ...
+
+class NoiseState:
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+
+    def propose(self, max_tokens: int) -> DraftOffer | None:
+        return self._noise.random_offer(max_tokens)
 
 
 def core_of(backend: str, window: bool = False, **settings: Any) -> EngineCore:
@@ -216,11 +225,6 @@ def test_log_probabilities_are_those_of_each_token(backend: str) -> None:
 
 CONFIG = {"method": "suffix,ngram", "prompt_lookup_min": 2, "enable_adaptive_verification": False}
 TEXT = "the quick brown fox jumps over the lazy dog and the dog sleeps"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

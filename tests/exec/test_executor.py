@@ -9,15 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from tests.tiny import tiny_folder
 from twostroke import LLM, SamplingParams
 from twostroke.exec import samples
 from twostroke.plan import StepPlan
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def greedy(count: int, **more: object) -> SamplingParams:

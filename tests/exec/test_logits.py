@@ -13,6 +13,7 @@ import torch
 
 from tests.rig import put
 from twostroke.exec.device_rows import DeviceRows
+from twostroke.exec.logits import BanTable
 from twostroke.exec.native_executor import NativeExecutor, NativeForwardHandle
 from twostroke.exec.rows import HostRows
 from twostroke.exec.token_mask import Mask, mask_of
@@ -44,8 +45,9 @@ class Draws:
     """Some requests in the midst of writing, by both ways."""
 
     def __init__(self, requests: list[NewRow], positions: list[int], lines: Floats) -> None:
-        self.requests, self.positions, self.lines = requests, positions, lines
-        self.rows = [request.row for request in requests]
+        self.requests, self.lines = requests, lines
+        self.rows = np.array([request.row for request in requests])
+        self.positions = np.array(positions)
         self.host = HostRows(len(requests), MAX_LEN, 16, 1)
         self.tensors = DeviceRows(len(requests), MAX_LEN, 16, 1, torch.device("cpu"))
         plan = NOTHING._replace(new=tuple(requests))
@@ -63,7 +65,8 @@ class Draws:
     def torch(self, masks: dict[int, Mask]) -> StepResult:
         lines = torch.from_numpy(self.lines.copy())
         allowed = mask_tensors(masks, VOCAB, torch.device("cpu"))
-        drawn = sample(lines, self.rows, self.positions, self.tensors, allowed)
+        rows, positions = self.rows.tolist(), self.positions.tolist()
+        drawn = sample(lines, rows, positions, self.tensors, allowed)
         logprobs = {n: to_token_logprobs(found) for n, found in drawn.logprobs.items()}
         return StepResult(drawn.tokens.tolist(), logprobs, {}, 0.0)
 
@@ -113,6 +116,34 @@ def random_draws(seed: int, count: int = 40) -> tuple[Draws, dict[int, Mask]]:
     return Draws(requests, [len(r.tokens) for r in requests], lines), masks
 
 
+def test_the_bans_of_a_request_are_prepared_once_for_all_its_rows() -> None:
+    """All streams wait meanwhile, in each step, and a client may list the whole vocabulary."""
+    params = SamplingParams(allowed_token_ids=list(range(100)))
+    words = ((3,), (4, 5))
+    one, other, last = (
+        NewRow(row, str(row), (1, 4), 1, params, row, frozenset(), words) for row in range(3)
+    )
+    table = BanTable()
+    bans = table.bans_of(0, one, VOCAB)
+    assert table.bans_of(1, other, VOCAB) is bans
+    assert table.bans_of(0, one, VOCAB) is bans
+    line = np.zeros(VOCAB, np.float32)
+    bans.apply(line, one, 2, np.array([1, 4, 0], np.int32), None)
+    assert np.flatnonzero(line == 0).tolist() == [n for n in range(100) if n not in (3, 5)]
+    table.forget((0, 1))
+    assert len(table) == 0
+    assert table.bans_of(1, last._replace(params=SamplingParams()), VOCAB) is not bans
+
+
+def test_another_request_in_the_same_row_has_its_own_bans() -> None:
+    table, line = BanTable(), np.zeros(VOCAB, np.float32)
+    row = NewRow(0, "a", (1,), 1, SamplingParams(allowed_token_ids=[7]), 0, frozenset(), ())
+    table.bans_of(0, row, VOCAB)
+    row = row._replace(params=SamplingParams(allowed_token_ids=[8]))
+    table.bans_of(0, row, VOCAB).apply(line, row, 1, np.array([1], np.int32), None)
+    assert np.flatnonzero(line == 0).tolist() == [8]
+
+
 @needs_native
 @pytest.mark.parametrize("seed", range(12))
 def test_both_ways_draw_the_same_tokens_with_the_same_logprobs(seed: int) -> None:
@@ -129,11 +160,11 @@ def test_both_ways_draw_the_same_tokens_with_the_same_logprobs(seed: int) -> Non
 
 
 @needs_native
-def test_the_comparison_notices_a_bias_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_a_bias_that_is_left_out() -> None:
     """Negative control."""
     draws, masks = random_draws(0)
     expected = draws.torch(masks)
-    monkeypatch.setattr("twostroke.exec.native_executor.is_plain", lambda *_: True)
+    draws.host.plain_from[:] = 0
     assert draws.native(masks).tokens != expected.tokens
 
 

@@ -14,6 +14,7 @@ from tests.exec.test_sampling import assert_drawn_from
 from twostroke.exec import native_executor, torch_executor
 from twostroke.exec.device_rows import DeviceRows
 from twostroke.exec.device_sampling import DeviceSampler
+from twostroke.exec.logits import BanTable
 from twostroke.exec.native_executor import NativeExecutor, NativeForwardHandle
 from twostroke.exec.rows import HostRows
 from twostroke.exec.samples import Kept, decode_tokens, keep_accepted, samples_of
@@ -150,13 +151,12 @@ def native_steps(options: dict[str, object], mask: set[int] | None) -> Iterator[
         executor._decoder, executor._state = Decoder(), state  # type: ignore[assignment]
         executor._native, executor._tokens = cpu.module(), state.tokens
         executor.on_chunk_logits, executor._attention_shares = None, False
+        executor._bans = BanTable()
         plan = drafted_plan(options, first_seed)
         state.apply(plan)
         samples = samples_of(decode_tokens(plan.decode), ())
         logits = np.tile(LOGITS, (CHUNK, 1))
-        handle = NativeForwardHandle(
-            plan, samples.rows.tolist(), samples.positions.tolist(), logits, 0.0
-        )
+        handle = NativeForwardHandle(plan, samples.rows, samples.positions, logits, 0.0)
         yield executor.sample(handle, masks_of(mask)).result
 
 

@@ -131,7 +131,7 @@ def layers_of(kind: torch.dtype, layers: int, blocks: int) -> list[tuple[torch.T
 
 
 def cache_bytes(kind: torch.dtype, tokens: int) -> int:
-    """That attention of one layer reads."""
+    """The bytes that the attention of one layer reads."""
     sides = side_bytes(PAGE, NUM_KV_HEADS, DIM, kind.itemsize, kind == torch.int8)
     return 2 * sides * tokens // PAGE
 

@@ -30,10 +30,10 @@ def test_a_layer_of_qwen3_30b_a3b_compiles_and_fits_in_registers(
     chosen, weights = cuda.route(empty(tokens, 128), None, None, rule, context)
     stacked = ExpertWeights(gate_up, None, down, None, "silu", True)
     cuda.mix_experts(empty(tokens, 2048), chosen, weights, stacked, context)
-    tiled = ["_sort", "_grouped_matmul_kernel", "_grouped_matmul_kernel", "_combine"]
-    names = ["_route", *(["_stream_up", "_stream_down"] if tokens == 1 else tiled)]
+    tiled = ["sort", "grouped_matmul", "grouped_matmul", "combine"]
+    names = ["route", *(["stream_up", "stream_down"] if tokens == 1 else tiled)]
     assert [kernel.metadata.name for kernel in compiled] == names
-    products = [kernel for kernel in compiled if kernel.metadata.name == "_grouped_matmul_kernel"]
+    products = [kernel for kernel in compiled if kernel.metadata.name == "grouped_matmul"]
     for kernel in compiled:
         assert kernel.metadata.shared <= 227 << 10
         assert spilled_bytes(kernel, tmp_path) == 0

@@ -475,7 +475,7 @@ def test_one_kernel_has_all_rows_of_a_height(compiled: list[Any]) -> None:  # no
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """That products went, on Hopper, if nothing else is said."""
+    """The kernels that products chose, on Hopper unless a test says otherwise."""
     found: list[str] = []
 
     def way(name: str) -> Callable[..., torch.Tensor]:

@@ -253,7 +253,7 @@ def test_one_kernel_has_all_rows_of_a_height(compiled: list[Any]) -> None:  # no
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """That products went, on a card of Hopper with 132 multiprocessors."""
+    """The kernels that products chose, on a Hopper card with 132 multiprocessors."""
     found: list[str] = []
 
     def way(name: str) -> Callable[..., torch.Tensor]:

@@ -147,7 +147,7 @@ def end(copying: Fetch) -> None:
 
 
 def fetch_until_it_fails(fetching: KVTransfer, offer: Offer) -> None:
-    """That a connection has broken is seen soon, not at once."""
+    """Fetch until the broken connection is noticed, which is soon but not at once."""
     for _ in range(100):
         fetch(fetching, offer, [[(0, 1), (1, 2)]])
         sleep(0.05)
@@ -188,7 +188,7 @@ def test_without_the_package_it_is_refused_with_what_to_do(monkeypatch: pytest.M
 def test_by_itself_it_is_used_where_there_is_a_card_for_it(
     card: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And where it then fails, the others are left."""
+    """Where NIXL then fails, the other transports remain."""
     monkeypatch.setattr(nixl, "has_rdma", lambda: card)
     monkeypatch.setattr(nixl, "installed", lambda: "no_such_package")
     tried: list[bool] = []

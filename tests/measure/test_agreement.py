@@ -50,7 +50,7 @@ def bench(server: Running, **options: Any) -> BenchOutcome:
 
 
 def records(server: Running) -> dict[str, RequestRecord]:
-    """By the id that the answer had."""
+    """The records of the requests, by the ids of the answers."""
     found = server.client.engine.core.records.requests
     return {one.request_id.rsplit("-", 1)[0]: one for one in found}
 

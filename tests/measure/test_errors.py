@@ -10,7 +10,7 @@ import pytest
 
 from tests.measure.paced_server import paced_server
 from tests.server.running import running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.cli import main
 
 DEAD = "http://127.0.0.1:9"
@@ -26,11 +26,6 @@ COMMANDS = {
     "ab": ["ab", "--pairs", "2", "--num-prompts", "2", "--a", DEAD, "--b"],
 }
 TALKING = {name: COMMANDS[name] for name in ("bench serve", "phases")}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Model files whose values are wrong: each is refused at once, and the message names the field.
 
-One of each kind, by value; `bench/mutate.py` makes them by the thousand.
+One of each kind, by value; `bench/fuzz_models.py` makes them by the thousand.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.errors import ModelError, RequestError
 from twostroke.exec.memory import plan_memory
-from twostroke.model.describe.gguf_config import NAMES as GGUF_NAMES
 from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.gguf_names import NAMES as GGUF_NAMES
 from twostroke.model.describe.hf_config import spec_from_hf
 from twostroke.model.describe.hf_names import LLAMA_NAMES
 from twostroke.model.gguf.block_types import BlockType

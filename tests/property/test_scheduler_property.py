@@ -8,13 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fakes import FakeExecutor, expected_tokens, fake_request, groups, random_prompt
-from twostroke.draft.settings import SpeculationConfig
+from tests.fakes import (
+    FakeDraftRunner,
+    FakeExecutor,
+    expected_tokens,
+    fake_request,
+    groups,
+    random_prompt,
+)
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.errors import RequestError
 from twostroke.kv.cache import GroupLimits, blocks_held
 from twostroke.kv.eviction import Eviction
 from twostroke.plan import StepPlan, StepResult
 from twostroke.request import EngineRequest, FinishReason
+from twostroke.sched.model_drafter import ModelDrafter, Vocabularies
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 from twostroke.sched.updates import Update
@@ -32,9 +40,11 @@ class Life:
         windows: tuple[int | None, ...] = (),
         evicts: bool = False,
         drafts: bool = False,
+        model: bool = False,
     ) -> None:
         """`windows`: of the KV groups; if empty, one group with a random window or none. `evicts`:
-        one group without a window, and an eviction policy. `drafts`: speculative decoding."""
+        one group without a window, and an eviction policy. `drafts`: speculative decoding;
+        `model`: with a draft model."""
         rng = self.rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 8])
         window = rng.choice([None, None, None, rng.randint(1, 20)])
@@ -82,7 +92,9 @@ class Life:
         if goals:
             self.config = with_goals(self.config, random.Random(-1 - seed))
         self.now = 0.0
-        self.scheduler = Scheduler(self.config, clock=lambda: self.now)
+        self.runner: FakeDraftRunner | None = None
+        drafter = self.new_drafter(random.Random(-3 - seed)) if model else None
+        self.scheduler = Scheduler(self.config, clock=lambda: self.now, draft_model=drafter)
         self.executor = self.new_executor()
         self.flights: deque[StepResult] = deque()
         self.given: dict[str, EngineRequest] = {}
@@ -96,6 +108,24 @@ class Life:
         eviction = self.config.eviction
         budget = None if eviction is None else eviction.budget_blocks
         return FakeExecutor(self.config.block_size, self.scheduler.kv.windows, budget)
+
+    def new_drafter(self, rng: random.Random) -> ModelDrafter:
+        """A draft model with some limits of its own, which fails now and then."""
+        size = rng.choice([1, 2, 4, 8])
+        windows = rng.choice([(None,), (None,), (16,), (None, 16)])
+        longest = self.config.max_model_len - rng.choice([0, 0, 3])
+        limits = replace(
+            self.config,
+            block_size=size,
+            groups=groups(-(-longest // size) * rng.choice([1, 2, 8]) + 2, *windows),
+            max_model_len=longest,
+            speculation=None,
+        )
+        self.runner = FakeDraftRunner(size, windows, rng.choice([0, 0, 1, 2, 5]))
+        self.runner.token_s = rng.choice([0.0, 1e-4, 5e-3])
+        if rng.random() < 0.2:
+            self.runner.failing = [rng.randrange(60) for _ in range(2)]
+        return ModelDrafter(limits, self.runner, Vocabularies(7, 7), rng.choice([0.0, 0.5]))
 
     @staticmethod
     def some_blocks(
@@ -266,6 +296,36 @@ def test_every_random_life_with_drafts_writes_the_tokens_of_a_life_without(
     """With spans, rejections, preemptions and failures: the tokens are those of the model."""
     for seed in range(block * 15, block * 15 + 15):
         live(Life(seed, windows=windows, drafts=True), seed)
+
+
+@pytest.mark.parametrize("windows", [(), (None, 16)])
+@pytest.mark.parametrize("block", range(6))
+def test_every_random_life_with_a_draft_model_writes_the_same_tokens(
+    block: int, windows: tuple[int | None, ...]
+) -> None:
+    """The blocks and rows of both models are audited after every step (`Scheduler.audit`)."""
+    for seed in range(block * 15, block * 15 + 15):
+        life = Life(seed, windows=windows, drafts=True, model=True)
+        live(life, seed)
+        drafter = life.scheduler.speculator.model  # type: ignore[union-attr]
+        assert isinstance(drafter, ModelDrafter)
+        assert drafter.kv.is_idle(), f"seed {seed}: blocks of the draft model leaked"
+
+
+def test_lives_with_a_draft_model_chunk_share_reject_and_pause() -> None:
+    chunked = shared = rejected = several = released = 0
+    for seed in range(60):
+        life = Life(seed, drafts=True, model=True)
+        live(life, seed)
+        assert life.runner is not None
+        for plan in life.runner.plans:
+            chunked += any(not chunk.last for chunk in plan.prefill)
+            starts = {chunk.row: chunk.start for chunk in plan.prefill}
+            shared += any(starts.get(new.row, 0) > 0 for new in plan.new)
+            rejected += bool(plan.written)
+            several += len(plan.decode) > 1
+            released += bool(plan.retired)
+    assert min(chunked, shared, rejected, several, released) > 20
 
 
 def test_lives_with_drafts_accept_and_reject_and_preempt() -> None:

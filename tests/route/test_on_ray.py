@@ -19,7 +19,7 @@ import pytest
 
 from tests.cli.test_serve import started
 from tests.server.engines.test_routed_engine import assert_nothing_left, last, until
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import SamplingParams, __version__
 from twostroke.config import EngineConfig
 from twostroke.engine.child import Child
@@ -67,11 +67,6 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
         # Workers find modules where this process does.
         patch.setenv("PYTHONPATH", os.pathsep.join(entry or os.getcwd() for entry in sys.path))
         yield patch
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 # Answers, pools and deaths
@@ -323,7 +318,7 @@ def test_impossible_demands_on_a_cluster_are_refused(
         wanting = PoolSettings(
             prefill_engines=1, decode_engines=1, ray=address, decode_resources={"fast_memory": 1}
         ).engines(EngineConfig(model=str(folder), threads=1))[1]
-        with pytest.raises(EngineError, match="it takes 1 CPU and 1 fast_memory of one node, and"):
+        with pytest.raises(EngineError, match="needs 1 CPU and 1 fast_memory on one node, and"):
             asyncio.run(start(wanting))
         with monkeypatch.context() as other:
             other.setattr(on_ray, "__version__", "0.0.1")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes import expected_tokens, fake_request, groups
 from tests.sched.test_scheduler import Bench
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.plan import StepPlan
 
 FIXED = SpeculationConfig(max_depth=4, ngram_min=1, suffix_factor=8.0, adaptive=False)

@@ -1,4 +1,4 @@
-"""The folder of a tiny model, shared by the tests of a module."""
+"""Token ids of the tiny model that the instant engine writes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import tiny_folder
+from tests.instant import printable_ids
+from twostroke.config import EngineConfig
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
+def written(folder: Path) -> list[int]:
+    return printable_ids(EngineConfig(model=str(folder)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import socket
 import threading
@@ -13,8 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from twostroke import LLM
 from twostroke.engine.in_process import AsyncEngine
+from twostroke.sched.updates import Update
 from twostroke.serve.app import App
 from twostroke.serve.server import ClientFactory, HttpServer, serve_forever
 from twostroke.serve.settings import ServeSettings
@@ -76,6 +80,25 @@ class Running:
             data = part.removeprefix("data: ")
             events.append(data if data == "[DONE]" else json.loads(data))
         return events
+
+    @contextmanager
+    def steps_await_messages(self, after: int) -> Iterator[None]:
+        """Let the engine run `after` steps; each later step awaits a message to the engine. So a
+        client that ends a stream does so before the stream has ended, on any machine."""
+        inbox, core = self.client._inbox, self.client.engine.core
+        run_step, steps = core.step, itertools.count()
+
+        def step() -> list[Update]:
+            until = time.monotonic() + PATIENCE_S
+            if next(steps) >= after:
+                while inbox.empty():
+                    assert time.monotonic() < until, "the engine got no message"
+                    time.sleep(0.005)
+            return run_step()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core, "step", step)
+            yield
 
     def assert_idle(self) -> None:
         """The engine has nothing left of any request, and every block is accounted for."""

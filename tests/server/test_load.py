@@ -25,9 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.instant import BUILDER, STEP_DELAY, expected_tokens, printable_ids
-from tests.tiny import tiny_folder
-from twostroke.config import EngineConfig
+from tests.instant import BUILDER, STEP_DELAY, expected_tokens
 from twostroke.engine.spawn import DEFAULT_BUILDER
 
 pytestmark = pytest.mark.core  # bounds of security
@@ -202,16 +200,6 @@ def room_for_connections() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def written(folder: Path) -> list[int]:
-    return printable_ids(EngineConfig(model=str(folder)))
 
 
 # ── a client ────────────────────────────────────────────────────────────────────────────────

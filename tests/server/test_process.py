@@ -12,10 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from tests.tiny import tiny_folder
-
 PATIENCE_S = 240
 SCRIPT = """
 import sys
@@ -36,11 +32,6 @@ serve(engine, settings, lambda server, client, url: print(url, flush=True))
 print("torch" in sys.modules, flush=True)
 """
 LONG = {"prompt": "the", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ ORDER = [
     environment
     network_auth, connection_watch
     kv.usage, kv.prefix, kv.transfer, kv.tiers, kv
-    draft.settings
+    draft.speculation_config
     request, structured, config, plan
     observe.startup_timer, observe.record
     outputs, vllm_settings
@@ -60,7 +60,7 @@ ORDER = [
 
 # Modules that are listed apart from their folder:
 # observe.record, observe.startup_timer   records that the scheduler and the executor fill
-# draft.settings   settings that `config` validates
+# draft.speculation_config   settings that `config` validates
 # kv.usage, kv.prefix, kv.transfer   the terms in which `kv.tiers` is written
 # kv.pool, kv.host_pool, kv.device_memory, kv.tiers.host   memory on a device or sized by a model
 # engine.arg_utils   vLLM's name for the options of the command line

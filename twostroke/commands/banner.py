@@ -56,6 +56,8 @@ def _waterfall(info: EngineInfo) -> str:
     }
     parts |= {name: size for name, size in measured.items() if size}
     parts["KV cache"] = info.kv_bytes
+    if info.draft_bytes:
+        parts["draft model"] = info.draft_bytes
     parts["left"] = info.total_bytes - sum(parts.values())
     steps = [f"{name} {size / GIB:.2f} GiB" for name, size in parts.items()]
     return " → ".join([f"{info.total_bytes / GIB:.2f} GiB", *steps])

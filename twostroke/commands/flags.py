@@ -58,8 +58,8 @@ ENGINE_HELP = {
     "attention (default: it keeps all blocks)",
     "kv_eviction_budget": "tokens that a request keeps with kv_eviction",
     "speculative_config": "draft several tokens and verify them in one step, as JSON, such as "
-    '{"method": "suffix", "num_speculative_tokens": 8}; methods are ngram and suffix (default: no '
-    "drafts)",
+    '{"method": "suffix", "num_speculative_tokens": 8}; methods are ngram, suffix, and draft_model '
+    'with "model" (default: no drafts)',
     "enable_prefix_caching": "reuse the KV blocks of a prompt prefix that was computed before",
     "enable_chunked_prefill": "prefill a long prompt in several steps",
     "scheduling_policy": "fcfs or priority",

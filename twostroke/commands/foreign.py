@@ -139,15 +139,23 @@ def add_tables(parser: Parser, tables: ForeignTables) -> None:
         add_hidden(parser, flags.split(), RestrictedOption, allowed=allowed, reason=reason)
 
 
+SPECULATION_TYPES: dict[str, type[str] | type[int] | type[float]] = {
+    "method": str,
+    "model": str,
+    "draft_model_min_token_prob": float,
+}
+
+
 def add_speculation(
     parser: Parser, args: argparse.Namespace, key: str, flag: str, value: str
 ) -> None:
-    """Set one key of --speculative-config. All keys but the method are whole numbers."""
-    setting: str | int = value
-    if key != "method":
-        try:
-            setting = int(value)
-        except ValueError:
-            parser.problem(f"{flag} {value}: expected a whole number")
-            return
+    """Set one key of --speculative-config. All keys but those of `SPECULATION_TYPES` are whole
+    numbers."""
+    read = SPECULATION_TYPES.get(key, int)
+    try:
+        setting: str | int | float = read(value)
+    except ValueError:
+        expected = "a whole number" if read is int else "a number"
+        parser.problem(f"{flag} {value}: expected {expected}")
+        return
     args.speculative_config = {**(getattr(args, "speculative_config", None) or {}), key: setting}

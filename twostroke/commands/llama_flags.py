@@ -212,7 +212,17 @@ SPECULATION = {
     "--draft-min": "min_speculative_tokens",
     "--draft-n-min": "min_speculative_tokens",
     "--spec-draft-n-min": "min_speculative_tokens",
+    "-md": "model",
+    "--model-draft": "model",
+    "--spec-draft-model": "model",
+    "-hfd": "model",
+    "-hfrd": "model",
+    "--hf-repo-draft": "model",
+    "--spec-draft-hf": "model",
+    "--draft-p-min": "draft_model_min_token_prob",
+    "--spec-draft-p-min": "draft_model_min_token_prob",
 }
+DRAFT_SIMPLE = "draft-simple"
 SPEC_TYPE, SPEC_DEFAULT = "--spec-type", "--spec-default"
 NO_CACHE = "--no-cache-prompt"
 NODES_OR_TOKENS = "-n"  # --nnodes of vLLM, --predict of llama-server
@@ -245,6 +255,11 @@ IGNORED: Table = table(
             "--spec-ngram-map-k-min-hits= --spec-ngram-map-k4v-size-n= "
             "--spec-ngram-map-k4v-size-m= --spec-ngram-map-k4v-min-hits= --spec-ngram-size-n= "
             "--spec-ngram-size-m= --spec-ngram-min-hits="
+        ),
+        "the draft model uses the threads and the device of the model": (
+            "-ngld= --gpu-layers-draft= --n-gpu-layers-draft= --spec-draft-ngl= -devd= "
+            "--device-draft= --spec-draft-device= -td= --threads-draft= --spec-draft-threads= "
+            "-tbd= --threads-batch-draft= --spec-draft-threads-batch="
         ),
         "-b is the size of a step, which is computed as a whole": "-ub= --ubatch-size=",
         "attention never stores the scores of a whole context": "-fa=? --flash-attn=?",
@@ -283,15 +298,11 @@ REFUSED: Table = table(
         "--n-cpu-moe= -ncffn= --n-cpu-ffn= --rpc= -nkvo --no-kv-offload",
         "use taskset or numactl to select cores": "-C= --cpu-mask= -Cr= --cpu-range= -Cb= "
         "--cpu-mask-batch= -Crb= --cpu-range-batch=",
-        "no model drafts yet; --spec-default and --spec-type ngram-mod draft without one": (
-            "-md= --model-draft= --spec-draft-model= -hfd= -hfrd= --hf-repo-draft= "
-            "--spec-draft-hf= --draft-p-min= "
-            "--spec-draft-p-min= --draft-p-split= --spec-draft-p-split= -ngld= "
-            "--gpu-layers-draft= --n-gpu-layers-draft= --spec-draft-ngl= -devd= --device-draft= "
-            "--spec-draft-device= -lcs= --lookup-cache-static= -lcd= --lookup-cache-dynamic= "
+        "the draft model has the settings of the model; leave the option out": (
+            "--draft-p-split= --spec-draft-p-split= "
+            "-lcs= --lookup-cache-static= -lcd= --lookup-cache-dynamic= "
             "-ctkd= --cache-type-k-draft= --spec-draft-type-k= -ctvd= --cache-type-v-draft= "
-            "--spec-draft-type-v= -td= --threads-draft= --spec-draft-threads= -tbd= "
-            "--threads-batch-draft= --spec-draft-threads-batch= -Cd= --cpu-mask-draft= "
+            "--spec-draft-type-v= -Cd= --cpu-mask-draft= "
             "--spec-draft-cpu-mask= -Crd= --cpu-range-draft= --spec-draft-cpu-range= "
             "--cpu-strict-draft= --spec-draft-cpu-strict= --prio-draft= --spec-draft-prio= "
             "--poll-draft= --spec-draft-poll= -Cbd= --cpu-mask-batch-draft= "
@@ -388,19 +399,23 @@ class _DraftOption(ForeignOption):
 
 
 class _SpeculationType(ForeignOption):
-    """llama-server's drafters; those that search texts are n-gram drafters here."""
+    """llama-server's drafters: a draft model, and those that search texts. The latter are n-gram
+    drafters here."""
 
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         names = ["ngram-mod"] if flag == SPEC_DEFAULT else _words(value)
         if names == ["none"]:
             return
+        methods: dict[str, None] = {}
         for name in names:
-            if not name.startswith("ngram-"):
+            if name != DRAFT_SIMPLE and not name.startswith("ngram-"):
                 parser.problem(
-                    f"{flag} {name}: no model drafts yet; ngram-mod drafts without a model"
+                    f"{flag} {name}: not supported yet; {DRAFT_SIMPLE} drafts with a model of its "
+                    "own, and ngram-mod without one"
                 )
                 return
-        add_speculation(parser, args, "method", flag, "ngram")
+            methods["draft_model" if name == DRAFT_SIMPLE else "ngram"] = None
+        add_speculation(parser, args, "method", flag, ",".join(methods))
 
 
 class _SamplingOption(ForeignOption):

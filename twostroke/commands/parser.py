@@ -16,6 +16,7 @@ from twostroke.commands.terminal import MIN_COLUMNS, columns, wrapped
 from twostroke.errors import MAX_SHOWN_CHARS, shortened
 
 NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+MAX_MEANINGS = 3  # options that the message about an abbreviation names
 NARROW_COLUMNS = 60  # on narrower terminals an option's help is printed below the option
 TYPE_NAMES = {int: "a whole number", float: "a number"}
 
@@ -181,7 +182,11 @@ class Parser(argparse.ArgumentParser):
         return kept
 
     def did_you_mean(self, flag: str) -> str:
-        """Return `; did you mean --x?`. Options that the help shows go before hidden options."""
+        """Return `; did you mean --x?`. Options that the help shows go before hidden options. A
+        refused option is named only if the flag abbreviates it and few others."""
+        full = [option for option in self._option_string_actions if option.startswith(f"{flag}-")]
+        if 0 < len(full) <= MAX_MEANINGS:
+            return f"; did you mean {' or '.join(full)}?"
         shown: list[str] = []
         hidden: list[str] = []
         for option, action in self._option_string_actions.items():

@@ -129,4 +129,21 @@ def _resolved(args: argparse.Namespace) -> argparse.Namespace:
         args.model = f"{args.model.partition(':')[0]}:{args.hf_file}"
     if hasattr(args, "load_format"):
         args.load_format = LOAD_FORMATS.get(args.load_format, args.load_format)
+    if isinstance(override := getattr(args, "override_generation_config", None), dict):
+        args.override_generation_config = _without_output_limit(args, override)
     return args
+
+
+def _without_output_limit(args: argparse.Namespace, override: dict[str, Any]) -> dict[str, Any]:
+    """Move vLLM's `max_new_tokens`, the limit for all requests, to its setting. A null sets
+    nothing."""
+    kept = {name: value for name, value in override.items() if value is not None}
+    limit = kept.pop("max_new_tokens", None)
+    if limit is not None and (type(limit) is not int or limit < 1):
+        args.parser.problem(
+            f"--override-generation-config: max_new_tokens must be a whole number of at least 1, "
+            f"not {limit!r}"
+        )
+    elif limit is not None and not hasattr(args, "max_output_tokens"):
+        args.max_output_tokens = limit
+    return kept

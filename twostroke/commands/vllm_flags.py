@@ -44,8 +44,6 @@ REFUSED: Table = table(
         "answers do not contain the experts of a token; leave the option out": (
             "--enable-return-routed-experts --aux-output-config="
         ),
-        'no model drafts yet; --speculative-config \'{"method": "suffix"}\' drafts without '
-        "one": "--spec-model= --speculative-model= --speculative-draft-tensor-parallel-size=",
         "samples always keep the distribution of the model; leave the option out": (
             "--spec-decoding-acceptance-method="
         ),
@@ -115,7 +113,9 @@ IGNORED: Table = table(
         "--enable-expert-parallel -ep --enable-eplb --eplb-config= "
         "--enable-ep-weight-filter --all2all-backend= --enable-elastic-ep "
         "--elastic-ep-max-dp-size= --expert-placement-strategy= --enable-dbo "
-        "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --moe-backend=",
+        "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --moe-backend= "
+        "--num-redundant-experts= --eplb-window-size= --eplb-step-interval= "
+        "--eplb-log-balancedness",
         "LoRA adapters are not supported yet": "--max-loras= --max-lora-rank= --max-cpu-loras= "
         "--lora-dtype= --lora-extra-vocab-size= --long-lora-scaling-factors= --fully-sharded-loras "
         "--lora-target-modules=+ --specialize-active-lora --enable-tower-connector-lora "
@@ -247,7 +247,6 @@ RESTRICTED: Restrictions = {
 # Flags of the tables that vLLM 0.33 does not have any more.
 _OF_EARLIER_VERSIONS = (
     "--quantization-param-path --calculate-kv-scales --override-attention-dtype "
-    "--speculative-model --speculative-draft-tensor-parallel-size "
     "--spec-decoding-acceptance-method "
     "--enable-prompt-adapter --prompt-adapters --logits-processor-pattern "
     "--override-pooler-config --worker-use-ray --lora-extra-vocab-size "
@@ -259,7 +258,8 @@ _OF_EARLIER_VERSIONS = (
     "--max-num-partial-prefills --max-long-partial-prefills --scheduler-delay-factor "
     "--multi-step-stream-outputs --num-scheduler-steps --num-lookahead-slots "
     "--use-v2-block-manager --preemption-mode --disable-frontend-multiprocessing "
-    "--enable-reasoning"
+    "--enable-reasoning --num-redundant-experts --eplb-window-size --eplb-step-interval "
+    "--eplb-log-balancedness"
 )
 OF_EARLIER_VERSIONS = frozenset(_OF_EARLIER_VERSIONS.split())
 
@@ -273,6 +273,9 @@ RENAMED = {
 # Options of speculative decoding → the key of --speculative-config.
 SPECULATION = {
     "--spec-method": "method",
+    "--spec-model": "model",
+    "--speculative-model": "model",
+    "--speculative-draft-tensor-parallel-size": "draft_tensor_parallel_size",
     "--spec-tokens": "num_speculative_tokens",
     "--num-speculative-tokens": "num_speculative_tokens",
     "--ngram-prompt-lookup-max": "prompt_lookup_max",

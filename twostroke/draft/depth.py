@@ -31,10 +31,12 @@ def choose_depths(
     seconds: Callable[[int], float | None],
     max_tokens: int,
     min_depth: int = 1,
+    spent_s: float = 0.0,
 ) -> Depths:
     """`survivals`: of each offer, the probability that each token becomes text, falling. `rows`:
     decode rows of the step, with and without offers. `seconds(n)`: the expected time of the step
-    with n drafted tokens; None: unknown, which means no drafts."""
+    with n drafted tokens; None: unknown, which means no drafts. `spent_s`: the time that drafting
+    has taken already."""
     depths = [0] * len(survivals)
     alone_s = seconds(0)
     if alone_s is None or not rows:
@@ -42,15 +44,16 @@ def choose_depths(
     # A stable sort keeps the positions of an offer in order where probabilities are equal.
     pairs = [(-p, n) for n, offer in enumerate(survivals) for p in offer]
     pairs.sort(key=lambda pair: pair[0])
-    base = rows / alone_s
+    base = rows / (alone_s + spent_s)
     best_rate, best_count, best_tokens, tokens = base * (1 + MIN_GAIN), 0, 0.0, 0.0
     for count, (negative, _) in enumerate(pairs[:max_tokens], 1):
         tokens -= negative
         step_s = seconds(count)
         if step_s is None:
             break
-        if (rows + tokens) / step_s > best_rate:
-            best_rate, best_count, best_tokens = (rows + tokens) / step_s, count, tokens
+        rate = (rows + tokens) / (step_s + spent_s)
+        if rate > best_rate:
+            best_rate, best_count, best_tokens = rate, count, tokens
     if not best_count:
         return Depths(depths)
     for _, n in pairs[:best_count]:
@@ -59,4 +62,4 @@ def choose_depths(
         if depth < min_depth:
             best_tokens -= sum(survivals[n][:depth])
             depths[n] = 0
-    return Depths(depths, best_tokens, best_rate / base - 1)
+    return Depths(depths, best_tokens, best_rate * alone_s / rows - 1)

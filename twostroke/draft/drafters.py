@@ -1,74 +1,40 @@
-"""`Drafter`: guesses the next tokens of a text on the host. Three of them need no model.
+"""Three drafters that search texts on the host.
 
     NgramDrafter      the last few tokens occurred before in this text: what followed then
     SuffixDrafter     the longest end of the text that occurs in this or an earlier text: the most
                       frequent continuation, with its frequency
     PredictedDrafter  the client has sent the text that it expects (OpenAI's `prediction`)
 
-A drafter keeps a `Draft` state for each request. The tokens of a request only grow.
+A drafter keeps a state for each request. The tokens of a request only grow.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from twostroke.draft.token_index import NO_MATCHES, Matches, TokenIndex
+from twostroke.draft.interface import DraftOffer, DraftRow, Text
+from twostroke.draft.token_index import NO_MATCHES, IndexBudget, Matches, TokenIndex
 
 TEXT_CAPACITY = 1 << 20  # tokens of one text that its own index keeps
 SHARED_CAPACITY = 1 << 18  # tokens of ended requests that are kept, over all salts
 MAX_SALTS = 64
 
 
-class DraftOffer(NamedTuple):
-    """Drafted tokens. `keys` and `priors`: of each token, for `Survival`."""
+class HostState(Protocol):
+    """The state of one request in a drafter that searches texts."""
 
-    drafter: str
-    tokens: tuple[int, ...]
-    keys: tuple[Hashable, ...]
-    priors: tuple[float, ...]
+    def propose(self, max_tokens: int) -> DraftOffer | None: ...
 
 
-class Text(Protocol):
-    """A request as a drafter sees it."""
+class HostDrafter:
+    """A drafter that searches texts, one row at a time."""
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The prompt and the output so far."""
-        ...
-
-    @property
-    def num_prompt(self) -> int: ...
-
-    @property
-    def salt(self) -> str:
-        """Only requests with the same salt may see each other's texts."""
-        ...
-
-    @property
-    def prediction(self) -> Sequence[int]: ...
-
-
-class DraftState(Protocol):
-    """The state of one request in one drafter."""
-
-    def propose(self, max_tokens: int) -> DraftOffer | None:
-        """Return a guess of the tokens after the end of the text."""
-        ...
-
-
-class Drafter(Protocol):
-    name: str
-
-    def open(self, text: Text) -> DraftState | None:
-        """Begin to draft for a request; None: the drafter has nothing for the request."""
-        ...
-
-    def close(self, text: Text) -> None:
-        """The request has ended with this text."""
-        ...
+    def propose(self, rows: Sequence[DraftRow]) -> list[DraftOffer | None]:
+        return [row.state.propose(row.max_tokens) for row in rows]
 
 
 def _bucket(length: int) -> int:
@@ -79,26 +45,27 @@ def _bucket(length: int) -> int:
 # ── n-gram ──────────────────────────────────────────────────────────────────────────────────
 
 
-class NgramDrafter:
+class NgramDrafter(HostDrafter):
     name = "ngram"
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._longest = shortest, longest
+    def __init__(self, shortest: int, longest: int, budget: IndexBudget | None = None) -> None:
+        self._shortest, self._longest, self._budget = shortest, longest, budget
 
-    def open(self, text: Text) -> DraftState | None:
-        return _NgramState(text, self._shortest, self._longest)
+    def open(self, text: Text) -> HostState | None:
+        return _NgramState(text, self._shortest, self._longest, self._budget)
 
     def close(self, text: Text) -> None: ...
 
 
 class _NgramState:
-    def __init__(self, text: Text, shortest: int, longest: int) -> None:
-        self._text, self._longest = text, longest
+    def __init__(self, text: Text, shortest: int, longest: int, budget: IndexBudget | None) -> None:
+        self._text, self._longest, self._budget = text, longest, budget
         self._index = TokenIndex(shortest, TEXT_CAPACITY)
 
     def propose(self, max_tokens: int) -> DraftOffer | None:
         index, tokens = self._index, self._text.tokens
-        index.add(islice(tokens, index.total, None))
+        if not index.catch_up(tokens, self._budget):
+            return None
         found = index.search(tokens, self._longest, at_end=True)
         if not found.length:
             return None
@@ -117,7 +84,7 @@ class _NgramState:
 # ── suffix ──────────────────────────────────────────────────────────────────────────────────
 
 
-class SuffixDrafter:
+class SuffixDrafter(HostDrafter):
     """Ended requests are searched too, with their prompts, as far as they have the same salt."""
 
     name = "suffix"
@@ -130,14 +97,19 @@ class SuffixDrafter:
         max_requests: int = 10_000,
         shared_capacity: int = SHARED_CAPACITY,
         gram: int = 2,
+        budget: IndexBudget | None = None,
     ) -> None:
-        self.depth, self.factor, self.min_prob = depth, factor, min_prob
+        self.depth, self.factor, self.min_prob, self.budget = depth, factor, min_prob, budget
         self._gram = min(gram, depth)
         self._max_requests = max_requests
         self._capacity = shared_capacity
         # By salt, the least recently used first. All together have at most `_capacity` tokens.
         self._shared: OrderedDict[str, TokenIndex] = OrderedDict()
         self._requests: OrderedDict[str, int] = OrderedDict()
+        # Ended texts that wait for the budget, with their salts: at most `_capacity` tokens.
+        self._ended: deque[tuple[str, array[int]]] = deque()
+        self._num_ended = 0  # tokens of them
+        self._ended_done = 0  # tokens of the first of them that are in an index
 
     @property
     def num_shared(self) -> int:
@@ -147,14 +119,43 @@ class SuffixDrafter:
     def shared(self, salt: str) -> TokenIndex | None:
         return self._shared.get(salt)
 
-    def open(self, text: Text) -> DraftState | None:
+    def open(self, text: Text) -> HostState | None:
         return _SuffixState(self, text, self._gram)
 
     def close(self, text: Text) -> None:
         """Keep the text for later requests of its salt."""
         if not self._max_requests or len(text.tokens) <= text.num_prompt:
             return
-        salt = text.salt
+        tokens = array("i", text.tokens[-self._capacity :])
+        self._ended.append((text.salt, tokens))
+        self._num_ended += len(tokens)
+        while self._num_ended > self._capacity:
+            self._pop_ended()
+        self.index_ended()
+
+    def index_ended(self) -> None:
+        """Add ended texts to the indexes of their salts, as far as the budget allows."""
+        while self._ended and (self.budget is None or self.budget.left):
+            salt, tokens = self._ended[0]
+            index = self._shared.get(salt) if self._ended_done else self._index_for(salt)
+            count = len(tokens) - self._ended_done
+            if self.budget is not None:
+                count = min(count, self.budget.left)
+                self.budget.left -= count
+            if index is not None:  # a newer salt may have taken its place meanwhile
+                index.add(islice(tokens, self._ended_done, self._ended_done + count))
+            self._ended_done += count
+            if self._ended_done == len(tokens):
+                self._pop_ended()
+            self._drop_oldest_salts()
+
+    def _pop_ended(self) -> None:
+        _, tokens = self._ended.popleft()
+        self._num_ended -= len(tokens)
+        self._ended_done = 0
+
+    def _index_for(self, salt: str) -> TokenIndex:
+        """Return the index that takes the next ended text of this salt."""
         index = self._shared.get(salt)
         if index is None:
             index = self._shared[salt] = TokenIndex(self._gram, self._capacity)
@@ -163,8 +164,10 @@ class SuffixDrafter:
             index = self._shared[salt] = TokenIndex(self._gram, self._capacity)
             self._requests[salt] = 0
         index.end_text()
-        index.add(text.tokens[-self._capacity :])
         self._requests[salt] = self._requests.get(salt, 0) + 1
+        return index
+
+    def _drop_oldest_salts(self) -> None:
         while len(self._shared) > MAX_SALTS or (
             len(self._shared) > 1 and self.num_shared > self._capacity
         ):
@@ -179,7 +182,9 @@ class _SuffixState:
 
     def propose(self, max_tokens: int) -> DraftOffer | None:
         drafter, index, tokens = self._drafter, self._index, self._text.tokens
-        index.add(islice(tokens, index.total, None))
+        if not index.catch_up(tokens, drafter.budget):
+            return None
+        drafter.index_ended()
         own = index.search(tokens, drafter.depth, at_end=True)
         shared, other = drafter.shared(self._text.salt), NO_MATCHES
         if shared is not None:
@@ -240,11 +245,14 @@ def _most_frequent(
 # ── predicted output ────────────────────────────────────────────────────────────────────────
 
 
-class PredictedDrafter:
+class PredictedDrafter(HostDrafter):
     name = "prediction"
 
-    def open(self, text: Text) -> DraftState | None:
-        return _PredictedState(text) if text.prediction else None
+    def __init__(self, budget: IndexBudget | None = None) -> None:
+        self._budget = budget
+
+    def open(self, text: Text) -> HostState | None:
+        return _PredictedState(text, self._budget) if text.prediction else None
 
     def close(self, text: Text) -> None: ...
 
@@ -253,11 +261,10 @@ class _PredictedState:
     """Follows the output through the predicted text. After a difference the end of the output is
     searched in the prediction; the place nearest to the place before wins."""
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
-        self._prediction = list(text.prediction)
+    def __init__(self, text: Text, budget: IndexBudget | None) -> None:
+        self._text, self._budget = text, budget
+        self._prediction = text.prediction
         self._index = TokenIndex(2, max(2, len(self._prediction)))
-        self._index.add(self._prediction)
         self._at = 0  # the place in the prediction of the next token
         self._seen = text.num_prompt  # tokens of the text that the place takes into account
         self._matched = 0  # tokens before the place that are equal
@@ -271,14 +278,16 @@ class _PredictedState:
         self._seen = len(tokens)
         written = len(tokens) - self._text.num_prompt
         if written and not self._matched:
+            if not self._index.catch_up(prediction, self._budget):
+                return None
             found = self._index.search(tokens[-min(written, 32) :], 32)
             if not found.length:
                 return None
             self._at = min(found.ends, key=lambda end: abs(end - self._at))
             self._matched = found.length
-        drafted = prediction[self._at : self._at + max_tokens]
+        drafted = tuple(prediction[self._at : self._at + max_tokens])
         if not drafted:
             return None
         bucket = _bucket(min(self._matched, 16))
         keys = tuple(("prediction", bucket, min(n, 3)) for n in range(len(drafted)))
-        return DraftOffer("prediction", tuple(drafted), keys, (0.8,) * len(drafted))
+        return DraftOffer("prediction", drafted, keys, (0.8,) * len(drafted))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 MAX_CANDIDATES = 16  # places that a search compares
@@ -31,6 +32,17 @@ class Matches(NamedTuple):
 NO_MATCHES = Matches(0, ())
 
 
+class IndexBudget:
+    """The number of tokens that indexes may add between two steps. Streams wait while tokens are
+    added, and the prompts of many rows may begin to decode in the same step."""
+
+    def __init__(self, per_step: int) -> None:
+        self.per_step = self.left = per_step
+
+    def renew(self) -> None:
+        self.left = self.per_step
+
+
 class TokenIndex:
     def __init__(self, gram: int, capacity: int) -> None:
         """`gram`: the shortest match that can be found."""
@@ -39,7 +51,6 @@ class TokenIndex:
         self._tokens = array("i")
         self._before = array("q")  # by end of an n-gram: the end before it with the same hash
         self._newest: dict[int, int] = {}  # hash → newest end
-        self._prune_at = 2 * capacity
 
     @property
     def oldest(self) -> int:
@@ -49,6 +60,16 @@ class TokenIndex:
     def add(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             self._put(token)
+
+    def catch_up(self, text: Sequence[int], budget: IndexBudget | None) -> bool:
+        """Add the tokens of a growing text that are not in the index yet, as far as the budget
+        allows. Return whether the index has all of them. None: no limit."""
+        missing = len(text) - self.total
+        count = missing if budget is None else min(missing, budget.left)
+        self.add(islice(text, self.total, self.total + count))
+        if budget is not None:
+            budget.left -= count
+        return count == missing
 
     def end_text(self) -> None:
         """End a text: no match reaches from the next text into it."""
@@ -61,23 +82,34 @@ class TokenIndex:
             self._tokens.append(token)
             self._before.append(NOWHERE)
         else:
+            self._forget_oldest()
             self._tokens[at % capacity] = token
             self._before[at % capacity] = NOWHERE
         self.total = end = at + 1
         if end - gram < self.oldest:
             return
+        key = self._key_at(end - gram)
+        if key is not None:
+            self._before[at % capacity] = self._newest.get(key, NOWHERE)
+            self._newest[key] = end
+
+    def _forget_oldest(self) -> None:
+        """Remove the n-gram of the oldest token, which is about to be replaced."""
+        start = self.total - self.capacity
+        if self.gram <= self.capacity:
+            key = self._key_at(start)
+            if key is not None and self._newest.get(key) == start + self.gram:
+                del self._newest[key]
+
+    def _key_at(self, start: int) -> int | None:
+        """Return the hash of the n-gram that starts here; None: it has the end of a text."""
         key = 0
-        for n in range(end - gram, end):
-            one = self._tokens[n % capacity]
+        for n in range(start, start + self.gram):
+            one = self._tokens[n % self.capacity]
             if one == BREAK:
-                return
+                return None
             key = (key * 0x9E3779B97F4A7C15 + one + 1) & MASK
-        newest = self._newest
-        self._before[at % capacity] = newest.get(key, NOWHERE)
-        newest[key] = end
-        if len(newest) > self._prune_at:
-            oldest = self.oldest
-            self._newest = {key: end for key, end in newest.items() if end > oldest}
+        return key
 
     def search(self, tail: Sequence[int], max_length: int, at_end: bool = False) -> Matches:
         """Return the places where the longest part of the end of `tail` occurs, at least `gram` and

@@ -65,6 +65,7 @@ class EngineInfo:
     isa: str = ""  # instruction set of the native kernels; "": the engine does not use them
     isas: tuple[str, ...] = ()  # that this machine has kernels for, the fastest first
     speculative: bool = False  # drafts are verified
+    draft_bytes: int = 0  # weights and KV cache of the draft model
 
 
 @dataclass(frozen=True, slots=True)

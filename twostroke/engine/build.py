@@ -110,6 +110,7 @@ class Engine:
             state_bytes=memory.state_bytes,
             activation_bytes=memory.activation_bytes,
             graph_bytes=memory.graph_bytes,
+            draft_bytes=memory.draft_bytes,
             threads=self._threads() if self.device == "cpu" else 0,
             family=self.spec.family,
             num_parameters=self.spec.num_parameters(),

@@ -6,9 +6,17 @@ from collections.abc import Mapping
 from functools import partial
 
 from twostroke.config import EngineConfig
+from twostroke.draft.interface import DraftModel
 from twostroke.engine.assembly import Started, scheduler_config, transport_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import has_torch
+from twostroke.engine.draft_model import (
+    ModelNeeds,
+    draft_limits,
+    make_drafter,
+    open_draft_model,
+    plan_memories,
+)
 from twostroke.engine.tiers import OpenTiers, tiers_of
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
@@ -22,6 +30,7 @@ from twostroke.model.describe.cost import cost_model
 from twostroke.model.formats.calibration import calibration_windows
 from twostroke.model.load import OpenedModel
 from twostroke.model.native_decoder import Floats, NativeDecoder, Packing, default_threads
+from twostroke.sched.model_drafter import ModelDrafter, Vocabularies
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
@@ -32,10 +41,16 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     packing = Packing(model.spec, model.weights, model.dtype, config.quantization, config.isa)
     if config.quantization is not None:
         packing.require_unquantised(config.quantization)
+    draft = open_draft_model(config, model, device)
     total_bytes = host_memory_bytes() // config.engines_on_host
-    memory = plan_memory(
-        config, model.spec, packing.num_bytes(), 4, 1 if int8 else 2, total_bytes, on_gpu=False
-    )
+    sizes = (4, 1 if int8 else 2, total_bytes)
+    if draft is None:
+        memory = plan_memory(config, model.spec, packing.num_bytes(), *sizes, on_gpu=False)
+    else:
+        draft_packing = Packing(draft.spec, draft.weights, draft.dtype, None, config.isa)
+        needs = ModelNeeds(model.spec, packing.num_bytes())
+        draft_needs = ModelNeeds(draft.spec, draft_packing.num_bytes())
+        memory, draft_memory = plan_memories(config, needs, draft_needs, *sizes)
     limits = scheduler_config(config, model.spec, memory, on_gpu=False, native=True)
     threads = config.threads or default_threads(config.engines_on_host)
     batch = config.threads_batch or threads
@@ -44,8 +59,17 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         packing.importance = _importance(config, model, length)
     decoder = NativeDecoder(packing, length, threads, batch, isa, exact, int8)
     sharing = transport_config(config)
+    drafter = None
+    if draft is not None:
+        length = draft_memory.max_model_len
+        drafting = NativeDecoder(draft_packing, length, threads, batch, isa, exact, int8)
+        of_draft = draft_limits(limits, draft.spec, draft_memory)
+        drafter = native_drafter(drafting, of_draft, limits, model.spec.vocab_size, int8)
+    sizes_of_weights = packing.weight_bytes()
     tiers = tiers_of(config, model, on_gpu=False)
-    core = assemble_native(decoder, limits, grammars, packing.weight_bytes(), sharing, int8, tiers)
+    core = assemble_native(
+        decoder, limits, grammars, sizes_of_weights, sharing, int8, drafter, tiers
+    )
     return Started(core, memory, "float32")
 
 
@@ -66,6 +90,21 @@ def _importance(config: EngineConfig, model: OpenedModel, max_len: int) -> dict[
     return {name: counts.numpy() for name, counts in found.items()}
 
 
+def native_drafter(
+    decoder: NativeDecoder,
+    draft_limits: SchedulerConfig,
+    limits: SchedulerConfig,
+    vocab_size: int,
+    int8: bool = False,
+) -> ModelDrafter:
+    """Make a drafter around the decoder of a draft model. `limits`, `vocab_size`: of the model."""
+    groups, size = draft_limits.groups, draft_limits.block_size
+    pool = HostPool(decoder.spec, [group.num_blocks for group in groups], size, False, int8)
+    state = HostRows(draft_limits.max_num_seqs, draft_limits.max_model_len, size, len(groups))
+    vocabularies = Vocabularies(vocab_size, decoder.spec.vocab_size)
+    return make_drafter(NativeExecutor(decoder, pool, state), draft_limits, limits, vocabularies)
+
+
 def assemble_native(
     decoder: NativeDecoder,
     limits: SchedulerConfig,
@@ -73,6 +112,7 @@ def assemble_native(
     weight_bytes: Mapping[str, float],
     sharing: TransportConfig = NOT_OFFERED,
     int8: bool = False,
+    draft_model: DraftModel | None = None,
     open_tiers: OpenTiers | None = None,
 ) -> EngineCore:
     """Make a core around a decoder, with a KV pool in fp16 or int8."""
@@ -81,7 +121,7 @@ def assemble_native(
     pool = HostPool(spec, num_blocks, size, sharing.offered, int8)
     transfer = None if sharing.alone else host_transfer(pool.blocks(), pool.shared, sharing)
     tiers = None if open_tiers is None else open_tiers(pool.blocks(), limits, spec)
-    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=draft_model)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
     attention_shares = limits.eviction is not None and limits.eviction.segment_blocks > 0
     executor = NativeExecutor(decoder, pool, state, attention_shares)

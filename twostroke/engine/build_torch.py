@@ -16,10 +16,19 @@ from typing import Any, NamedTuple
 import torch
 
 from twostroke.config import EngineConfig
+from twostroke.draft.interface import DraftModel
 from twostroke.draft.speculator import MAX_STEP_DRAFTS
 from twostroke.engine.assembly import Started, scheduler_config, transport_config
 from twostroke.engine.core import EngineCore
 from twostroke.engine.device import engines_on_gpu, find_device
+from twostroke.engine.draft_model import (
+    ModelNeeds,
+    draft_config,
+    draft_limits,
+    make_drafter,
+    open_draft_model,
+    plan_memories,
+)
 from twostroke.engine.tiers import OpenTiers, tiers_of
 from twostroke.environment import visible_gpu
 from twostroke.errors import ConfigError, ModelError
@@ -56,6 +65,7 @@ from twostroke.model.torch.decoder import Decoder
 from twostroke.model.torch.importance import Importance, measure_importance
 from twostroke.model.torch.load_layers import LoadOptions
 from twostroke.observe.startup_timer import StartupTimer
+from twostroke.sched.model_drafter import Vocabularies
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
@@ -76,6 +86,8 @@ class Built(NamedTuple):
     memory: MemoryPlan
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    draft: TorchExecutor | None = None
+    draft_memory: MemoryPlan | None = None
 
 
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
@@ -83,7 +95,10 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     size, spec = config.tensor_parallel_size, model.spec
     if size == 1:
         with gpu_turn(config, device):
-            built = build_executor(config, model, device)
+            draft = None
+            if not (device.startswith("cuda") and config.kernels == "auto"):
+                draft = open_draft_model(config, model, device)
+            built = build_executor(config, model, device, draft=draft)
         executor: Executor[Any] = built.executor
     else:
         # Imported here: only several ranks need it and its imports.
@@ -116,11 +131,17 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         transfer = built.executor.program.pool.transfer(sharing)
         if config.engines_on_host > 1:
             transfer.warm()
+    drafter = None
+    if built.draft is not None and built.draft_memory is not None:
+        draft_spec = built.draft.program.decoder.spec
+        of_draft = draft_limits(limits, draft_spec, built.draft_memory)
+        vocabularies = Vocabularies(spec.vocab_size, draft_spec.vocab_size)
+        drafter = make_drafter(built.draft, of_draft, limits, vocabularies)
     open_tiers = tiers_of(config, model, on_gpu)
     tiers = None
     if open_tiers is not None:
         tiers = open_tiers(built.executor.program.pool.blocks(), limits, held)
-    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=drafter)
     profile = partial(KernelProfile, built.executor, scheduler)
     core = EngineCore(scheduler, executor, cost, grammars, profile)
     if on_gpu and config.nvtx:
@@ -211,14 +232,20 @@ class RankPlan:
     triton: bool  # the kernels of a GPU; False: the reference kernels
     weight_bytes: int
     memory: MemoryPlan
+    draft_memory: MemoryPlan | None = None
 
 
 def build_executor(
-    config: EngineConfig, model: OpenedModel, device: str, ranks: Ranks = ONE_RANK
+    config: EngineConfig,
+    model: OpenedModel,
+    device: str,
+    ranks: Ranks = ONE_RANK,
+    draft: OpenedModel | None = None,
 ) -> Built:
-    """Plan the memory of a rank, load its part of the weights, start its executor."""
-    config, plan = plan_rank(config, model, device, ranks)
-    memory = plan.memory
+    """Plan the memory of a rank, load its part of the weights, start its executor; and that of a
+    draft model, for the reference kernels."""
+    config, plan = plan_rank(config, model, device, ranks, draft)
+    memory, drafting = plan.memory, None
     try:
         importance: Importance = {}
         if config.calibration is not None:
@@ -229,6 +256,11 @@ def build_executor(
             executor, memory = _start_on_gpu(config, model, plan, importance)
         else:
             executor = _start_reference(config, model, plan, importance)
+            own = draft_config(config)
+            if draft is not None and own is not None and plan.draft_memory is not None:
+                formats = phase_formats(draft.spec, draft.weights, own, keep_gguf_blocks=False)
+                own_plan = replace(plan, formats=formats, memory=plan.draft_memory)
+                drafting = _start_reference(own, draft, own_plan, {})
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         if ranks.size == 1 or not _is_out_of_memory(error):
             raise
@@ -238,11 +270,15 @@ def build_executor(
             f"({error}); take a smaller model, lower kv_cache_memory_bytes, or raise "
             "tensor_parallel_size"
         ) from None
-    return Built(executor, memory, plan.dtype, plan.kv_dtype)
+    return Built(executor, memory, plan.dtype, plan.kv_dtype, drafting, plan.draft_memory)
 
 
 def plan_rank(
-    config: EngineConfig, model: OpenedModel, device: str, ranks: Ranks
+    config: EngineConfig,
+    model: OpenedModel,
+    device: str,
+    ranks: Ranks,
+    draft: OpenedModel | None = None,
 ) -> tuple[EngineConfig, RankPlan]:
     """Choose the number types and plan the memory. The config that is returned has this engine's
     share of the GPU, if several engines share it."""
@@ -288,7 +324,20 @@ def plan_rank(
         estimated = replace(config, gpu_memory_utilization=min(1.0, share * whole / total))
         others_bytes = whole - total
     sizes = (held_bytes, dtype.itemsize, kv_dtype.itemsize, total)
-    memory = plan_memory(estimated, rank_spec(model.spec, size), *sizes, on_gpu)
+    draft_memory, own_config = None, draft_config(config)
+    if draft is not None and own_config is not None:
+        of_draft = phase_formats(
+            draft.spec, draft.weights, own_config, keep_gguf_blocks=False
+        ).prefill
+        draft_bytes = rank_weight_bytes(draft.spec, 1, dtype.itemsize, of_draft)
+        memory, draft_memory = plan_memories(
+            estimated,
+            ModelNeeds(model.spec, held_bytes),
+            ModelNeeds(draft.spec, draft_bytes),
+            *sizes[1:],
+        )
+    else:
+        memory = plan_memory(estimated, rank_spec(model.spec, size), *sizes, on_gpu)
     if num_engines > 1:
         memory = replace(memory, others_bytes=others_bytes)
     memory = agree_on_memory(memory, ranks)
@@ -305,6 +354,7 @@ def plan_rank(
         triton=triton,
         weight_bytes=held_bytes,
         memory=memory,
+        draft_memory=draft_memory,
     )
 
 
@@ -481,6 +531,7 @@ def assemble(
     graph_sizes: Sequence[int] = (),
     record: Record | None = None,
     sharing: TransportConfig = NOT_OFFERED,
+    draft_model: DraftModel | None = None,
     open_tiers: OpenTiers | None = None,
 ) -> EngineCore:
     """Make a core around a decoder, without an `EngineConfig`."""
@@ -496,7 +547,7 @@ def assemble(
     spec, tiers = decoder.spec, None
     if open_tiers is not None:
         tiers = open_tiers(executor.program.pool.blocks(), limits, spec)
-    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=draft_model)
     cost = decoder_cost(spec, decoder, kv_dtype.itemsize)
     profile = partial(KernelProfile, executor, scheduler)
     return EngineCore(scheduler, executor, cost, grammars, profile)

@@ -157,8 +157,8 @@ class EngineCore:
         grammars = self._grammars
         # Requests that skip the step because other requests wait for masks.
         held = grammars.held() if grammars is not None and grammars.active else NO_REQUESTS
-        limit = grammars.limit_drafts if grammars is not None and grammars.active else None
-        step = self.scheduler.plan(held, limit)
+        rules = grammars if grammars is not None and grammars.active else None
+        step = self.scheduler.plan(held, rules)
         self._idle_step = step is None
         tiers = self.scheduler.kv.tiers
         if tiers is not None and tiers.is_fetching and self.awaits_fetch:

@@ -24,7 +24,7 @@ from twostroke.structured import check_size, compile_grammar
 WORKERS: Final = 2
 LIMITS: Final = Limits(
     cpu_s=0.25,  # the schemas of real programs take 1 to 5 ms
-    wall_s=10.0,
+    wall_s=60.0,  # the worker waits while the engine and other programs need all processors
     memory_bytes=32 * 1024**2,
     stack_bytes=4 * 1024**2,  # half of what the engine compiles with
     idle=True,  # lower priority than the engine
@@ -69,13 +69,15 @@ class GrammarCheck:
         try:
             return self._pool.ask(request).decode()
         except LimitExceeded as error:
-            problem = (
+            if error.transient:
+                raise RequestError(
+                    f"structured_outputs: the grammar could not be checked ({error}), because this "
+                    "machine is busy; try again"
+                ) from None
+            return (
                 f"structured_outputs: the grammar is too complex ({error}); simplify it: less "
                 "nesting, fewer patterns, references and alternatives"
             )
-            if error.transient:
-                raise RequestError(problem) from None
-            return problem
 
     def close(self) -> None:
         self._pool.close()

@@ -27,6 +27,8 @@ OnError = Callable[[Exception], None]
 
 log = logging.getLogger(__name__)
 
+MAX_HELD_TRIED = 64  # places at which a stop string may begin, compared for a piece of text
+
 
 class StopStrings:
     """Finds stop strings in streamed text. Text that may begin a stop string is held back.
@@ -34,6 +36,9 @@ class StopStrings:
     If the text contains several stop strings, the one with the first end counts; of those that end
     at the same character, the longest. So the result does not depend on the pieces in which the
     text arrives.
+
+    All streams wait while a piece is searched, so a piece takes a bounded time: after a long text
+    that was nearly a stop string, some of it is held back longer than necessary.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -50,13 +55,14 @@ class StopStrings:
             return text
         if self.found is not None:
             return ""
+        max_tried = len(text) + MAX_HELD_TRIED
         text = self._held + text
         hits = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if hits:
             at, self.found = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._held = ""
             return text[: at + len(self.found)] if self._include else text[:at]
-        num_held = self._num_held_back(text)
+        num_held = self._num_held_back(text, max_tried)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
@@ -65,13 +71,16 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _num_held_back(self, text: str) -> int:
-        """Return the number of characters at the end that may begin a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
+    def _num_held_back(self, text: str, max_tried: int) -> int:
+        """Return the number of characters at the end that may begin a stop string. At most
+        `max_tried` beginnings are compared."""
+        longest = min(self._longest - 1, len(text))
+        shortest = max(0, longest - max_tried)
+        for size in range(longest, shortest, -1):
             tail = text[-size:]
             if any(stop.startswith(tail) for stop in self._stops):
                 return size
-        return 0
+        return shortest
 
 
 @dataclass(slots=True)

@@ -23,7 +23,6 @@ import sys
 import threading
 import traceback
 from collections import deque
-from dataclasses import replace
 from importlib import import_module
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -62,6 +61,7 @@ from twostroke.engine.wire import (
     encode,
     pack_error,
     pack_step,
+    unpack_add,
 )
 from twostroke.network_auth import (
     DECODE_ERRORS,
@@ -275,14 +275,13 @@ class EngineServer:
     def _add(self, message: Add) -> None:
         core, added = self._core, []
         try:
-            prompt = message.requests[0].prompt_token_ids
-            for request in message.requests:
-                core.add(replace(request, prompt_token_ids=prompt))
+            for request in unpack_add(message):
+                core.add(request)
                 added.append(request.request_id)
         except Exception as error:
             for name in added:
                 core.abort(name)
-            self._send(Refused(message.first, len(message.requests), *pack_error(error)))
+            self._send(Refused(message.first, 1 + len(message.others), *pack_error(error)))
             return
         for handle, name in enumerate(added, message.first):
             self._handles[name], self._request_ids[handle] = handle, name

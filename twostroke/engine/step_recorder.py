@@ -106,7 +106,8 @@ class StepRecorder:
         free_s, self._device_free_s = self._device_free_s, now
         if result.idle_s is not None:
             return result.idle_s
-        return max(step.launched_s, free_s) - free_s if free_s else 0.0
+        model_s = 0.0 if step.drafts is None else step.drafts.model_s
+        return max(0.0, step.launched_s - free_s - model_s) if free_s else 0.0
 
 
 def _draft_record(drafts: StepDrafts, plan: StepPlan, result: StepResult) -> DraftRecord:
@@ -117,5 +118,11 @@ def _draft_record(drafts: StepDrafts, plan: StepPlan, result: StepResult) -> Dra
             accepted[position] += 1
     rows = sum(1 for depth in depths if depth)
     return DraftRecord(
-        drafts.offers, rows, sum(depths), tuple(accepted), drafts.expected, drafts.gain
+        drafts.offers,
+        rows,
+        sum(depths),
+        tuple(accepted),
+        drafts.expected,
+        drafts.gain,
+        drafts.model_s,
     )

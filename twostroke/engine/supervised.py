@@ -43,6 +43,7 @@ from twostroke.engine.wire import (
     Step,
     StopProfile,
     encode,
+    pack_add,
     unpack_error,
     unpack_step,
 )
@@ -172,8 +173,7 @@ class SupervisedEngine(ABC):
         down. Raises `RequestError` if a value of the request cannot be encoded."""
         first = self._next_handle
         dated = [self._child.clock.to_theirs(request) for request in requests]
-        others = [replace(request, prompt_token_ids=()) for request in dated[1:]]
-        add = Add(first, [dated[0], *others])
+        add = pack_add(first, dated)
         try:
             message = encode(add)
         except (ValueError, OverflowError, msgspec.MsgspecError) as error:

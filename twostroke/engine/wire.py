@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -25,18 +26,28 @@ from twostroke.errors import EngineError, TwostrokeError
 from twostroke.kv.transfer import Offer
 from twostroke.observe.record import Causes, RequestRecord, StepRecord, TierFetchRecord
 from twostroke.plan import TokenLogprobs
-from twostroke.request import EngineRequest, FinishReason
+from twostroke.request import EngineRequest, FinishReason, Resumed
 from twostroke.sched.updates import Update
 
 # ── to the engine ───────────────────────────────────────────────────────────────────────────────
 
 
+class Continuation(msgspec.Struct, array_like=True, frozen=True):
+    """The fields in which a further continuation of a request differs from the first."""
+
+    request_id: str
+    seed: int
+    resumed: Resumed | None
+
+
 class Add(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """Add the continuations of one request, all or none; their handles are `first`, `first` + 1, …
-    Only the first contains the prompt, which is the same for all."""
+    The fields that are the same for all are sent and checked once: a client may list thousands of
+    tokens, and all streams wait meanwhile."""
 
     first: int
-    requests: list[EngineRequest]
+    request: EngineRequest
+    others: list[Continuation]
 
 
 class AddAll(msgspec.Struct, tag=10, array_like=True, frozen=True):
@@ -222,6 +233,26 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 # ── updates ⇄ columns ───────────────────────────────────────────────────────────────────────────
+
+
+def pack_add(first: int, requests: Sequence[EngineRequest]) -> Add:
+    """`requests`: the continuations of one request."""
+    one, *others = requests
+    return Add(first, one, [Continuation(other.request_id, other.seed, other.resumed)
+                            for other in others])  # fmt: skip
+
+
+def unpack_add(add: Add) -> list[EngineRequest]:
+    one, params = add.request, add.request.params
+    # The log-probabilities of the prompt are computed once, for the first continuation.
+    if add.others and params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs=None)
+    others = [
+        replace(one, request_id=other.request_id, params=params, seed=other.seed,
+                resumed=other.resumed)
+        for other in add.others
+    ]  # fmt: skip
+    return [one, *others]
 
 
 def pack_step(

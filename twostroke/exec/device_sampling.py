@@ -102,7 +102,7 @@ class DeviceSampler:
         self._wants = np.zeros((3, max_rows), np.int32)
         self._penalties = np.zeros((3, max_rows), np.float32)
         self._zero_counts = np.zeros(vocab_size, np.int16)  # zero but while a row is counted
-        self.rows: dict[int, NewRow] = {}  # those whose lists are too long
+        self.rows: dict[int, NewRow] = {}  # whose lists are too long, or whose tokens were replaced
         self._new: dict[int, NewRow] = {}  # the newest request of each row
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────
@@ -143,6 +143,12 @@ class DeviceSampler:
             lists = self._pinned_copy(_lists(bias, bans))
             self._state.lists[row].copy_(lists, non_blocking=True)
         self._wants[:, row] = flags, len(bias), len(bans)
+
+    def rewrite(self, row: int) -> None:
+        """Compute the penalties of a row from its tokens from now on: tokens that were counted have
+        been replaced."""
+        if self._new[row].params.penalised:
+            self.rows[row] = self._new[row]
 
     def _count(self, new: NewRow) -> None:
         """Count the tokens so far; `advance` counts on."""

@@ -123,6 +123,7 @@ class Grammars:
         self._end_ids: list[int] = []
         self._compiled: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._followers: dict[str, _Follower] = {}
+        self.active = False  # whether there are such requests
         self._rows: dict[int, str] = {}  # rows of requests with a grammar
         # Requests that wait for a grammar to be compiled, or (None) for the tokenizer.
         self._waiting: dict[StructuredOutputs | None, list[EngineRequest]] = {}
@@ -131,10 +132,6 @@ class Grammars:
         self._done = queue.SimpleQueue()
         self._compiler: threading.Thread | None = None
         self._turn = 0
-
-    @property
-    def active(self) -> bool:
-        return bool(self._followers)
 
     def add(self, request: EngineRequest) -> bool:
         """Add a request with a grammar or a reasoning budget. Return whether the request is ready;
@@ -196,6 +193,7 @@ class Grammars:
             assert self._text is not None
             token_bytes = self._text.token_bytes
             thinking = ThinkingState(request.thinking, token_bytes, compiled is not None)
+        self.active = True
         self._followers[request.request_id] = _Follower(
             asked,
             None if compiled is None else compiled.matcher.deep_copy(),
@@ -261,6 +259,7 @@ class Grammars:
 
     def drop(self, request_id: str) -> None:
         self._followers.pop(request_id, None)
+        self.active = bool(self._followers)
 
     def samples(self, plan: StepPlan) -> dict[int, str]:
         """Return the samples of this step that may have a mask: index → request. Must be called for
@@ -300,16 +299,25 @@ class Grammars:
                 follower.turn = self._turn
         return frozenset(held)
 
+    def allows_drafts(self, request_id: str) -> bool:
+        """Return whether a request may have drafts: not while its reasoning is followed, nor before
+        the first token of its grammar."""
+        follower = self._followers.get(request_id)
+        if follower is None:
+            return True
+        matcher, thinking = follower.matcher, follower.thinking
+        if matcher is None or (thinking is not None and not thinking.over):
+            return False
+        return follower.first_mask is None and not matcher.is_error()
+
     def limit_drafts(self, request_id: str, drafts: Sequence[int]) -> int:
         """Return how many of these drafted tokens may be verified. The grammar allows them, and
-        does not end with them. A request has no drafts while its reasoning is followed."""
+        does not end with them."""
         follower = self._followers.get(request_id)
         if follower is None:
             return len(drafts)
-        matcher, thinking = follower.matcher, follower.thinking
-        if matcher is None or (thinking is not None and not thinking.over):
-            return 0
-        if follower.first_mask is not None or matcher.is_error():
+        matcher = follower.matcher
+        if matcher is None or not self.allows_drafts(request_id):
             return 0
         expected_s = sum(one.expected_s for one in self._followers.values())
         affordable = int(STEP_BUDGET_S / max(expected_s, 1e-6)) - 1

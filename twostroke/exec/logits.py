@@ -2,6 +2,10 @@
 
 `torch_sampling.py` defines the same in torch, and the order: bans and biases here, then the rest,
 which the native sampler does. A test compares the two.
+
+A client may ban thousands of tokens and words for each of many rows, and all streams wait while the
+bans of a step are applied. So `RowBans` prepares arrays and sets once for a request, and the rows
+of a request share them (`BanTable`).
 """
 
 from __future__ import annotations
@@ -15,38 +19,89 @@ from twostroke.plan import NewRow
 Line = npt.NDArray[np.float32]  # [vocabulary]
 Ints = npt.NDArray[np.int32]
 NEVER = np.float32("-inf")
+NEVER_PLAIN = 2**62
 
 
-def is_plain(request: NewRow, position: int) -> bool:
-    """Return whether the request bans and biases no token at this position."""
+def plain_from(request: NewRow) -> int:
+    """Return the first position from which on the request bans and biases no token."""
     params = request.params
-    return not (
-        params.logit_bias
-        or params.allowed_token_ids is not None
-        or request.bad_words_ids
-        or (position - request.num_prompt < params.min_tokens and request.stop_ids)
-    )
+    if params.logit_bias or params.allowed_token_ids is not None or request.bad_words_ids:
+        return NEVER_PLAIN
+    return request.num_prompt + params.min_tokens if request.stop_ids else 0
 
 
-def apply_bans(
-    line: Line, request: NewRow, position: int, tokens: Ints, allowed: Mask | None
-) -> None:
-    """Apply bans and biases in place. `tokens` are the tokens of the request, known up to
-    `position`."""
-    params = request.params
-    if allowed is not None:
-        line[~unpack_mask(allowed, len(line))] = NEVER
-    if params.logit_bias:
-        line[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
-    if params.allowed_token_ids is not None:
-        allowed_ids = list(params.allowed_token_ids)
-        values = line[allowed_ids]
-        line[:] = NEVER
-        line[allowed_ids] = values
-    written = position - request.num_prompt
-    if written < params.min_tokens and request.stop_ids:
-        line[list(request.stop_ids)] = NEVER
-    for *start, last in request.bad_words_ids:
-        before = len(start)
-        if before <= written and tokens[position - before : position].tolist() == start:
-            line[last] = NEVER
+class RowBans:
+    """The bans and biases of a request."""
+
+    def __init__(self, request: NewRow, vocab_size: int) -> None:
+        params = request.params
+        self.made_for = request
+        bias = params.logit_bias or {}
+        self._biased = np.array(list(bias), np.int64)
+        self._biases = np.array(list(bias.values()), np.float32)
+        self._not_allowed: npt.NDArray[np.bool_] | None = None
+        if params.allowed_token_ids is not None:
+            self._not_allowed = np.ones(vocab_size, np.bool_)
+            self._not_allowed[np.array(params.allowed_token_ids, np.int64)] = False
+        self._stop_ids = np.array(sorted(request.stop_ids), np.int64)
+        words = request.bad_words_ids
+        self._bad_tokens = np.array([word[0] for word in words if len(word) == 1], np.int64)
+        # The last tokens of longer words, by the tokens before them: number → tokens → last tokens.
+        self._bad_ends: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for *start, last in words:
+            if start:
+                ends = self._bad_ends.setdefault(len(start), {})
+                ends.setdefault(tuple(start), []).append(last)
+
+    def are_of(self, request: NewRow) -> bool:
+        made_for = self.made_for
+        return (
+            made_for.params is request.params
+            and made_for.bad_words_ids is request.bad_words_ids
+            and made_for.stop_ids is request.stop_ids
+        )
+
+    def apply(
+        self, line: Line, request: NewRow, position: int, tokens: Ints, allowed: Mask | None
+    ) -> None:
+        """Apply bans and biases in place. `tokens` are the tokens of the request, known up to
+        `position`."""
+        if allowed is not None:
+            line[~unpack_mask(allowed, len(line))] = NEVER
+        line[self._biased] += self._biases
+        if self._not_allowed is not None:
+            line[self._not_allowed] = NEVER
+        written = position - request.num_prompt
+        if written < request.params.min_tokens:
+            line[self._stop_ids] = NEVER
+        line[self._bad_tokens] = NEVER
+        for before, ends in self._bad_ends.items():
+            if before <= written:
+                lasts = ends.get(tuple(tokens[position - before : position].tolist()))
+                if lasts is not None:
+                    line[lasts] = NEVER
+
+
+class BanTable:
+    """The bans of all rows."""
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, RowBans] = {}
+
+    def bans_of(self, row: int, request: NewRow, vocab_size: int) -> RowBans:
+        found = self._by_row.get(row)
+        if found is None or not found.are_of(request):
+            others = self._by_row.values()
+            found = next((one for one in others if one.are_of(request)), None)
+            found = self._by_row[row] = found or RowBans(request, vocab_size)
+        return found
+
+    def forget(self, rows: tuple[int, ...]) -> None:
+        for row in rows:
+            self._by_row.pop(row, None)
+
+    def clear(self) -> None:
+        self._by_row.clear()
+
+    def __len__(self) -> int:
+        return len(self._by_row)

@@ -41,6 +41,7 @@ class MemoryPlan:
     state_bytes: int = 0  # rows, buffers, driver; measured, like the following
     activation_bytes: int = 0  # of the largest step
     graph_bytes: int = 0
+    draft_bytes: int = 0  # weights and KV cache of the draft model
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
@@ -60,6 +61,7 @@ class MemoryPlan:
             "activations": self.activation_bytes,
             "graphs": self.graph_bytes,
             "KV cache": self.kv_bytes,
+            "draft model": self.draft_bytes,
         }
         left = self.total_bytes - sum(parts.values())
         steps = [f"{name} {gib(size)}" for name, size in parts.items() if size]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twostroke.exec.executor import ChunkLogits, Masks
-from twostroke.exec.logits import apply_bans, is_plain
+from twostroke.exec.logits import BanTable
 from twostroke.exec.rng import stream_key
 from twostroke.exec.rows import HostRows, Ints
 from twostroke.exec.samples import (
@@ -28,8 +28,9 @@ from twostroke.exec.samples import (
 from twostroke.kernels import cpu
 from twostroke.kv.host_pool import HostPool
 from twostroke.model.native_decoder import NativeDecoder
-from twostroke.plan import NewRow, StepPlan, StepResult, TokenLogprobs
-from twostroke.request import SamplingParams
+from twostroke.plan import StepPlan, StepResult, TokenLogprobs
+
+NO_CHUNKS = np.empty((0, 4), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class NativeForwardHandle:
     """A step whose forward has run: the logits of its samples."""
 
     plan: StepPlan
-    rows: list[int]  # the row of each sample
-    positions: list[int]  # the position of each sampled token
+    rows: Ints  # the row of each sample
+    positions: Ints  # the position of each sampled token
     logits: npt.NDArray[np.float32]
     started_s: float
 
@@ -73,24 +74,25 @@ class NativeExecutor:
         self._attention_shares = attention_shares
         if attention_shares:
             decoder.model.keep_shares()
+        self._bans = BanTable()
         self._inputs_s = 0.0  # time spent on the decoder's inputs, summed over all steps
 
     def forward(self, plan: StepPlan) -> NativeForwardHandle:
         started = monotonic()
         self._state.apply(plan)
+        self._bans.forget(plan.retired)
         decode, chunks = decode_tokens(plan.decode), plan.prefill
         samples = samples_of(decode, chunks)
-        inputs = (  # of chunks: row, position of the first token, number of tokens
-            self._with_index(decode.rows, decode.positions),
-            self._with_index(*np.array([c[:3] for c in chunks], np.int64).reshape(-1, 3).T),
-            samples.tokens.astype(np.int32),
-            self.on_chunk_logits is not None or wants_prompt_logprobs(plan, self._state.rows),
-        )
+        spans, every_logit = NO_CHUNKS, False
+        if chunks:  # row, position of the first token, number of tokens
+            spans = self._with_index(*np.array([c[:3] for c in chunks], np.int64).T)
+            every_logit = self.on_chunk_logits is not None
+            every_logit |= wants_prompt_logprobs(plan, self._state.rows)
+        slots = self._with_index(decode.rows, decode.positions)
+        inputs = slots, spans, samples.tokens.astype(np.int32), every_logit
         self._inputs_s += monotonic() - started
         logits = self._decoder.forward(self._tokens, self._tables, self._caches, *inputs)
-        return NativeForwardHandle(
-            plan, samples.rows.tolist(), samples.positions.tolist(), logits, started
-        )
+        return NativeForwardHandle(plan, samples.rows, samples.positions, logits, started)
 
     def _with_index(self, rows: Ints, positions: Ints, *more: Ints) -> npt.NDArray[np.int32]:
         """Return [n, (row, position, …, cache index)]. The index is the same in every KV group."""
@@ -99,8 +101,8 @@ class NativeExecutor:
 
     def sample(self, handle: NativeForwardHandle, masks: Masks | None = None) -> FinishedStep:
         logits, rows, positions = handle.logits, handle.rows, handle.positions
-        requests = [self._state.rows[row] for row in rows]
-        asked = any(request.params.logprobs is not None for request in requests)
+        num_best = self._state.logprobs[rows]  # -1: no log-probabilities
+        asked = num_best.max(initial=-1) >= 0
         # Sampling overwrites the logits. If log-probabilities are requested, the samples are
         # processed in slices, and the original logits of each slice are copied.
         size = LOGIT_SLICE if asked else max(1, len(rows))
@@ -108,21 +110,20 @@ class NativeExecutor:
         logprobs: dict[int, TokenLogprobs] = {}
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            slice_requests = requests[part]
-            asking = [n for n, one in enumerate(slice_requests) if one.params.logprobs is not None]
+            asking = np.flatnonzero(num_best[part] >= 0).tolist() if asked else []
             raw = logits[part][asking] if asking else None
-            self._ban(logits[part], rows[part], slice_requests, positions[part], start, masks or {})
-            drawn = self._draw(logits[part], rows[part], slice_requests, positions[part])
+            self._ban(logits[part], rows[part], positions[part], start, masks or {})
+            drawn = self._draw(logits[part], rows[part], positions[part])
             tokens += drawn
             if raw is not None:
-                num_best = [slice_requests[n].params.logprobs or 0 for n in asking]
-                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], num_best)
+                counts = num_best[part][asking].tolist()
+                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], counts)
                 for n, lines, entry in zip(asking, raw, found, strict=True):
-                    token_ids = slice_requests[n].params.logprob_token_ids
+                    token_ids = self._state.rows[int(rows[start + n])].params.logprob_token_ids
                     if token_ids:
                         entry = _requested_logprobs(lines, entry, token_ids)
                     logprobs[start + n] = entry
-        prompts = self._prompt_logprobs(handle.plan)
+        prompts = self._prompt_logprobs(handle.plan) if handle.plan.prefill else {}
         if self.on_chunk_logits is not None:
             for start, stop, first in chunk_slices(handle.plan):
                 lines = self._decoder.logits(first + np.arange(stop - start, dtype=np.int32))
@@ -144,6 +145,7 @@ class NativeExecutor:
 
     def reset(self) -> None:
         self._state.reset()
+        self._bans.clear()
 
     def _top_logprobs(
         self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
@@ -162,38 +164,36 @@ class NativeExecutor:
     def _ban(
         self,
         logits: npt.NDArray[np.float32],
-        rows: list[int],
-        requests: list[NewRow],
-        positions: list[int],
+        rows: Ints,
+        positions: Ints,
         first: int,
         masks: Masks,
     ) -> None:
         """Apply masks, bans and biases. `first`: the index of the first sample in the step."""
-        for n, (row, request, at) in enumerate(zip(rows, requests, positions, strict=True)):
-            if first + n in masks or not is_plain(request, at):
-                apply_bans(logits[n], request, at, self._tokens[row], masks.get(first + n))
+        banned = positions < self._state.plain_from[rows]
+        if not masks and not banned.any():
+            return
+        for n, (row, at) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            if banned[n] or first + n in masks:
+                request = self._state.rows[row]
+                bans = self._bans.bans_of(row, request, logits.shape[1])
+                bans.apply(logits[n], request, at, self._tokens[row], masks.get(first + n))
 
-    def _draw(
-        self,
-        logits: npt.NDArray[np.float32],
-        rows: list[int],
-        requests: list[NewRow],
-        positions: list[int],
-    ) -> list[int]:
+    def _draw(self, logits: npt.NDArray[np.float32], rows: Ints, positions: Ints) -> list[int]:
         """Return the sampled tokens, -1 where the logits are NaN or infinite. Write the tokens to
         the rows. The logits are overwritten."""
-        places = [  # row, length of the prompt, position
-            (row, r.num_prompt, at) for row, r, at in zip(rows, requests, positions, strict=True)
-        ]
-        params = np.array([_sampling_values(r.params) for r in requests], np.float32)
-        keys = [stream_key(r.seed, at) for r, at in zip(requests, positions, strict=True)]
+        state = self._state
+        params, keys = state.sampling[rows], np.zeros((len(rows), 2), np.uint32)
+        for n in params[:, 0].nonzero()[0]:  # not those with temperature 0
+            keys[n] = stream_key(int(state.seed[rows[n]]), int(positions[n]))
+        places = np.stack([rows, state.num_prompt[rows], positions], axis=1)
         chosen = np.empty(len(rows), np.int32)
         self._native.sample(
             logits,
             self._tokens,
-            np.array(places, np.int32),
+            places.astype(np.int32),
             params,
-            np.array(keys, np.uint32),
+            keys,
             chosen,
             self._decoder.isa,
             self._decoder.model,
@@ -221,16 +221,3 @@ def _requested_logprobs(
     own, own_logprob = entry.token_ids[0], entry.logprobs[0]
     values = logits[list(token_ids)] - logits[own] + own_logprob
     return TokenLogprobs((own, *token_ids), (own_logprob, *values.tolist()), entry.rank)
-
-
-def _sampling_values(params: SamplingParams) -> tuple[float, ...]:
-    """Return the values in the order of the native sampler's `params`."""
-    return (
-        0.0 if params.greedy else params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-    )

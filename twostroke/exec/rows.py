@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from twostroke.exec.logits import plain_from
 from twostroke.exec.samples import draft_cells
 from twostroke.plan import BlockEvict, NewRow, StepPlan
 
@@ -77,9 +78,9 @@ class RowState:
 
     def apply(self, plan: StepPlan) -> Writes:
         """Apply a plan. Return the cells to write."""
-        drafts = self._draft_writes(plan) if plan.draft_tokens else NO_WRITES
+        known = self._known_writes(plan)
         if not (plan.new or plan.appended or plan.dropped or plan.retired or plan.evicted):
-            return drafts
+            return known
         at: list[int] = []
         values: list[int] = []
         retired = set(plan.retired)
@@ -107,9 +108,9 @@ class RowState:
         self._host_cells[places] = cells
         if plan.evicted:
             places, cells = self._close_up(plan.evicted, places)
-        if not plan.new and not plan.draft_tokens:
+        if not plan.new and not len(known.at):
             return Writes(places, cells)
-        parts, tokens = [places, drafts.at], [cells, drafts.values]
+        parts, tokens = [places, known.at], [cells, known.values]
         for new in plan.new:
             self._take(new)
             first = self._token_cell(new.row)
@@ -117,10 +118,18 @@ class RowState:
             tokens.append(np.array(new.tokens, np.int32))
         return Writes(np.concatenate(parts), np.concatenate(tokens))
 
-    def _draft_writes(self, plan: StepPlan) -> Writes:
-        """The drafted tokens, which the step reads as if they were written."""
+    def _known_writes(self, plan: StepPlan) -> Writes:
+        """The tokens that the plan brings for rows in use: drafts, which the step reads as if they
+        were written, and tokens that another model has written."""
+        if not (plan.draft_tokens or plan.written):
+            return NO_WRITES
         rows, positions, tokens = draft_cells(plan)
-        return Writes(self.token_cells(rows, positions), tokens)
+        at, values = [self.token_cells(rows, positions)], [tokens]
+        for row, position, written in plan.written:
+            first = self._token_cell(row) + position
+            at.append(np.arange(first, first + len(written)))
+            values.append(np.array(written, np.int32))
+        return Writes(np.concatenate(at), np.concatenate(values))
 
     def _close_up(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
         """Remove evicted entries from tables. Return `written` and the cells of the changed
@@ -179,6 +188,9 @@ class HostRows(RowState):
         self.tables = list(self._host_tables)  # per group: [rows, blocks]
         tokens = self._host_cells[self.num_table_cells : self.spare]
         self.tokens = tokens.reshape(max_rows, max_len + 1)
+        self.sampling = np.zeros((max_rows, 7), np.float32)  # `params` of the native sampler
+        self.num_prompt = np.zeros(max_rows, np.int64)
+        self.plain_from = np.zeros(max_rows, np.int64)  # see `logits.plain_from`
 
     def _allocate(self) -> npt.NDArray[np.int32]:
         return np.zeros(self.spare + 1, np.int32)
@@ -187,3 +199,18 @@ class HostRows(RowState):
         writes = super().apply(plan)
         self._host_cells[writes.at] = writes.values
         return writes
+
+    def _take(self, new: NewRow) -> None:
+        super()._take(new)
+        row, params = new.row, new.params
+        self.sampling[row] = (
+            self.temperature[row],
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        self.num_prompt[row] = new.num_prompt
+        self.plain_from[row] = plain_from(new)

@@ -168,6 +168,8 @@ class TorchExecutor:
         writes = self._rows.apply(plan)
         for new in plan.new:
             self.program.sampler.take(new)
+        for write in plan.written:
+            self.program.sampler.rewrite(write.row)
         before, start, comm = self._end, self._mark(), self._ranks.comm
         hidden, size = None, self._graph_size(plan)
         if self._graphs is not None and size is not None:

@@ -1,8 +1,9 @@
 """`GapLedger`: the causes of each gap between two tokens of a stream.
 
     committed    n-1                                                        n
-                  │   host   │ communication │     prefill     │  decode   │
-                  │          └─────────────── device_s ────────────────────┘
+                  │  host  │ drafting │ communication │    prefill    │  decode   │
+                  │        │          └────────────── device_s ────────────────┘
+                  │        └── steps of a draft model
                   └── planning, committing, stalls
 
 Nearly every stream that writes in step n wrote in step n-1 too, so one split of the time between
@@ -41,9 +42,11 @@ class StreamAccount:
     prefill: float
     host: float
     communication: float
+    drafting: float
     lost_decode: float = 0.0
     lost_prefill: float = 0.0
     lost_communication: float = 0.0
+    lost_drafting: float = 0.0
     late: dict[int, Causes] = field(default_factory=dict)  # gaps of this stream alone, by step
 
 
@@ -51,9 +54,9 @@ class GapLedger:
     def __init__(self, times: StepTimes) -> None:
         self.times = times
         self._accounts: dict[str, StreamAccount] = {}
-        self._decode, self._prefill, self._host, self._communication = self._sums = tuple(
-            array("d", bytes(8 * KEPT)) for _ in range(4)
-        )
+        self._decode, self._prefill, self._host, self._communication, self._drafting = (
+            self._sums
+        ) = tuple(array("d", bytes(8 * KEPT)) for _ in range(5))
         self._step = -1  # the newest that has committed
         self._committed_s = 0.0
 
@@ -75,11 +78,15 @@ class GapLedger:
             if decode.rows:
                 alone = self.times.decode_only(decode)
                 own = busy * decode_share if alone is None else min(alone, busy)
-        causes = Causes(own, busy - own, 0.0, gap - busy)
+        model_s = 0.0 if step.drafts is None else step.drafts.model_s
+        drafting = min(model_s, gap - busy)
+        causes = Causes(own, busy - own, 0.0, gap - busy - drafting, drafting=drafting)
         if result.comm_s and busy > 0.0:
             share = min(result.comm_s / device_s, 1.0)
             rest = 1.0 - share
-            causes = Causes(own * rest, (busy - own) * rest, 0.0, gap - busy, busy * share)
+            causes = causes._replace(
+                decode=own * rest, prefill=(busy - own) * rest, communication=busy * share
+            )
         self._keep(plan.step, causes)
         self._committed_s = committed_s
         return causes
@@ -94,13 +101,14 @@ class GapLedger:
         self._prefill[at] = self._prefill[before] + causes.prefill
         self._host[at] = self._host[before] + causes.host
         self._communication[at] = self._communication[before] + causes.communication
+        self._drafting[at] = self._drafting[before] + causes.drafting
         self._step = step
 
     def open(self, record: RequestRecord) -> None:
         """Open an account for a stream whose first token the newest step wrote."""
         at = self._step % KEPT
-        decode, prefill, host, communication = (sums[at] for sums in self._sums)
-        account = StreamAccount(decode, prefill, host, communication)
+        decode, prefill, host, communication, drafting = (sums[at] for sums in self._sums)
+        account = StreamAccount(decode, prefill, host, communication, drafting)
         self._accounts[record.request_id] = account
 
     def late(self, record: RequestRecord, has_slot: bool) -> Causes:
@@ -117,12 +125,15 @@ class GapLedger:
         account.lost_decode += lost_decode
         account.lost_prefill += lost_prefill
         account.lost_communication += self._communication[last] - self._communication[first]
+        account.lost_drafting += self._drafting[last] - self._drafting[first]
         at = step % KEPT
         own = (self._decode[at] - self._decode[last], self._prefill[at] - self._prefill[last])
         comm = self._communication[at] - self._communication[last]
+        drafting = self._drafting[at] - self._drafting[last]
         host = self._host[at] - self._host[first]
         # Time that is too long ago to tell counts as preemption, the reason of such long gaps.
-        causes = Causes(*own, max(0.0, gap - sum(own) - host - comm), host, comm)
+        lost = max(0.0, gap - sum(own) - host - comm - drafting)
+        causes = Causes(*own, lost, host, comm, drafting)
         account.late[step] = causes
         return causes
 
@@ -135,9 +146,13 @@ class GapLedger:
         record.gaps = Causes(
             self._decode[at] - account.decode - account.lost_decode,
             self._prefill[at] - account.prefill - account.lost_prefill,
-            account.lost_decode + account.lost_prefill + account.lost_communication,
+            account.lost_decode
+            + account.lost_prefill
+            + account.lost_communication
+            + account.lost_drafting,
             self._host[at] - account.host,
             self._communication[at] - account.communication - account.lost_communication,
+            self._drafting[at] - account.drafting - account.lost_drafting,
         )
         gaps = _differences(record.token_s)
         if gaps:
@@ -148,30 +163,29 @@ class GapLedger:
             record.gap_causes = self._each_gap(record.token_step, account.late)
 
     def _each_gap(self, steps: Sequence[int], late: Mapping[int, Causes]) -> array[float]:
-        """Return the causes of each gap between tokens of these steps, five numbers a gap. Made
+        """Return the causes of each gap between tokens of these steps, six numbers a gap. Made
         column by column: gap by gap would take ten times as long."""
         slots = [step % KEPT for step in steps[1:]]
-        decode, prefill, host, comm = (
-            array("f", [sums[at] - sums[at - 1] for at in slots]) for sums in self._sums
-        )
-        found = array("f", bytes(4 * 5 * len(slots)))
-        found[0::5], found[1::5], found[3::5], found[4::5] = decode, prefill, host, comm
+        size = len(NO_TIME)
+        found = array("f", bytes(4 * size * len(slots)))
+        for column, sums in zip((0, 1, 3, 4, 5), self._sums, strict=True):
+            found[column::size] = array("f", [sums[at] - sums[at - 1] for at in slots])
         forgotten = bisect_right(steps, self._step - KEPT + 1, 1) - 1
-        found[: 5 * forgotten] = array("f", [nan] * (5 * forgotten))
+        found[: size * forgotten] = array("f", [nan] * (size * forgotten))
         for step, causes in late.items():
-            at = 5 * (bisect_left(steps, step) - 1)
-            found[at : at + 5] = array("f", causes)
+            at = size * (bisect_left(steps, step) - 1)
+            found[at : at + size] = array("f", causes)
         for n, (before, step) in enumerate(pairwise(steps)):
             if before == step:  # drafts: the step wrote several tokens at once
-                found[5 * n : 5 * n + 5] = array("f", NO_TIME)
+                found[size * n : size * (n + 1)] = array("f", NO_TIME)
         return found
 
     def _causes(self, step: int) -> Causes | None:
         if step <= max(self._step - KEPT + 1, 0):
             return None
         at, before = step % KEPT, (step - 1) % KEPT
-        decode, prefill, host, comm = (one[at] - one[before] for one in self._sums)
-        return Causes(decode, prefill, 0.0, host, comm)
+        decode, prefill, host, comm, drafting = (one[at] - one[before] for one in self._sums)
+        return Causes(decode, prefill, 0.0, host, comm, drafting)
 
     def _index(self, step: int) -> int:
         return max(step, self._step - KEPT + 1) % KEPT

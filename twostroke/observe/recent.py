@@ -95,6 +95,7 @@ class TotalsSnapshot(NamedTuple):
     gap_preemption_s: float
     gap_host_s: float
     gap_communication_s: float
+    gap_drafting_s: float
     ended_stop: float
     ended_length: float
     ended_abort: float

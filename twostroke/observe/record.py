@@ -32,10 +32,11 @@ class Causes(NamedTuple):
     preemption: float = 0.0
     host: float = 0.0  # the executor was idle: planning, committing, stalls
     communication: float = 0.0  # collectives of ranks, and waiting for each other
+    drafting: float = 0.0  # steps of a draft model
 
     @property
     def total_s(self) -> float:
-        return self.decode + self.prefill + self.preemption + self.host + self.communication
+        return sum(self)
 
 
 NO_TIME = Causes()
@@ -93,6 +94,7 @@ class DraftRecord(NamedTuple):
     accepted: tuple[int, ...]  # rows whose draft was accepted at least up to each position
     expected: float  # drafted tokens that were expected to be accepted
     gain: float  # expected rate of tokens over the rate without drafts, minus 1
+    model_s: float = 0.0  # time that the draft model ran before the step
 
 
 class StepRecord(NamedTuple):
@@ -121,7 +123,7 @@ class StepRecord(NamedTuple):
     comm_bytes: float = 0.0  # bytes that a rank sent for them, the mean over the ranks
     kv_evicted_tokens: int = 0  # tokens evicted from the KV cache before this step
     engine: str = ""  # the name of its engine, if there are several
-    drafts: DraftRecord | None = None  # None: no drafter had an offer
+    drafts: DraftRecord | None = None  # None: no drafter had an offer, and no model ran
 
     @property
     def num_written(self) -> int:
@@ -154,7 +156,7 @@ class RequestRecord:
     gaps: Causes = NO_TIME  # the sum of all gaps between its tokens, once it has ended
     worst_gap_s: float = 0.0
     worst_gap: Causes | None = None  # None: there was no gap, or it is too long ago
-    # The causes of each gap, five numbers a gap in the order of `Causes`, once the request has
+    # The causes of each gap, six numbers a gap in the order of `Causes`, once the request has
     # ended. NaN: the gap is too long ago. None: not requested.
     gap_causes: array[float] | None = None
     # Digests of the first 64, 128, 256, … prompt tokens: they show which prompts begin alike.

@@ -96,13 +96,23 @@ class TransferTotals:
 class DraftTotals:
     """Speculative decoding: drafts, and their tokens."""
 
-    __slots__ = ("accepted", "accepted_per_pos", "drafts", "expected", "offers", "steps", "tokens")
+    __slots__ = (
+        "accepted",
+        "accepted_per_pos",
+        "drafts",
+        "expected",
+        "model_s",
+        "offers",
+        "steps",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.steps = self.offers = 0  # steps with an offer, and rows that had one
         self.drafts = self.tokens = self.accepted = 0
         self.accepted_per_pos: list[int] = []
         self.expected = 0.0  # accepted tokens, as expected before each step
+        self.model_s = 0.0  # time that a draft model ran
 
     def add(self, record: DraftRecord) -> None:
         self.steps += 1
@@ -110,6 +120,7 @@ class DraftTotals:
         self.drafts += record.rows
         self.tokens += record.tokens
         self.expected += record.expected
+        self.model_s += record.model_s
         self.accepted += sum(record.accepted)
         self.accepted_per_pos += [0] * (len(record.accepted) - len(self.accepted_per_pos))
         for position, count in enumerate(record.accepted):

@@ -185,6 +185,7 @@ class RoutedEngine(ProcessClient):
             ),
             weight_bytes=sum(info.weight_bytes for info in infos),
             kv_bytes=sum(info.kv_bytes for info in infos),
+            draft_bytes=sum(info.draft_bytes for info in infos),
             total_bytes=sum(info.total_bytes for info in infos),
         )
 

@@ -19,28 +19,24 @@ class IsolatedRetries:
     def __init__(self) -> None:
         self._queue: deque[ScheduledRequest] = deque()
         self._current: ScheduledRequest | None = None  # runs alone, or waits to run alone
+        self.active = False  # whether there are any
 
     def __len__(self) -> int:
         """The number of requests that wait here."""
-        if not self._queue and self._current is None:
-            return 0
         return sum(request.phase is Phase.WAITING for request in self._members())
 
     def __contains__(self, request: ScheduledRequest) -> bool:
         return self.active and any(request is member for member in self._members())
 
-    @property
-    def active(self) -> bool:
-        return self._current is not None or bool(self._queue)
-
     def add(self, request: ScheduledRequest) -> None:
         self._queue.append(request)
+        self.active = True
 
     def next(self) -> ScheduledRequest | None:
         """Return the request that must run alone now, if there is one."""
         while self._current is None or self._current.phase is Phase.FINISHED:
             if not self._queue:
-                self._current = None
+                self._current, self.active = None, False
                 break
             self._current = self._queue.popleft()
         return self._current
@@ -49,7 +45,7 @@ class IsolatedRetries:
         """Note that a request has written a token. Return True if it ran alone."""
         if request is not self._current:
             return False
-        self._current = None
+        self._current, self.active = None, bool(self._queue)
         return True
 
     def _members(self) -> list[ScheduledRequest]:

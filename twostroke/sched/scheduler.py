@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from twostroke.draft.speculator import LimitDrafts, Row, Speculator, StepDrafts
+from twostroke.draft.interface import DraftModel
+from twostroke.draft.speculator import DraftRules, Row, Speculator, StepDrafts
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
-from twostroke.kv.prefix import seed_digest
 from twostroke.kv.tiers.tiers import Tiers
 from twostroke.kv.transfer import KVTransfer
 from twostroke.observe.record import RequestRecord
@@ -28,7 +28,13 @@ from twostroke.sched.prefill import PrefillQueue
 from twostroke.sched.received import Destinations, ReceivedQueue
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
-from twostroke.sched.step import RowChanges, SchedulerConfig, StepBuilder, StepInFlight
+from twostroke.sched.step import (
+    RowChanges,
+    SchedulerConfig,
+    StepBuilder,
+    StepInFlight,
+    prefix_seed,
+)
 from twostroke.sched.updates import CommitResult, Update, join_drafted
 from twostroke.sched.work import AttentionWork
 
@@ -44,9 +50,10 @@ class Scheduler:
         clock: Callable[[], float] = monotonic,
         transfer: KVTransfer | None = None,
         tiers: Tiers | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`transfer`: fetches blocks from other engines and offers blocks to them. `tiers`: hold
-        prefixes that the KV cache has evicted."""
+        prefixes that the KV cache has evicted. `draft_model`: of `config.speculation`."""
         self.config = config
         self.in_flight: deque[StepInFlight] = deque()  # planned and not committed, oldest first
         self.kv = KVCache(
@@ -74,13 +81,15 @@ class Scheduler:
         self._committed_step = -1  # the newest step that has committed
         self.speculator: Speculator | None = None
         if config.speculation is not None:
-            self.speculator = Speculator(config.speculation)
+            self.speculator = Speculator(config.speculation, draft_model)
 
     # ── state ───────────────────────────────────────────────────────────────────────────────
 
     @property
     def num_waiting(self) -> int:
-        return len(self._prefill.waiting) + len(self._prefill.isolated) + len(self.received)
+        isolated = self._prefill.isolated
+        count = len(self._prefill.waiting) + len(self.received)
+        return count + len(isolated) if isolated.active else count
 
     @property
     def num_running(self) -> int:
@@ -179,18 +188,11 @@ class Scheduler:
             order=(aged, self._arrivals),
             max_outputs=max_outputs,
             tokens=[*prompt, *(() if resumed is None else resumed.tokens)],
-            kv=KVSequence(self._prefix_seed(engine_request)),
+            kv=KVSequence(prefix_seed(config, engine_request)),
             record=record,
         )
         self._arrivals += 1
         return request
-
-    def _prefix_seed(self, engine_request: EngineRequest) -> bytes | None:
-        """Return the start of the request's chain of block digests. It contains the salt. Without
-        prefix caching only the continuations of one `n > 1` request share blocks."""
-        if self.config.prefix_caching:
-            return seed_digest("salt", engine_request.salt)
-        return seed_digest("family", engine_request.family) if engine_request.family else None
 
     def abort(self, request_id: str) -> Update | None:
         """End a request in any phase. None: there is no such request (any more)."""
@@ -213,6 +215,8 @@ class Scheduler:
         """Drop every cached prefix of the device, and the fetches and copies of prefixes."""
         self.kv.reset_prefixes()
         self.received.drop_ahead("the prefix cache was reset")
+        if self.speculator is not None:
+            self.speculator.reset_prefixes()
         self.received.drop_prefixes(self._prefill.waiting.push)
         if self.kv.tiers is not None:
             self.kv.tiers.cancel_stores()
@@ -220,11 +224,10 @@ class Scheduler:
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
     def plan(
-        self, held: frozenset[str] = frozenset(), limit_drafts: LimitDrafts | None = None
+        self, held: frozenset[str] = frozenset(), rules: DraftRules | None = None
     ) -> StepInFlight | None:
         """Return the next step; None if nothing can run before a step in flight commits. `held`:
-        requests that get no slot in this step. `limit_drafts`: returns how many of the drafted
-        tokens of a request may be verified."""
+        requests that get no slot in this step. `rules`: restrict the drafts of some requests."""
         budget = self.config.max_num_batched_tokens
         builder = StepBuilder(self._step, budget, self._work, self._clock(), self._changes)
 
@@ -245,7 +248,7 @@ class Scheduler:
         sequences = self._decode.plan(builder, preempt_for, held)
         drafts = None
         if self.speculator is not None and builder.slots and not self.in_flight:
-            drafts = self._plan_drafts(self.speculator, builder, sequences, limit_drafts)
+            drafts = self._plan_drafts(self.speculator, builder, sequences, rules)
         prompts = self._prefill.has_work
         builder.allowance = self.pacer.allowance(builder, self.in_flight, prompts)
         if prompts:
@@ -278,7 +281,7 @@ class Scheduler:
         speculator: Speculator,
         builder: StepBuilder,
         sequences: list[KVSequence],
-        limit_drafts: LimitDrafts | None,
+        rules: DraftRules | None,
     ) -> StepDrafts | None:
         """Add drafts to the slots of a step. All tokens before the step are known. A request that
         runs alone after a failed step has no drafts."""
@@ -291,14 +294,15 @@ class Scheduler:
             return None
         seconds = self.pacer.seconds_with_drafts(builder.decode_work)
         room = max(0, builder.budget)
-        chosen = speculator.drafts(rows, len(builder.slots), seconds, room, limit_drafts)
+        chosen = speculator.drafts(rows, len(builder.slots), seconds, room, rules)
         if chosen.by_request:
             drafts = [
                 found.tokens if (found := chosen.by_request.get(request.request_id)) else ()
                 for request in builder.sampled_requests
             ]
             self._decode.add_drafts(builder, drafts, sequences)
-        return chosen if chosen.offers else None
+        builder.model_s = chosen.model_s
+        return chosen if chosen.offers or chosen.model_s else None
 
     def _plan_received(self, builder: StepBuilder) -> None:
         if self._prefill.isolated.active:  # an isolated request runs alone
@@ -328,6 +332,8 @@ class Scheduler:
         request.fetch_failed = False
         self._release(request)
         request.set_phase(Phase.WAITING)
+        if self.speculator is not None:
+            self.speculator.pause(request.request_id)
 
     # ── committing ──────────────────────────────────────────────────────────────────────────
 
@@ -554,6 +560,8 @@ class Scheduler:
     def audit(self) -> None:
         """Assert that every block, row and request is exactly where the bookkeeping says."""
         self.kv.audit()
+        if self.speculator is not None:
+            self.speculator.audit()
         prefill, decode = self._prefill.requests, self._decode.requests
         running = prefill + decode
         rows = [r.row for r in (*running, *self.received.of_tiers)]

@@ -101,7 +101,7 @@ class Pacer:
             for request, slot in zip(streams, step.slots, strict=True)
         )
         oldest = min(newest, default=begin)
-        left = oldest + itl_s - begin - self.host_s
+        left = oldest + itl_s - begin - self.host_s - step.model_s
         errors = MARGIN_ERRORS_OF_STALL if self._itl_s is None else MARGIN_ERRORS
         margin = min(max(MIN_MARGIN, errors * self.times.mixed_error), MAX_MARGIN)
         limit_s = max(0.0, left / (1 + margin))
@@ -147,7 +147,8 @@ class Pacer:
     def commit(self, step: StepInFlight, device_s: float, now: float) -> None:
         plan = step.plan
         began = max(self._committed_s, step.planned_s)
-        host_s = max(0.0, now - began - device_s)
+        model_s = 0.0 if step.drafts is None else step.drafts.model_s
+        host_s = max(0.0, now - began - model_s - device_s)
         host_s = min(host_s, 4 * self.host_s + 1e-3)  # one stall hardly moves the average
         self.host_s += SMOOTHING * (host_s - self.host_s)
         self._committed_s = now

@@ -9,10 +9,11 @@ from functools import partial
 from itertools import repeat
 from operator import attrgetter
 
-from twostroke.draft.settings import SpeculationConfig
+from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.speculator import StepDrafts
 from twostroke.kv.cache import GroupLimits, KVSequence
 from twostroke.kv.eviction import Eviction
+from twostroke.kv.prefix import seed_digest
 from twostroke.kv.usage import KVUsage
 from twostroke.plan import (
     NO_WORK,
@@ -26,6 +27,7 @@ from twostroke.plan import (
     Slot,
     StepPlan,
 )
+from twostroke.request import EngineRequest
 from twostroke.sched.allowance import Allowance
 from twostroke.sched.scheduled_request import ScheduledRequest
 from twostroke.sched.work import AttentionWork
@@ -113,6 +115,14 @@ class RowChanges:
         self.evicted.clear()
 
 
+def prefix_seed(config: SchedulerConfig, request: EngineRequest) -> bytes | None:
+    """Return the start of a request's chain of block digests. It contains the salt. Without prefix
+    caching only the continuations of one `n > 1` request share blocks."""
+    if config.prefix_caching:
+        return seed_digest("salt", request.salt)
+    return seed_digest("family", request.family) if request.family else None
+
+
 class StepBuilder:
     """Collects the work of a step. The budget counts tokens: one for a slot, the length of a
     chunk."""
@@ -137,6 +147,7 @@ class StepBuilder:
         self.last_chunks: list[ScheduledRequest] = []
         self.chunk_requests: list[ScheduledRequest] = []
         self.draft_tokens: list[int] = []  # of all slots, in their order
+        self.model_s = 0.0  # time that a draft model ran for this step
         self.recomputed = 0  # number of tokens that were computed before and are no longer cached
         self.allowance: Allowance | None = None  # time for prefill; None: unlimited
         self.prefill_work = self.decode_work = NO_WORK

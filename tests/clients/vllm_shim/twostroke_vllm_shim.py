@@ -31,7 +31,8 @@ TOKENIZER = os.environ["TWOSTROKE_TOKENIZER"]  # a folder that transformers can 
 OUTCOMES = os.environ["TWOSTROKE_OUTCOMES"]  # a file with a JSON object on each line
 VERSION = os.environ["TWOSTROKE_VERSION"]
 MAX_MODEL_LEN = 8192  # of the default model
-START_S, TEST_S = 120, 180
+PATIENCE = float(os.environ["TWOSTROKE_PATIENCE"])
+START_S, TEST_S = 120 * PATIENCE, 180 * PATIENCE
 
 # Flags of the model, its adapters, the device and libraries, which differ from those of vLLM's
 # tests. The flags are left out with their values.
@@ -266,7 +267,7 @@ class RemoteOpenAIServer:
                 raise ServerRefusedError(said.strip()[-600:])
             time.sleep(0.05)
         self.stop()
-        raise ServerRefusedError(f"no server within {START_S} s: {said[-600:]}")
+        raise ServerRefusedError(f"no server within {START_S:.0f} s: {said[-600:]}")
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self

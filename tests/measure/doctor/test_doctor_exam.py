@@ -12,7 +12,6 @@ from bench.doctor_exam.cases import CASES
 from bench.doctor_exam.exam import CaseResult, find_cases, result_json, run_case
 from bench.doctor_exam.faulty_server import main as serve_with_fault
 from bench.doctor_exam.slow_link import slow_link
-from tests.measure.doctor.test_doctor import on_a_free_machine
 from tests.tiny import tiny_folder
 from twostroke.errors import ConfigError
 
@@ -38,8 +37,7 @@ def test_there_are_enough_faults_and_controls() -> None:
         find_cases("light,nothing")
 
 
-@pytest.mark.full
-@on_a_free_machine
+@pytest.mark.long  # the doctor judges by the clock
 def test_the_doctor_finds_an_injected_fault(tmp_path: Path) -> None:
     """A real server with a fault, a real load, and the doctor as a process of its own."""
     folder = tiny_folder(tmp_path / "tiny")

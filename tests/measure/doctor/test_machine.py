@@ -14,7 +14,7 @@ import pytest
 
 from tests.measure.doctor.test_diagnosis import BEGUN_S, STEP_S, first_cause, request, seen, step
 from twostroke.measure.doctor.diagnosis import diagnose
-from twostroke.measure.doctor.machine import slowed_ratios
+from twostroke.measure.doctor.machine_causes import slowed_ratios
 from twostroke.measure.doctor.watch import Observations
 from twostroke.observe.machine import MachineReader, listening_process
 

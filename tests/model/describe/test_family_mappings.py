@@ -482,7 +482,7 @@ def test_an_olmo_2_file_is_read_back(tmp_path: Path) -> None:
         (
             GEMMA,
             of("gemma2", attention__sliding_window_pattern=[True]),
-            "sliding_window_pattern must be a list that says for each of the 2 layers",
+            "sliding_window_pattern must be a list of 2 values, one for each layer",
         ),
         (GEMMA, of("gemma2", rope__freq_base_swa=0.5), "rope.freq_base_swa must be a number above"),
         (changed(GEMMA, family="gemma3"), of("gemma3"), "has no gemma3.rope.freq_base"),

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    Ernie4_5Config,
     Exaone4Config,
     Glm4Config,
     GraniteMoeHybridConfig,
@@ -99,6 +100,9 @@ INTERNLM2_7B = config("internlm2", (92544, 4096, 14336, 32, 32, 8, 32768), bias=
 INTERNLM3_8B = config("internlm3", (128512, 4096, 10240, 48, 32, 2, 32768), bias=False)
 INTERNLM3_8B |= {"head_dim": 128, "qkv_bias": False}
 SEED_36B = config("seed_oss", (155136, 5120, 27648, 64, 80, 8, 524288), rope_theta=1e7)
+ERNIE45_03B = config("ernie4_5", (103424, 1024, 3072, 18, 16, 2, 131072), head_dim=128)
+ERNIE45_03B |= {"rope_theta": 500000, "use_bias": False, "rms_norm_eps": 1e-5}
+ERNIE45_03B |= {"tie_word_embeddings": True}
 
 
 PYTHIA_160M = config("gpt_neox", (50304, 768, 3072, 12, 12, 12, 2048), hidden_act="gelu")
@@ -147,6 +151,7 @@ GPT_OSS_20B["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_c
         (INTERNLM2_7B, 7_737_708_544),
         (INTERNLM3_8B, 8_804_241_408),
         (SEED_36B, 36_151_104_512),
+        (ERNIE45_03B, 360_748_032),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -224,6 +229,22 @@ def test_olmo_3_scales_the_rope_of_layers_without_a_window() -> None:
     assert sliding == RopeSpec(5e5, 128)
     assert (full.kind, full.factor, full.original_context) == ("yarn", 8.0, 8192)
     assert (spec.max_context, spec.norm_fp32, spec.layers[0].pre_norm) == (65536, True, False)
+
+
+def test_ernie_has_128_channels_in_each_head_and_one_setting_for_all_biases() -> None:
+    spec = spec_from_hf(ERNIE45_03B)
+    assert set(kinds(spec, "rope")) == {RopeSpec(5e5, 128)}
+    absent = ("rope_theta", "head_dim", "num_key_value_heads", "rms_norm_eps", "use_bias")
+    absent += ("tie_word_embeddings",)
+    implied = {name: value for name, value in ERNIE45_03B.items() if name not in absent}
+    assert spec_from_hf(implied) == spec
+    biased = spec_from_hf(ERNIE45_03B | {"use_bias": True})
+    assert {name for name in biased.weight_shapes() if name.startswith("layers.0.")} == {
+        *(name for name in spec.weight_shapes() if name.startswith("layers.0.")),
+        *(f"layers.0.{part}_bias" for part in ("q", "k", "v", "o", "gate", "up", "down")),
+    }
+    narrow = spec_from_hf(ERNIE45_03B | {"head_dim": None})
+    assert narrow.layers[0].attention.head_dim == 64
 
 
 @pytest.mark.parametrize("changes", [{}, {"layer_types": None}])
@@ -345,6 +366,9 @@ def test_gpt_oss_is_read() -> None:
             r"\bintermediate_size must be a whole number from 1",
         ),
         (EXAONE4_32B, {"sliding_window_pattern": []}, "sliding_window_pattern must be a whole"),
+        (ERNIE45_03B, {"model_type": "ernie4_5_moe"}, "the architecture 'ernie4_5_moe' is not"),
+        (ERNIE45_03B, {"use_bias": "x"}, "use_bias must be true or false"),
+        (ERNIE45_03B, {"hidden_act": "gelu"}, "the activation 'gelu' .hidden_act. is not"),
         (COMMAND_R, {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
         (COMMAND_R, {"logit_scale": 0}, "logit_scale must be a number above 0"),
         (COMMAND_R, {"layer_norm_eps": 2}, "layer_norm_eps must be a number from 1e-20 to 1"),
@@ -407,6 +431,7 @@ TINY: dict[str, PreTrainedConfig] = {
         **SIZES, head_dim=12, rope_parameters=MINISTRAL3 | {"original_max_position_embeddings": 16}
     ),
     "olmo3": Olmo3Config(**SIZES, rope_parameters=ROPES),
+    "ernie4_5": Ernie4_5Config(**SIZES, head_dim=8, use_bias=True),
     "exaone4": Exaone4Config(**SIZES),
     "smollm3": SmolLM3Config(**SIZES),
     "cohere2": Cohere2Config(**SIZES),
@@ -429,6 +454,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": APART | TWO_NORMS | SHARED,
     "ministral3": APART | TWO_NORMS,
     "olmo3": APART | AFTER | HEAD_NORMS,
+    "ernie4_5": APART | TWO_NORMS | {f"{name}_bias": APART[name] for name in APART},
     "exaone4": APART | AFTER | HEAD_NORMS,
     "smollm3": APART | TWO_NORMS,
     "cohere2": APART | {"attn_norm": "input_layernorm"},
@@ -438,7 +464,8 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 WEIGHTS["glm4"] |= {f"{name}_bias": APART[name] for name in "qkv"}
 WEIGHTS["starcoder2"] |= {f"{name}_bias": APART[name] for name in "qkvo"}
 WEIGHTS["starcoder2"] |= {f"{name}_bias": tensor for name, tensor in C_MLP.items()}
-NEIGHBOURS = ("glm4", "cohere2")  # whose files have the channels that turn together side by side
+# Families whose files have the channels that rope rotates together side by side.
+NEIGHBOURS = ("glm4", "ernie4_5", "cohere2")
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -586,6 +613,7 @@ FALCON = changed(FALCON, output_bias=False, mlp_bias=False)
         (changed(EXAONE4, windows=(None,) * 2), of("exaone4")),
         (changed(SPEC, family="seed_oss", qkv_bias=True), of("seed_oss")),
         (changed(SPEC, family="internlm2"), of("internlm2")),
+        (changed(SPEC, family="ernie4_5", tie_embeddings=True), of("ernie4_5")),
     ],
     ids=lambda value: value.family if isinstance(value, ModelSpec) else "",
 )
@@ -595,7 +623,9 @@ def test_a_file_is_read_back(spec: ModelSpec, edit: Edit, tmp_path: Path) -> Non
     check_weights(spec, GGUFWeights(file, spec), "here")
 
 
-@pytest.mark.parametrize("arch", ["gemma3n", "clip", "qwen2vl", "gptj", "granitehybrid"])
+@pytest.mark.parametrize(
+    "arch", ["ernie4_5-moe", "gemma3n", "clip", "qwen2vl", "gptj", "granitehybrid"]
+)
 def test_files_of_other_architectures_are_refused_by_name(arch: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"the architecture '{arch}' is not supported"):
         spec_from_gguf(write_model(tmp_path / "m.gguf", changed(SPEC, family=arch)))

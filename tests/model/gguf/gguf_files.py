@@ -11,7 +11,8 @@ import numpy as np
 
 from tests.specs import make_spec
 from tests.tiny import merged
-from twostroke.model.describe.gguf_config import ARCHITECTURES, FUSED_NAMES, NAMES
+from twostroke.model.describe.gguf_config import ARCHITECTURES
+from twostroke.model.describe.gguf_names import FUSED_NAMES, NAMES
 from twostroke.model.describe.spec import ExpertsSpec, ModelSpec, RopeSpec
 from twostroke.model.gguf.block_types import LAYOUTS, BlockType
 from twostroke.model.gguf.gguf_file import GGUFFile

@@ -22,7 +22,8 @@ from tests.model.gguf.gguf_files import (
 )
 from tests.specs import changed
 from twostroke.errors import ModelError
-from twostroke.model.describe.gguf_config import NAMES, spec_from_gguf
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.gguf_names import NAMES
 from twostroke.model.describe.spec import ModelSpec, RopeSpec, yarn_attention_factor
 from twostroke.model.describe.tensor_names import halves_from_interleaved
 from twostroke.model.gguf.block_types import BlockType

@@ -21,7 +21,7 @@ from tests.model.gguf.gguf_files import (
 from tests.specs import changed
 from twostroke import LLM, SamplingParams
 from twostroke.errors import ModelError
-from twostroke.model.describe.gguf_config import NAMES
+from twostroke.model.describe.gguf_names import NAMES
 from twostroke.model.describe.spec import ModelSpec
 from twostroke.model.gguf.gguf_file import GGUFFile
 from twostroke.model.weights.gguf import GGUFWeights

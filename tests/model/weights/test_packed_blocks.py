@@ -16,7 +16,8 @@ from twostroke import LLM, SamplingParams
 from twostroke.engine import build_torch
 from twostroke.errors import ModelError
 from twostroke.kernels.packed import dequantised, pack
-from twostroke.model.describe.gguf_config import NAMES, spec_from_gguf
+from twostroke.model.describe.gguf_config import spec_from_gguf
+from twostroke.model.describe.gguf_names import NAMES
 from twostroke.model.formats.linear import PackedLinear, StackedLinear
 from twostroke.model.formats.phase_formats import phase_formats
 from twostroke.model.formats.weight_formats import packed_formats

@@ -13,16 +13,10 @@ import openai
 import pytest
 
 from tests.server.test_load import PATIENCE_S, Server, served
-from tests.tiny import tiny_folder
 
 LIMITS: Any = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 4096}
 SHORT: Any = {"model": "tiny", "input": "the fox", "max_output_tokens": 12}
 LONG: Any = {**SHORT, "max_output_tokens": 4000}  # 40 s at least: it does not end meanwhile
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

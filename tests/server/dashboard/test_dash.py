@@ -16,17 +16,12 @@ import pytest
 
 from tests.server.monitor.test_metrics import scrape, value
 from tests.server.running import Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.kernels import cpu
 from twostroke.serve.dashboard.dash import MAX_ANSWERS_PER_S, SLOWEST, STEPS, page_headers
 from twostroke.serve.monitor.ceilings_probe import IDLE_S, CeilingsProbe
 
-CAUSES = ("decode", "prefill", "preemption", "host", "communication")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication", "drafting")
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from tests.instant import (
     InstantExecutor,
     build_instant,
     expected_tokens,
-    printable_ids,
 )
 from tests.server.test_load import (
     MIB,
@@ -42,7 +41,7 @@ from tests.server.test_load import (
     served,
     stream_of,
 )
-from tests.tiny import same_rounding, tiny_folder, tiny_llm
+from tests.tiny import same_rounding, tiny_llm
 from twostroke import SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine.remote import RemoteEngine
@@ -57,16 +56,6 @@ BAD_PROMPT, BAD_LATER = 240, 241  # first tokens of prompts on which the executo
 BAD_AFTER = 5  # tokens, for the second
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 LIMITS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 4096}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def written(folder: Path) -> list[int]:
-    return printable_ids(EngineConfig(model=str(folder)))
 
 
 # ── engines that break ──────────────────────────────────────────────────────────────────────

@@ -4,7 +4,6 @@ end."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import random
@@ -22,8 +21,9 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.instant import BUILDER, STEP_DELAY, expected_tokens, printable_ids
-from tests.tiny import same_rounding, tiny_folder, tiny_llm
+from tests.engine_streams import ENDS, MANY_SETTINGS, end_at_random
+from tests.instant import BUILDER, STEP_DELAY, expected_tokens
+from tests.tiny import same_rounding, tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine import child, remote, supervised
@@ -37,7 +37,7 @@ from twostroke.observe.record import Causes, FirstToken, PhaseRecord, RequestRec
 from twostroke.outputs import RequestOutput
 from twostroke.owned_folder import OwnedFolder
 from twostroke.plan import Chunk, Slot, TokenLogprobs
-from twostroke.request import FinishReason
+from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.updates import Update
 from twostroke.serve.monitor.prometheus import Families
 
@@ -49,19 +49,9 @@ CLIENTS: tuple[type[EngineClient], ...] = (RemoteEngine, AsyncEngine)  # for the
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def alone(folder: Path) -> LLM:
     """The expected answers: one request at a time, in this process."""
     return tiny_llm(folder)
-
-
-@pytest.fixture(scope="module")
-def written(folder: Path) -> list[int]:
-    return printable_ids(EngineConfig(model=str(folder)))
 
 
 class Running:
@@ -201,21 +191,8 @@ def test_many_streams_give_what_each_gives_alone(tiny: Running, alone: LLM) -> N
 
 def test_all_that_a_request_may_ask_for_crosses_over(tiny: Running, alone: LLM) -> None:
     async def test(engine: RemoteEngine) -> None:
-        params = SamplingParams(
-            n=3,
-            seed=4,
-            max_tokens=10,
-            logprobs=2,
-            prompt_logprobs=1,
-            logit_bias={7: 3.0},
-            frequency_penalty=0.5,
-            bad_words=["the"],
-            stop_token_ids=[9],
-            top_k=50,
-            min_p=0.01,
-        )
-        (expected,) = alone.generate("the quick brown fox", params)
-        output = await last(engine, "the quick brown fox", params)
+        (expected,) = alone.generate("the quick brown fox", MANY_SETTINGS)
+        output = await last(engine, "the quick brown fox", MANY_SETTINGS)
         assert output.prompt == expected.prompt
         assert output.prompt_logprobs == expected.prompt_logprobs
         assert output.outputs == expected.outputs
@@ -394,40 +371,11 @@ def test_2000_random_ends_leave_nothing_behind(instant: Running, written: list[i
 
     async def one(engine: RemoteEngine, n: int) -> str:
         await asyncio.sleep(choose.random() * 3)
-        prompt = [50 + n % 7] * choose.randint(1, 60)
-        params = SamplingParams(
-            n=choose.choice([1, 1, 2]),
-            max_tokens=choose.randint(1, 60),
-            stop=choose.choice([None, "a", "the"]),
-            output_kind=choose.choice(["cumulative", "delta", "final_only"]),
-        )
-        end = choose.choice(["read", "break", "abort", "cancel", "refuse"])
-        name = f"request {n}"
-        if end == "refuse":
-            with pytest.raises(RequestError):
-                await last(engine, [999], params)
-        elif end == "break":
-            leave_after = choose.randint(1, 10)
-            stream = engine.generate(prompt, params, request_id=name)
-            async for _ in stream:
-                leave_after -= 1
-                if not leave_after:
-                    break
-            await stream.aclose()  # type: ignore[attr-defined]
-        else:
-            task = asyncio.create_task(last(engine, prompt, params, request_id=name))
-            await asyncio.sleep(choose.random() * 0.05)
-            if end == "abort":
-                engine.abort(name)
-            elif end == "cancel":
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                assert (await task).finished
-        return end
+        return await end_at_random(engine, choose, n, max_tokens=60)
 
     async def test(engine: RemoteEngine) -> None:
         ends = await asyncio.gather(*(one(engine, n) for n in range(2000)))
-        assert set(ends) == {"read", "break", "abort", "cancel", "refuse"}
+        assert set(ends) == ENDS
         output = await last(engine, [50, 51])
         assert output.outputs[0].token_ids == expected_tokens([50, 51], 12, written)
 
@@ -438,7 +386,8 @@ def test_2000_random_ends_leave_nothing_behind(instant: Running, written: list[i
 
 
 def test_messages_that_cannot_be_read_are_dropped(instant: Running, written: list[int]) -> None:
-    bad = [b"", b"\xc1", b"\x91" * 50_000, encode(["add", "\x00"]), encode(Add(1 << 30, []))]
+    long = EngineRequest("a", (5,) * 100_000, SamplingParams(), seed=0)
+    bad = [b"", b"\xc1", b"\x91" * 50_000, encode(["add", "\x00"]), encode(Add(1 << 30, long, []))]
 
     async def run(engine: RemoteEngine) -> None:
         running, pid = engine._child, engine.pid

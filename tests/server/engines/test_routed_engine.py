@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import tiny_folder, tiny_llm
+from tests.engine_streams import MANY_SETTINGS
+from tests.tiny import tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.config import EngineConfig
 from twostroke.engine.api import EngineClient
@@ -38,11 +39,6 @@ PATIENCE_S = 240  # what hangs fails its test
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 CLIENTS: tuple[type[EngineClient], ...] = (RoutedEngine,)  # for the type checker
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -186,21 +182,8 @@ def test_the_time_in_an_engine_begins_before_the_engine_knows_of_it(
 
 def test_all_that_a_request_may_ask_for_crosses_over(pools: Running, alone: LLM) -> None:
     async def test(engine: RoutedEngine) -> None:
-        params = SamplingParams(
-            n=3,
-            seed=4,
-            max_tokens=10,
-            logprobs=2,
-            prompt_logprobs=1,
-            logit_bias={7: 3.0},
-            frequency_penalty=0.5,
-            bad_words=["the"],
-            stop_token_ids=[9],
-            top_k=50,
-            min_p=0.01,
-        )
-        (expected,) = alone.generate("the quick brown fox", params)
-        output = await last(engine, "the quick brown fox", params)
+        (expected,) = alone.generate("the quick brown fox", MANY_SETTINGS)
+        output = await last(engine, "the quick brown fox", MANY_SETTINGS)
         assert output.prompt_logprobs == expected.prompt_logprobs
         assert output.outputs == expected.outputs
         assert len(output.records) == 3

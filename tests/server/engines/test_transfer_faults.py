@@ -13,7 +13,7 @@ import pytest
 
 from tests.server.engines.faulty_transfer import BUILDER, FAULT_FILE
 from tests.server.engines.test_routed_engine import Running, by_name, last, until
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import LLM, SamplingParams
 from twostroke.kernels import cpu
 from twostroke.outputs import RequestOutput
@@ -28,11 +28,6 @@ WAYS = {
     "seeded": SamplingParams(temperature=0.9, seed=7, max_tokens=20, ignore_eos=True),
 }
 TIMEOUT_S, DELAY_S = 1.5, 3.0  # a sender that is later is given up
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

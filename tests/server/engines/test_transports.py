@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import random
 import shutil
@@ -20,7 +19,6 @@ import uvloop
 from tests.server.http.raw_http import GET, TEXT, chunked, head, read_all, statuses, wait_until
 from tests.server.running import PATIENCE_S, Running, running
 from tests.tiny import tiny_folder, tiny_llm
-from twostroke.sched.updates import Update
 
 pytestmark = [
     pytest.mark.core,  # bounds of security
@@ -42,27 +40,12 @@ class Transport:
         records = self.server.client.records.requests
         before = len(records)
         body = json.dumps(LONG).encode()
-        with self.steps_await_messages(after=8):
+        with self.server.steps_await_messages(after=8):
             connection.sendall(head(PATH, b"Content-Length: %d" % len(body)) + body)
             assert connection.recv(9) == b"HTTP/1.1 "
             leave(connection)
             wait_until(lambda: len(records) > before)
         return records[-1].finish_reason == "abort"
-
-    @contextlib.contextmanager
-    def steps_await_messages(self, after: int) -> Iterator[None]:
-        """Let the engine run `after` steps; each later step awaits a message to the engine."""
-        inbox, core = self.server.client._inbox, self.server.client.engine.core
-        run_step, steps = core.step, itertools.count()
-
-        def step() -> list[Update]:
-            if next(steps) >= after:
-                wait_until(lambda: not inbox.empty())
-            return run_step()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(core, "step", step)
-            yield
 
 
 @pytest.fixture(scope="module", params=["asyncio", "asyncio tls", "uvloop", "uvloop tls", "uds"])

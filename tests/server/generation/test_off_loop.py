@@ -192,6 +192,11 @@ def test_scrapes_at_the_same_time_share_one(
         (COMPLETIONS, {"prompt": "7" * 70_000}, "70000 characters, and at most 255 tokens"),
         (COMPLETIONS, {"prompt": "7" * 60_000}, "at least 8192 tokens, and at most 255"),
         (CHAT, chat("7" * 70_000), "70000 characters, and at most 255"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "bad_words": [f"{n}" + "7" * 250 for n in range(1024)]},
+            "bad_words have more than 16384 tokens together",
+        ),
         (CHAT, {"messages": chat()["messages"] * 300}, "300 messages, and at most 255"),
         (CHAT, chat(tools=[], chat_template_kwargs={"x": "y" * 2**21}), "bytes with its messages"),
         ("/tokenize", {"prompt": "7" * 70_000}, "70000 characters"),

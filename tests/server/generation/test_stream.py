@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.serve.api.openai.completions import CompletionStreamWriter
 from twostroke.serve.fields.response_json import TextEventTemplate, event
 
@@ -28,11 +28,6 @@ PROMPT: dict[str, Any] = {
     "max_tokens": 8,
     "ignore_eos": True,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

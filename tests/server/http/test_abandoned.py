@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.instant import printable_ids
 from tests.server.running import PATIENCE_S, Running, running
 from tests.server.test_load import Asking, ask, assert_exact, prompt_of, run, served, stream_of
-from tests.tiny import tiny_folder, tiny_llm
-from twostroke.config import EngineConfig
+from tests.tiny import tiny_llm
 from twostroke.serve.generation.prompts import TEXT_THREADS, ThreadPool
 from twostroke.serve.monitor.metrics import CLIENT_GONE
 
@@ -26,16 +24,6 @@ pytestmark = pytest.mark.core  # bounds of security
 
 TEXT = "/v1/completions"
 MANY = 300
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def written(folder: Path) -> list[int]:
-    return printable_ids(EngineConfig(model=str(folder)))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import JSON, PATIENCE_S, Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.engine.input_processor import COUNTED_CHARS
 from twostroke.engine.rendering import TemplateRenderer
 from twostroke.serve.error_responses import ApiError
@@ -33,11 +33,6 @@ TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/response
 MESSAGES = [{"role": "user", "content": "a"}]
 MIB = 1024**2
 LONGEST_ANSWER = 1500  # bytes of an error, whatever was sent
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,6 @@ from twostroke.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.core  # bounds of security
 
-ACTS = (
-    "/start_profile",
-    "/stop_profile",
-    "/sleep?mode=abort",
-    "/wake_up",
-    "/reset_prefix_cache",
-    "/pools",
-)
 TEXT = {"prompt": "the", "max_tokens": 2, "temperature": 0}
 
 
@@ -97,10 +89,12 @@ def test_a_program_that_names_no_host_is_answered(server: Running) -> None:
     ],
 )
 def test_pages_of_other_sites_do_not_act(server: Running, headers: dict[str, str]) -> None:
-    for path in ACTS:
+    acting = [route for route in server.app.routes if route.acts]
+    assert {"/sleep", "/pools", "/start_profile", "/learn/run"} <= {one.path for one in acting}
+    for route in acting:
         for more in ({}, JSON):
-            status, _, answer = server.ask("POST", path, b"{}", {**headers, **more})
-            assert status == 403, path
+            status, _, answer = server.ask(route.method, route.path, b"{}", {**headers, **more})
+            assert status == 403, route.path
             assert error_of(answer)["code"] == "origin_not_allowed"
             assert "--allowed-origins" in error_of(answer)["message"]
 

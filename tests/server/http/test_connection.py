@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.http.raw_http import GET, KEY, TEXT, chunked, head, read_all, statuses, wait_until
 from tests.server.running import PATIENCE_S, Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.serve.http import connection
 from twostroke.serve.http.connection import (
     MAX_HEADER_LINES,
@@ -29,11 +29,6 @@ from twostroke.serve.settings import ServeSettings
 pytestmark = pytest.mark.core  # bounds of security
 
 ENDLESS_BYTES = 32 * 1024**2  # more than any limit and the kernel's buffers together
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

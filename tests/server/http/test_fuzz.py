@@ -42,7 +42,7 @@ def test_no_call_breaks_the_server(tmp_path: Path, engine: str, calls: int) -> N
             "ends with",
         ),
         (HttpAnswer(200, JSON, b"{}", False), "breaks off"),
-        (HttpAnswer(hung=True), "no answer within"),
+        (HttpAnswer(hung=True), "no answer in time"),
         (HttpAnswer(), "no answer"),
     ],
 )

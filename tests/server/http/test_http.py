@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import JSON, PATIENCE_S, Running, running
-from tests.tiny import MAX_LEN, tiny_folder, tiny_llm
+from tests.tiny import MAX_LEN, tiny_llm
 from twostroke.engine.core import EngineCore
 from twostroke.errors import ConfigError
 from twostroke.log_lines import WORK
@@ -30,11 +30,6 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
 LONG: dict[str, Any] = {"prompt": "the", "max_tokens": 240, "ignore_eos": True, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.http.raw_http import head, wait_until
 from tests.server.running import JSON, PATIENCE_S, Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.engine.core import EngineCore
 from twostroke.request import EngineRequest
 from twostroke.serve.fields.protocol import ErrorAnswer
@@ -26,11 +26,6 @@ KEYS = ("first-key", "zweiter-schlüssel")
 # Pages and their files hold no data: what they show they ask of routes that need the key.
 PAGES = {"/dash", "/learn", "/static/shared/base.css"}
 OPEN = {"/health", "/v1/health", "/ping", *PAGES}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="module")

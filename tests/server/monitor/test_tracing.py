@@ -19,7 +19,7 @@ import pytest
 
 from tests.cli.test_serve import started
 from tests.server.running import JSON, Running, running
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke.commands.parser import Parser
 from twostroke.commands.serve_settings import serve_settings
 from twostroke.kernels import cpu
@@ -29,7 +29,7 @@ PATIENCE_S = 240
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"prompt": "the quick brown fox", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 TEXT = "/v1/completions"
-CAUSES = ("decode", "prefill", "preemption", "host", "communication")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication", "drafting")
 
 
 class Collector:
@@ -61,11 +61,6 @@ def _plain(attributes: Any) -> dict[str, Any]:
         value = getattr(pair.value, kind)
         found[pair.key] = [v.string_value for v in value.values] if kind == "array_value" else value
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -99,12 +99,13 @@ def test_an_answer_is_stopped_asked_again_and_a_question_edited_into_a_branch(
     chat: ChatPage, server: Running
 ) -> None:
     chat.always_answer(None, ignore_eos=True, max_tokens=1500)
-    chat.say("a long one")
-    chat.page.wait_for(
-        "document.querySelector('.message.assistant .content').innerText.length > 20"
-    )
-    chat.page.press("Escape")
-    chat.page.wait_for(f"{WRITTEN}.length === 1")
+    with server.steps_await_messages(after=60):
+        chat.say("a long one")
+        chat.page.wait_for(
+            "document.querySelector('.message.assistant .content').innerText.length > 20"
+        )
+        chat.page.press("Escape")
+        chat.page.wait_for(f"{WRITTEN}.length === 1")
     assert "You stopped" in chat.page.value("document.querySelector('.assistant').innerText")
     server.assert_idle()
     stopped = chat.answer()
@@ -149,7 +150,7 @@ def test_each_token_tells_its_gap_by_cause_and_its_alternatives(
     for n, key in ((1, "ArrowRight"), (39, "End")):
         chat.page.press(key)
         about = chat.page.value("document.querySelector('.about-token').innerText")
-        gap_ms = 1e3 * sum(record.gap_causes[5 * (n - 1) : 5 * n])
+        gap_ms = 1e3 * sum(record.gap_causes[6 * (n - 1) : 6 * n])
         assert f"Token {n + 1} of 40" in about
         assert abs(
             _milliseconds(about.split(" after the one before")[0].split("  ")[-1]) - gap_ms
@@ -297,18 +298,19 @@ def test_with_a_key_the_page_asks_for_it_and_asks_again_if_it_is_wrong(
 
 
 @pytest.mark.full
-def test_a_whole_chat_by_keyboard_alone(chat: ChatPage) -> None:
+def test_a_whole_chat_by_keyboard_alone(chat: ChatPage, server: Running) -> None:
     page = chat.page
     written = f"{WRITTEN}.length === 1"
     page.inputs.clear()
     _set_other_fields(page, '{"ignore_eos": true, "max_tokens": 1500}')
     page.tab_to("Skip to the message field", SHIFT)
     page.press("Enter")
-    page.type("a chat to delete")
-    page.press("Enter")
-    page.wait_for("document.querySelector('.assistant .content')?.innerText.length > 20")
-    page.press("Escape")
-    page.wait_for(written)
+    with server.steps_await_messages(after=60):
+        page.type("a chat to delete")
+        page.press("Enter")
+        page.wait_for("document.querySelector('.assistant .content')?.innerText.length > 20")
+        page.press("Escape")
+        page.wait_for(written)
     assert "You stopped" in page.value("document.querySelector('.assistant').innerText")
     page.press("n", ALT | SHIFT)
     page.wait_for(f"{ANSWERS}.length === 0 && document.activeElement.id === 'text'")

@@ -441,6 +441,80 @@ CORPUS: dict[str, tuple[str, str, str, Calls]] = {
         '<|action_start|><|plugin|>\n{"name": "launch"}<|action_end|>',
         [],
     ),
+    "xlam": (
+        "xlam",
+        f'[{{"name": "book", "arguments": {TRICKY}}}, {{"name": "now", "arguments": {{}}}}]',
+        "",
+        [("book", TRICKY), ("now", "{}")],
+    ),
+    "xlam, a fence, tags and no list": (
+        "xlam",
+        f'Ok:\n```json\n[{{"name": "book", "arguments": {OSLO}}}]\n```\n<tool_call>[{{"name": '
+        '"now"}]</tool_call>\n[TOOL_CALLS] {"name": "now"}',
+        "Ok:",
+        [("book", OSLO), ("now", "{}"), ("now", "{}")],
+    ),
+    "xlam, tags first": ("xlam", '[TOOL_CALLS][{"name": "now"}]', "", [("now", "{}")]),
+    "xlam, no calls": ("xlam", " [1, 2] [TOOL_CALLS]", " [1, 2] [TOOL_CALLS]", []),
+    "xlam, unknown tool": (
+        "xlam",
+        '[{"name": "launch", "arguments": {}}]',
+        '[{"name": "launch", "arguments": {}}]',
+        [],
+    ),
+    "minicpm5": (
+        "minicpm5",
+        'Well.\n<function name="book"><param name="city">a &lt; b</param>\n<param name="nights">2'
+        "</param></function>\n<function name='now'></function>",
+        "Well.",
+        [("book", '{"city": "a < b", "nights": 2}'), ("now", "{}")],
+    ),
+    "minicpm5, verbatim": (
+        "minicpm5",
+        '<function name="book"><param name="city"><![CDATA[  &lt; </param>\n]]></param></function>',
+        "",
+        [("book", '{"city": "  &lt; </param>\\n"}')],
+    ),
+    "minicpm5, unknown tool": (
+        "minicpm5",
+        '<function name="launch"></function>',
+        '<function name="launch"></function>',
+        [],
+    ),
+    "minicpm5, no quotes": ("minicpm5", "<function name=now>", "<function name=now>", []),
+    "minicpm5, cut off": (
+        "minicpm5",
+        '<function name="book"><param name="nights">2</param><param name="city">Os',
+        "",
+        [("book", '{"nights": 2')],
+    ),
+    "functiongemma": (
+        "functiongemma",
+        "Well.<start_function_call>call:book{city:<escape>a, }b<escape>,nights:2,smoking:true,"
+        "guests:[<escape>x: y<escape>,z],room:{a:{b:[1,null]}},zip:<escape>0150<escape>}"
+        "<end_function_call><start_function_call>call:now{}<end_function_call>",
+        "Well.",
+        [
+            (
+                "book",
+                '{"city": "a, }b", "nights": 2, "smoking": true, "guests": ["x: y","z"], '
+                '"room": {"a":{"b":[1,null]}}, "zip": "0150"}',
+            ),
+            ("now", "{}"),
+        ],
+    ),
+    "functiongemma, unknown tool": (
+        "functiongemma",
+        "<start_function_call>call:launch{}<end_function_call>",
+        "<start_function_call>call:launch{}<end_function_call>",
+        [],
+    ),
+    "functiongemma, cut off": (
+        "functiongemma",
+        "<start_function_call>call:book{nights:2,city:<escape>Os",
+        "",
+        [("book", '{"nights": 2')],
+    ),
     "hermes, nested braces and escapes": (
         "hermes",
         f'<tool_call>{{"name": "book", "arguments": {TRICKY}}}</tool_call>',
@@ -513,6 +587,8 @@ def test_what_a_model_repeats_is_not_read_again_and_again(
         "<tool_call>\n<function=book>\n<parameter=a>",
         "<tool_call>book\n<arg_key>",
         "[book(a='",
+        '<function name="book"><param name="a">',
+        "<start_function_call>call:book{a:[",
     }
     for piece in (*begins, '<tool_call>{":', " \n", '{"name": "', '```json{"name":', "<", "[["):
         few, many = looks_at(piece * 100), looks_at(piece * 200)
@@ -588,6 +664,8 @@ def _calls(parser: str, text: str) -> list[dict[str, Any]]:
         ("<seed:tool_call> <function= <parameter=", "seed_oss"),
         ("<function_calls> <think>", "olmo3"),
         ("<|action_start|> <|plugin|>", "internlm"),
+        ('<function name="a"><param name="b">', "minicpm5"),
+        ("<start_function_call>call:", "functiongemma"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<tool_call><function=a><parameter=b>", "qwen3_coder"),

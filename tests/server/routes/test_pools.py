@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_serve import Server, started
-from tests.tiny import tiny_folder, tiny_llm
+from tests.tiny import tiny_llm
 from twostroke import SamplingParams
 from twostroke.kernels import cpu
 from twostroke.measure.explain.timeline import REQUESTS, timeline
@@ -22,11 +22,6 @@ pytestmark = pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
 )
 PROMPT = [50 + (7 * n * n) % 200 for n in range(120)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def complete(server: Server, prompt: list[int], **more: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from twostroke.measure.doctor.account import (
     client_extra_of,
     is_stall,
 )
-from twostroke.measure.doctor.machine import machine_findings
+from twostroke.measure.doctor.machine_causes import machine_findings
 from twostroke.measure.doctor.treatment import experiment
 from twostroke.measure.doctor.verdict import (
     BOTH,

@@ -30,6 +30,7 @@ PARTS = {
     "preemption": ("preemption", False),
     "host, between its tokens": ("host", False),
     "communication of ranks": ("communication", False),
+    "draft model": ("drafting", False),
     "after the last token": ("soft", False),
     "not accounted for": ("soft", False),
 }
@@ -256,6 +257,8 @@ class Explainer:
         yield Entry(
             "communication of ranks", comm_s, "reductions over the ranks, and waiting for the ranks"
         )
+        drafting_s = gaps.get("drafting", 0.0)  # missing in older servers
+        yield Entry("draft model", drafting_s, "its steps, before the drafts were verified")
 
     def _worst(self, request: Record) -> Gap | None:
         times, numbers = request["token_s"], request["token_step"]

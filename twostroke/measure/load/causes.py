@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from twostroke.measure.load.definitions import Sample
 from twostroke.observe.record import steps_between
 
-CAUSES = ("decode", "prefill", "preemption", "host", "communication", "outside")
+CAUSES = ("decode", "prefill", "preemption", "host", "communication", "drafting", "outside")
 UNKNOWN = "not known"
 EARLY_S = 0.0005  # an event may seem to precede its token by this much
 Seconds = dict[str, float]  # by cause

@@ -32,7 +32,7 @@ from twostroke.measure.report.tables import (
 if TYPE_CHECKING:
     from twostroke.measure.load.bench import BenchOutcome
 
-COLORS = ("decode", "prefill", "preemption", "host", "communication", "queue")
+COLORS = ("decode", "prefill", "preemption", "host", "communication", "drafting", "queue")
 CAUSE_COLORS = dict(zip(CAUSES, COLORS, strict=True))
 
 

@@ -59,7 +59,7 @@ polyline.dashes{stroke-dasharray:6 5}.fill{fill:var(--c);opacity:.16}
 path.dots{fill:none;stroke:var(--c);stroke-width:5;stroke-linecap:round}
 circle.dots{fill:var(--c)}circle.rings{fill:var(--card);stroke:var(--c);stroke-width:3.5}
 .c-prefill{--c:var(--prefill)}.c-decode{--c:var(--decode)}.c-preemption{--c:var(--preemption)}
-.c-host{--c:var(--host)}.c-communication{--c:var(--good)}.c-good{--c:var(--good)}.c-bad{--c:var(--bad)}.c-queue{--c:var(--queue)}
+.c-host{--c:var(--host)}.c-communication{--c:var(--good)}.c-drafting{--c:var(--soft)}.c-good{--c:var(--good)}.c-bad{--c:var(--bad)}.c-queue{--c:var(--queue)}
 .c-soft{--c:var(--soft)}
 .wide-table{overflow-x:auto}table{border-collapse:collapse;width:100%}
 td,th{padding:6px 0 6px 16px;text-align:right;white-space:nowrap}

@@ -23,6 +23,7 @@ CAUSE_NAMES = {
     "preemption": "preemption",
     "host": "host",
     "communication": "communication of ranks",
+    "drafting": "draft model",
     "outside": "outside the engine",
 }
 SEARCH_HEAD = ("requests a second", "goals met by", "goodput", "TTFT, median", "TPOT, median", "")

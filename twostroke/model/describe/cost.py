@@ -113,7 +113,9 @@ class CostModel:
 
     def weight_bytes(self, samples: int, tokens: float = math.inf) -> float:
         """Return the bytes of weights that a step with `tokens` tokens reads."""
-        unused = sum(work.num_bytes * _unused(spec, tokens) for spec, _, work in self.experts)
+        unused = 0.0
+        for spec, _, work in self.experts:
+            unused += work.num_bytes * _unused(spec, tokens)
         head = self.head_weight_bytes if samples else 0.0
         return self.layer_weight_bytes - unused + head
 

@@ -2,7 +2,7 @@
 
 An architecture is an entry of ARCHITECTURES: a function that reads its settings, its tensor names,
 and the settings and tensors that only this architecture reads (docs/ADDING_A_FAMILY.md).
-`gguf_parts.py` has the shared parts.
+`gguf_names.py` has the names, `gguf_parts.py` the shared parts.
 
 For features without metadata (biases, tied embeddings, Llama 3's rope factors), the presence of
 tensors decides. Conversely every tensor must have a place in the spec: an unknown tensor belongs to
@@ -18,6 +18,17 @@ from typing import Any, NamedTuple
 from twostroke.errors import ModelError
 from twostroke.kernels.activations import Activation, ClampedSwiglu
 from twostroke.model.describe import gguf_parts as parts
+from twostroke.model.describe.gguf_names import (
+    CHATGLM_NAMES,
+    FUSED_NAMES,
+    GLM4_NAMES,
+    LLAMA_NAMES,
+    NAMES,
+    PHI3_NAMES,
+    POST_ATTENTION_NAMES,
+    falcon_names,
+    phi2_names,
+)
 from twostroke.model.describe.gguf_parts import GGUFSettings
 from twostroke.model.describe.spec import (
     EXPERTS,
@@ -50,62 +61,6 @@ FIELDS |= {"shared_intermediate_size": "expert_shared_feed_forward_length"}
 FIELDS |= {"q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank"}
 FIELDS |= {"nope_dim": "attention.key_length or key_length_mla", "rope_dim": "rope.dimension_count"}
 FIELDS |= {"value_dim": "attention.value_length or value_length_mla"}
-
-# ── names ───────────────────────────────────────────────────────────────────────────────────────
-
-_LAYER = {"attn_norm": "attn_norm.weight", "mlp_norm": "ffn_norm.weight"}
-_LAYER |= {"attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight"}
-_LAYER |= {"attn_norm_bias": "attn_norm.bias", "mlp_norm_bias": "ffn_norm.bias"}
-_LAYER |= {"q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight"}
-_LAYER |= {"o": "attn_output.weight", "o_bias": "attn_output.bias"}
-_LAYER |= {"q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias"}
-_LAYER |= {"q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight"}
-_LAYER |= {"sinks": "attn_sinks.weight"}
-_LAYER |= {"q_a": "attn_q_a.weight", "q_a_norm": "attn_q_a_norm.weight", "q_b": "attn_q_b.weight"}
-_LAYER |= {"kv_a": "attn_kv_a_mqa.weight", "kv_a_norm": "attn_kv_a_norm.weight"}
-_LAYER |= {"kv_b": "attn_kv_b.weight", "k_b": "attn_k_b.weight", "v_b": "attn_v_b.weight"}
-_LAYER |= {"gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight"}
-_LAYER |= {"gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias"}
-_LAYER |= {"router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias"}
-_LAYER |= {"router_correction": "exp_probs_b.bias", "shared_gate": "ffn_gate_inp_shexp.weight"}
-for _part in ("gate", "up", "down"):
-    _LAYER[f"experts.{_part}"] = f"ffn_{_part}_exps.weight"
-    _LAYER[f"experts.{_part}_bias"] = f"ffn_{_part}_exps.bias"
-    _LAYER[f"shared.{_part}"] = f"ffn_{_part}_shexp.weight"
-NAMES = TensorNames(
-    model={
-        "embed": "token_embd.weight",
-        "final_norm": "output_norm.weight",
-        "final_norm_bias": "output_norm.bias",
-        "head": "output.weight",
-        "head_bias": "output.bias",
-        "positions": "position_embd.weight",
-    },
-    layer=_LAYER,
-    layer_prefix="blk.{n}.",
-    # The first conversions of Mixtral.
-    alternatives={f"experts.{part}": f"ffn_{part}.{{e}}.weight" for part in ("gate", "up", "down")},
-)
-_QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
-PHI3_NAMES = NAMES.with_names(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
-# Conversions of Llama reorder the rows of q and k; files of GLM and Cohere have this order anyway.
-LLAMA_NAMES = NAMES.with_names(rope_interleaved=True)
-GLM4_NAMES = NAMES.with_names(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
-_QKV_BIAS = "attn_qkv.bias"
-CHATGLM_NAMES = GLM4_NAMES.with_names(
-    rope_interleaved=True,
-    q=_QKV,
-    k=_QKV,
-    v=_QKV,
-    q_bias=_QKV_BIAS,
-    k_bias=_QKV_BIAS,
-    v_bias=_QKV_BIAS,
-)
-FUSED_NAMES = NAMES.with_names(
-    q=_QKV, k=_QKV, v=_QKV, q_bias=_QKV_BIAS, k_bias=_QKV_BIAS, v_bias=_QKV_BIAS
-)
-# The norm before the MLP has the name of a norm after attention.
-POST_ATTENTION_NAMES = NAMES.with_names(mlp_norm="post_attention_norm.weight")
 
 # ── architectures ───────────────────────────────────────────────────────────────────────────────
 
@@ -399,21 +354,6 @@ class Architecture(NamedTuple):
     copies: tuple[str, ...] = ()  # endings of tensors that are copies of weights in some files
 
 
-def _phi2_names(file: GGUFFile) -> TensorNames:
-    """Return Phi-2's names. Conversions of its first release have q, k and v in one tensor."""
-    return FUSED_NAMES if f"blk.0.{_QKV}" in file.tensors else NAMES
-
-
-def _falcon_names(file: GGUFFile) -> TensorNames:
-    """Return Falcon's names. In a model with two norms (40B), attention has the second."""
-    if "blk.0.attn_norm_2.weight" not in file.tensors:
-        return FUSED_NAMES
-    norms = {"attn_norm": "attn_norm_2.weight", "attn_norm_bias": "attn_norm_2.bias"}
-    return FUSED_NAMES.with_names(
-        norms, mlp_norm="attn_norm.weight", mlp_norm_bias="attn_norm.bias"
-    )
-
-
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
 _SCALES = (parts.ATTENTION_SCALE, "embedding_scale", "residual_scale", "logit_scale")
 _EXPERTS = (parts.EXPERT_COUNT,)
@@ -443,8 +383,9 @@ ARCHITECTURES = {
     "starcoder2": Architecture(_starcoder2),
     "gptneox": Architecture(_gptneox, FUSED_NAMES, ("use_parallel_residual",)),
     "gpt2": Architecture(_gpt2, FUSED_NAMES),
-    "phi2": Architecture(_phi2, _phi2_names),
-    "falcon": Architecture(_falcon, _falcon_names),
+    "phi2": Architecture(_phi2, phi2_names),
+    "falcon": Architecture(_falcon, falcon_names),
+    "ernie4_5": Architecture(_llama, LLAMA_NAMES),
     "exaone4": Architecture(_exaone4, tensors=(parts.ROPE_FACTORS,)),
     "seed_oss": Architecture(_llama, POST_ATTENTION_NAMES),
     "gpt-oss": Architecture(_gpt_oss, POST_ATTENTION_NAMES, _EXPERTS),

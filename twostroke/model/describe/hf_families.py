@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from twostroke.errors import ModelError
-from twostroke.kernels.activations import Activation
+from twostroke.model.describe import hf_expert_families as mixtures
 from twostroke.model.describe import hf_experts
+from twostroke.model.describe import hf_gemma_families as gemma
 from twostroke.model.describe import hf_gpt_families as gpt
 from twostroke.model.describe import hf_parts as parts
 from twostroke.model.describe.hf_names import (
-    COHERE_NAMES,
-    DEEPSEEK_NAMES,
     GEMMA2_NAMES,
     GEMMA_NAMES,
     GLM4_NAMES,
@@ -27,6 +26,7 @@ from twostroke.model.describe.hf_names import (
     GPTJ_NAMES,
     GRANITE_HYBRID_NAMES,
     GRANITE_MOE_NAMES,
+    INTERLEAVED_NAMES,
     INTERNLM2_NAMES,
     LLAMA_NAMES,
     MIXTRAL_NAMES,
@@ -36,6 +36,7 @@ from twostroke.model.describe.hf_names import (
     QWEN2_MOE_NAMES,
     STARCODER2_NAMES,
 )
+from twostroke.model.describe.hf_plain import plain
 from twostroke.model.describe.spec import (
     CONTEXT,
     EXPERTS,
@@ -48,7 +49,6 @@ from twostroke.model.describe.spec import (
     LayerSpec,
     MLPSpec,
     ModelSpec,
-    RopeSpec,
     with_layers,
     with_query_scales,
     without_rope,
@@ -58,20 +58,20 @@ from twostroke.model.fields import Fields, shown
 
 
 def _llama(fields: Fields) -> ModelSpec:
-    return _plain(fields, "llama")
+    return plain(fields, "llama")
 
 
 def _mistral(fields: Fields) -> ModelSpec:
     window = parts.window(fields, default=4096)
-    return _plain(fields, "mistral", windows=(window,) * parts.num_layers(fields))
+    return plain(fields, "mistral", windows=(window,) * parts.num_layers(fields))
 
 
 def _qwen2(fields: Fields) -> ModelSpec:
-    return _plain(fields, "qwen2", windows=_qwen_windows(fields), qkv_bias=True, output_bias=False)
+    return plain(fields, "qwen2", windows=_qwen_windows(fields), qkv_bias=True, output_bias=False)
 
 
 def _qwen3(fields: Fields) -> ModelSpec:
-    return _plain(fields, "qwen3", windows=_qwen_windows(fields), qk_norm="head")
+    return plain(fields, "qwen3", windows=_qwen_windows(fields), qk_norm="head")
 
 
 def _ministral(fields: Fields) -> ModelSpec:
@@ -80,7 +80,7 @@ def _ministral(fields: Fields) -> ModelSpec:
     usual = parts.FULL if window is None else parts.SLIDING
     kinds = parts.layer_types(fields, [usual] * parts.num_layers(fields))
     windows = parts.windows(kinds, window)
-    return _plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
+    return plain(fields, "ministral", windows, qkv_bias=False, output_bias=False)
 
 
 # The default of the family's own code for a config without rope fields.
@@ -95,7 +95,7 @@ def _ministral3(fields: Fields) -> ModelSpec:
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         fields = fields.overridden_by(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
     window = parts.window(fields, default=None)
-    spec = _plain(
+    spec = plain(
         fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
         "ministral3",
         windows=(window,) * parts.num_layers(fields),
@@ -120,7 +120,7 @@ MISTRAL3_TEXTS = {"mistral": _mistral, "ministral3": _ministral3}
 
 def _mistral3(fields: Fields) -> ModelSpec:
     """Mistral Small 3.1 and 3.2, and all published Ministral 3."""
-    text = _text_part(fields, "one without images is 'mistral' or 'ministral3'")
+    text = parts.text_part(fields, "one without images is 'mistral' or 'ministral3'")
     kind = text.value("model_type") if "model_type" in text else "mistral"
     if not isinstance(kind, str) or kind not in MISTRAL3_TEXTS:
         raise ModelError(
@@ -145,7 +145,7 @@ def _smollm3(fields: Fields) -> ModelSpec:
     kinds = parts.layer_types(fields, usual)
     windows = parts.windows(kinds, window)
     fields = fields.with_defaults({"num_key_value_heads": 4})
-    spec = _plain(fields, "smollm3", windows, theta=2e6, tied=True)
+    spec = plain(fields, "smollm3", windows, theta=2e6, tied=True)
     return without_rope(spec, [n for n in range(count) if not has_rope[n]])
 
 
@@ -155,7 +155,7 @@ def _granite(
     """Granite: embedding, scores, residuals and logits have factors."""
     scale = parts.multiplier(fields, "attention_multiplier")
     return replace(
-        _plain(fields, family, mlp=mlp, scale=scale),
+        plain(fields, family, mlp=mlp, scale=scale),
         embed_scale=parts.multiplier(fields, "embedding_multiplier"),
         residual_scale=parts.multiplier(fields, "residual_multiplier"),
         logit_scale=1 / parts.multiplier(fields, "logits_scaling"),
@@ -193,62 +193,14 @@ def _granite_moe_hybrid(fields: Fields) -> ModelSpec:
     return spec if turned else without_rope(spec, range(count))
 
 
-def _mixtral(fields: Fields) -> ModelSpec:
-    windows = (parts.window(fields, default=None),) * parts.num_layers(fields)
-    experts = hf_experts.experts(fields, 8, 2, "intermediate_size", 14336)
-    return _plain(fields, "mixtral", windows, theta=1e6, eps=1e-5, mlp=experts)
-
-
-def _qwen2_moe(fields: Fields) -> ModelSpec:
-    """Qwen2-MoE: experts and a gated shared expert."""
-    count, window = parts.num_layers(fields), None
-    kinds: Sequence[str] = [parts.FULL] * count
-    if fields.boolean("use_sliding_window", False):  # else the size says nothing
-        window = parts.window(fields, default=4096)
-        first = fields.integer("max_window_layers", 0, LAYERS[1], default=28)
-        usual = [parts.SLIDING if n < first and n % 2 == 0 else parts.FULL for n in range(count)]
-        kinds = parts.layer_types(fields, usual)
-    normalised = fields.boolean("norm_topk_prob", False)
-    experts = hf_experts.experts(
-        fields, 60, 4, "moe_intermediate_size", 1408, normalised=normalised
-    )
-    width = fields.integer("shared_expert_intermediate_size", *WIDTH, default=5632)
-    shared = replace(experts.expert, intermediate_size=width)
-    experts = replace(experts, shared=shared, shared_gate=True)
-    biased = fields.boolean("qkv_bias", True)
-    bias: dict[str, Any] = {"qkv_bias": biased, "output_bias": False}
-    spec = _plain(fields, "qwen2_moe", parts.windows(kinds, window), mlp=experts, **bias)
-    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
-
-
-def _qwen3_moe(fields: Fields) -> ModelSpec:
-    slides = fields.boolean("use_sliding_window", False)
-    window = parts.window(fields, default=4096) if slides else None
-    normalised = fields.boolean("norm_topk_prob", False)
-    experts = hf_experts.experts(
-        fields, 128, 8, "moe_intermediate_size", 768, normalised=normalised
-    )
-    windows = (window,) * parts.num_layers(fields)
-    spec = _plain(fields, "qwen3_moe", windows, mlp=experts, qk_norm="head")
-    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
-
-
-def _olmoe(fields: Fields) -> ModelSpec:
-    """OLMoE: norms over all heads of q and of k."""
-    parts.refuse_if_given(fields, "clip_qkv")
-    normalised = fields.boolean("norm_topk_prob", False)
-    experts = hf_experts.experts(fields, 64, 8, "intermediate_size", 2048, normalised=normalised)
-    return _plain(fields, "olmoe", eps=1e-5, mlp=experts, qk_norm="full")
-
-
 def _internlm2(fields: Fields) -> ModelSpec:
     bias, mlp = fields.boolean("bias", True), parts.mlp(fields, parts.activation(fields))
-    return _plain(fields, "internlm2", mlp=mlp, qkv_bias=bias, output_bias=bias)
+    return plain(fields, "internlm2", mlp=mlp, qkv_bias=bias, output_bias=bias)
 
 
 def _internlm3(fields: Fields) -> ModelSpec:
     bias = fields.boolean("bias", False)
-    return _plain(
+    return plain(
         fields,
         "internlm3",
         mlp=parts.mlp(fields, parts.activation(fields), bias),
@@ -258,11 +210,26 @@ def _internlm3(fields: Fields) -> ModelSpec:
 
 
 def _seed_oss(fields: Fields) -> ModelSpec:
-    return _plain(
+    return plain(
         fields.with_defaults({"num_key_value_heads": 8, "head_dim": 128}),
         "seed_oss",
         qkv_bias=fields.boolean("attention_bias", True),
         output_bias=fields.boolean("attention_out_bias", False),
+    )
+
+
+def _ernie4_5(fields: Fields) -> ModelSpec:
+    """ERNIE 4.5 without experts."""
+    bias = fields.boolean("use_bias", False)
+    return plain(
+        fields.with_defaults({"num_key_value_heads": 2, "head_dim": 128}),
+        "ernie4_5",
+        theta=500000.0,
+        tied=True,
+        eps=1e-5,
+        mlp=parts.mlp(fields, parts.activation(fields), bias),
+        qkv_bias=bias,
+        output_bias=bias,
     )
 
 
@@ -271,7 +238,7 @@ GLM_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_facto
 
 def _glm(fields: Fields) -> ModelSpec:
     """GLM-4-9B: rope rotates half of the channels."""
-    return _plain(
+    return plain(
         fields.with_defaults(GLM_DEFAULTS),
         "glm",
         eps=1.5625e-7,
@@ -285,31 +252,6 @@ def _glm4(fields: Fields) -> ModelSpec:
     return with_layers(replace(_glm(fields), family="glm4"), post_norm=True)
 
 
-def _plain(
-    fields: Fields,
-    family: str,
-    windows: Sequence[int | None] | None = None,
-    theta: float = 10000.0,
-    tied: bool = False,
-    eps: float = 1e-6,
-    eps_name: str = "rms_norm_eps",
-    mlp: MLPSpec | ExpertsSpec | None = None,
-    **different: Any,
-) -> ModelSpec:
-    """Return a model like Llama. `different`: fields of the attention.
-
-    `windows`: the window of each layer. `theta`, `tied` and `eps` are defaults.
-    """
-    parts.refuse_if_given(fields, "attn_logit_softcapping", "final_logit_softcapping")
-    rope, max_context = parts.rope(fields, parts.heads(fields)[2], theta)
-    attention = replace(parts.attention(fields, rope), **different)
-    if mlp is None:
-        mlp = parts.mlp(fields, parts.activation(fields), fields.boolean("mlp_bias", False))
-    count = parts.num_layers(fields)
-    layers = [LayerSpec(replace(attention, window=n), mlp) for n in windows or (None,) * count]
-    return parts.model(fields, family, layers, max_context, tied, eps, eps_name)
-
-
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return the windows as Qwen's own code reads the config, with its defaults."""
     count = parts.num_layers(fields)
@@ -321,108 +263,6 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     usual = [parts.SLIDING if n >= first else parts.FULL for n in range(count)]
     kinds = parts.layer_types(fields, usual)
     return parts.windows(kinds, window)
-
-
-GEMMA_DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256}
-GELU_TANH: Mapping[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
-
-
-def _gemma(fields: Fields) -> ModelSpec:
-    """Gemma 1 and CodeGemma: Llama with a scaled embedding, gelu and norms that multiply by 1 + w.
-
-    The first releases say `hidden_act: gelu` and mean the tanh approximation.
-    """
-    parts.refuse_if_given(fields, "use_bidirectional_attention")
-    name = "hidden_act" if fields.value("hidden_activation") is None else "hidden_activation"
-    gelu = parts.activation(fields, name, {**GELU_TANH, "gelu": "gelu_tanh"})
-    mlp = parts.mlp(fields, gelu)
-    spec = _plain(fields.with_defaults(GEMMA_DEFAULTS), "gemma", tied=True, mlp=mlp)
-    return replace(spec, embed_scale=spec.hidden_size**0.5, norm_fp32=True)
-
-
-def _gemma2(fields: Fields) -> ModelSpec:
-    """Gemma 2: windows in every other layer; softcaps on scores and logits."""
-    rope, max_context = parts.rope(fields, parts.heads(fields)[2])
-    return _gemma_2_or_3(
-        fields,
-        "gemma2",
-        kinds=parts.layer_types(fields, parts.one_full_in(2, parts.num_layers(fields))),
-        ropes={parts.SLIDING: rope, parts.FULL: rope},
-        max_context=max_context,
-        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 30.0),
-        softcap=parts.softcap(fields, "attn_logit_softcapping", 50.0),
-    )
-
-
-# The defaults of Gemma 3's own code. Configs of models with images contain only differences.
-GEMMA3_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
-GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
-
-
-def _gemma3_text(fields: Fields) -> ModelSpec:
-    """Gemma 3: windows with a rope of their own in five of six layers; norms on q and k instead of
-    softcaps."""
-    fields = fields.with_defaults(GEMMA3_DEFAULTS)
-    parts.refuse_if_given(fields, "attn_logit_softcapping")
-    period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=6)
-    return _gemma_2_or_3(
-        fields,
-        "gemma3_text",
-        kinds=parts.layer_types(fields, parts.one_full_in(period, parts.num_layers(fields))),
-        ropes=_gemma3_ropes(fields),
-        max_context=parts.context_length(
-            fields
-        ),  # of the model as it is, its rope scaling included
-        logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
-        qk_norm="head",
-    )
-
-
-def _gemma3_ropes(fields: Fields) -> dict[str, RopeSpec]:
-    theta_sliding = parts.theta(fields, "rope_local_base_freq", 10000.0)
-    theta_full = parts.theta(fields, "rope_theta", 1000000.0)
-    return parts.two_ropes(fields, theta_sliding, theta_full)[0]
-
-
-def _gemma3(fields: Fields) -> ModelSpec:
-    return _gemma3_text(_text_part(fields, "one without images is 'gemma3_text'"))
-
-
-def _text_part(fields: Fields, otherwise: str) -> Fields:
-    """Return the fields of the text model in a model with images."""
-    if "text_config" not in fields:
-        raise ModelError(
-            f"{fields.where}: has no text_config, which a model of model_type "
-            f"{shown(fields.value('model_type'))} has ({otherwise})."
-        )
-    return fields.nested("text_config")
-
-
-def _gemma_2_or_3(
-    fields: Fields,
-    family: str,
-    kinds: Sequence[str],
-    ropes: Mapping[str, RopeSpec],
-    max_context: int,
-    logit_softcap: float,
-    **different: Any,
-) -> ModelSpec:
-    """The parts that Gemma 2 and 3 share. `different`: fields of the attention."""
-    parts.refuse_if_given(fields, "use_bidirectional_attention")
-    scalar = fields.number("query_pre_attn_scalar", above=0.0, high=1e9, default=256.0)
-    attention = replace(parts.attention(fields, ropes[parts.FULL]), scale=scalar**-0.5, **different)
-    window = parts.window(fields, default=4096)
-    by_kind = {
-        parts.FULL: attention,
-        parts.SLIDING: replace(attention, rope=ropes[parts.SLIDING], window=window),
-    }
-    gelu = parts.activation(fields, "hidden_activation", GELU_TANH)
-    mlp = parts.mlp(fields, gelu)
-    layers = [LayerSpec(by_kind[kind], mlp, post_norm=True) for kind in kinds]
-    spec = parts.model(fields, family, layers, max_context, tied=True)
-    return replace(
-        spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap, norm_fp32=True
-    )
 
 
 def _phi3(fields: Fields) -> ModelSpec:
@@ -491,7 +331,7 @@ def _exaone4(fields: Fields) -> ModelSpec:
         usual = parts.one_full_in(period or 1, count)
     kinds = parts.layer_types(fields, [parts.FULL] * count if window is None else usual)
     windows = parts.windows(kinds, window)
-    spec = _plain(fields, "exaone4", windows, eps=1e-5, qk_norm="head")
+    spec = plain(fields, "exaone4", windows, eps=1e-5, qk_norm="head")
     full = [n for n in range(count) if window is not None and windows[n] is None]
     return without_rope(with_layers(spec, pre_norm=False, post_norm=True), full)
 
@@ -522,7 +362,7 @@ def _command_r(
 ) -> ModelSpec:
     """Return a model with attention and MLP in parallel behind one LayerNorm without bias."""
     parts.refuse_if_given(fields, "use_qk_norm")
-    spec = _plain(fields, family, windows, theta, tied=True, eps=1e-5, eps_name="layer_norm_eps")
+    spec = plain(fields, family, windows, theta, tied=True, eps=1e-5, eps_name="layer_norm_eps")
     return replace(
         with_layers(spec, parallel=True),
         norm="layer",
@@ -537,7 +377,7 @@ STABLELM_DEFAULTS = {"num_key_value_heads": 32, "partial_rotary_factor": 0.25}
 def _stablelm(fields: Fields) -> ModelSpec:
     """StableLM: LayerNorms with bias; rope rotates a quarter of the channels."""
     parts.refuse_if_given(fields, "qk_layernorm")
-    spec = _plain(
+    spec = plain(
         fields.with_defaults(STABLELM_DEFAULTS),
         "stablelm",
         eps=1e-5,
@@ -554,7 +394,7 @@ def _starcoder2(fields: Fields) -> ModelSpec:
     """StarCoder 2: LayerNorms with bias, and an MLP without a gate."""
     bias, window = fields.boolean("use_bias", True), parts.window(fields, default=None)
     gelu = parts.activation(fields, known={"gelu_pytorch_tanh": "gelu_tanh"})
-    spec = _plain(
+    spec = plain(
         fields.with_defaults({"num_key_value_heads": 2}),
         "starcoder2",
         windows=(window,) * parts.num_layers(fields),
@@ -566,38 +406,6 @@ def _starcoder2(fields: Fields) -> ModelSpec:
         output_bias=bias,
     )
     return replace(spec, norm="layer", norm_bias=True)
-
-
-# The defaults of the family's own code; q_lora_rank may be null.
-DEEPSEEK_DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
-DEEPSEEK_DEFAULTS |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
-
-
-def _deepseek_v2(fields: Fields) -> ModelSpec:
-    """DeepSeek-V2 and V2-Lite."""
-    return _deepseek(fields, "deepseek_v2", v3=False)
-
-
-def _deepseek_v3(fields: Fields) -> ModelSpec:
-    """DeepSeek-V3 and R1, Kimi K2, Moonlight."""
-    if not fields.boolean("rope_interleave", True):
-        fields.refuse("rope_interleave", "true: weights whose rope pairs are neighbours")
-    return _deepseek(fields, "deepseek_v3", v3=True)
-
-
-def _deepseek(fields: Fields, family: str, v3: bool) -> ModelSpec:
-    """Return a model with latent attention, and with experts in all but the first layers."""
-    count = parts.num_layers(fields)
-    attention, max_context = parts.latent_attention(fields.with_defaults(DEEPSEEK_DEFAULTS))
-    biased = not v3 and fields.boolean("mlp_bias", False)
-    layer = LayerSpec(attention, parts.mlp(fields, parts.activation(fields), biased))
-    spec = parts.model(fields, family, [layer] * count, max_context)
-    first = fields.integer("first_k_dense_replace", 0, LAYERS[1], default=3 if v3 else 0)
-    if not fields.value("n_routed_experts") or first >= count:
-        return spec
-    if biased:
-        fields.refuse("mlp_bias", "false in a model with experts")
-    return hf_experts.with_mlps(spec, hf_experts.deepseek(fields, v3))
 
 
 def _minicpm3(fields: Fields) -> ModelSpec:
@@ -630,16 +438,21 @@ class Family(NamedTuple):
 
 LATENT = ("kv_lora_rank",)
 FAMILIES = {  # by model_type
-    "cohere": Family(_cohere, COHERE_NAMES),
-    "cohere2": Family(_cohere2, COHERE_NAMES),
-    "deepseek_v2": Family(_deepseek_v2, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
-    "deepseek_v3": Family(_deepseek_v3, DEEPSEEK_NAMES, reads=(*LATENT, "n_routed_experts")),
+    "cohere": Family(_cohere, INTERLEAVED_NAMES),
+    "cohere2": Family(_cohere2, INTERLEAVED_NAMES),
+    "deepseek_v2": Family(
+        mixtures.deepseek_v2, INTERLEAVED_NAMES, reads=(*LATENT, "n_routed_experts")
+    ),
+    "deepseek_v3": Family(
+        mixtures.deepseek_v3, INTERLEAVED_NAMES, reads=(*LATENT, "n_routed_experts")
+    ),
+    "ernie4_5": Family(_ernie4_5, INTERLEAVED_NAMES),
     "exaone4": Family(_exaone4, OLMO2_NAMES),
     "falcon": Family(gpt.falcon, gpt.falcon_names, gpt.FALCON_ALIASES),
-    "gemma": Family(_gemma, GEMMA_NAMES),
-    "gemma2": Family(_gemma2, GEMMA2_NAMES),
-    "gemma3": Family(_gemma3, GEMMA2_NAMES, images=True),
-    "gemma3_text": Family(_gemma3_text, GEMMA2_NAMES),
+    "gemma": Family(gemma.gemma, GEMMA_NAMES),
+    "gemma2": Family(gemma.gemma2, GEMMA2_NAMES),
+    "gemma3": Family(gemma.gemma3, GEMMA2_NAMES, images=True),
+    "gemma3_text": Family(gemma.gemma3_text, GEMMA2_NAMES),
     "glm": Family(_glm, GLM_NAMES),
     "glm4": Family(_glm4, GLM4_NAMES),
     "gpt2": Family(gpt.gpt2, GPT2_NAMES, gpt.GPT2_ALIASES),
@@ -657,16 +470,16 @@ FAMILIES = {  # by model_type
     "ministral3": Family(_ministral3),
     "mistral": Family(_mistral),
     "mistral3": Family(_mistral3, images=True),
-    "mixtral": Family(_mixtral, MIXTRAL_NAMES),
+    "mixtral": Family(mixtures.mixtral, MIXTRAL_NAMES),
     "olmo2": Family(_olmo2, OLMO2_NAMES),
     "olmo3": Family(_olmo3, OLMO2_NAMES),
-    "olmoe": Family(_olmoe),
+    "olmoe": Family(mixtures.olmoe),
     "phi": Family(gpt.phi, PHI_NAMES),
     "phi3": Family(_phi3, PHI3_NAMES),
     "qwen2": Family(_qwen2),
-    "qwen2_moe": Family(_qwen2_moe, QWEN2_MOE_NAMES, reads=("num_experts",)),
+    "qwen2_moe": Family(mixtures.qwen2_moe, QWEN2_MOE_NAMES, reads=("num_experts",)),
     "qwen3": Family(_qwen3),
-    "qwen3_moe": Family(_qwen3_moe, reads=("num_experts",)),
+    "qwen3_moe": Family(mixtures.qwen3_moe, reads=("num_experts",)),
     "seed_oss": Family(_seed_oss),
     "smollm3": Family(_smollm3),
     "stablelm": Family(_stablelm),

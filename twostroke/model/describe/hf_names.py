@@ -88,8 +88,7 @@ GEMMA2_NAMES = LLAMA_NAMES.with_names(
 )
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 PHI3_NAMES = LLAMA_NAMES.with_names(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
-COHERE_NAMES = LLAMA_NAMES.with_names(rope_interleaved=True)
-DEEPSEEK_NAMES = LLAMA_NAMES.with_names(rope_interleaved=True)
+INTERLEAVED_NAMES = LLAMA_NAMES.with_names(rope_interleaved=True)
 GLM_NAMES = LLAMA_NAMES.with_names(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
 # `with_names` does not copy `rope_interleaved`.
 GLM4_NAMES = GLM_NAMES.with_names(

@@ -150,6 +150,16 @@ def model(
     )
 
 
+def text_part(fields: Fields, otherwise: str) -> Fields:
+    """Return the fields of the text model in a model with images."""
+    if "text_config" not in fields:
+        raise ModelError(
+            f"{fields.where}: has no text_config, which a model of model_type "
+            f"{shown(fields.value('model_type'))} has ({otherwise})."
+        )
+    return fields.nested("text_config")
+
+
 def multiplier(fields: Fields, name: str, default: float = 1.0) -> float:
     """Return a factor above 0."""
     factor: float = fields.number(name, above=0.0, high=MULTIPLIER_MAX, default=default)

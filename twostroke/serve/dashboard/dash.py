@@ -48,6 +48,7 @@ STEP_FIELDS = (
     "decode",
     "prefill",
     "communication",
+    "drafting",
     "host",
     "idle",
     "prefill_rows",
@@ -331,13 +332,14 @@ def _step_row(record: StepRecord, zero_s: float) -> list[float | str]:
     since, host_s = record.since_s, record.since_s.host
     if not (record.regular or record.late):
         # No stream waited for this step. Before its planning began there was nothing to do.
-        host_s = record.committed_s - record.planned_s - record.device_s
+        host_s = record.committed_s - record.planned_s - record.device_s - since.drafting
         host_s = min(max(host_s, 0.0), since.host)
     return [
         round(record.committed_s - zero_s, 4),
         _ms(since.decode),
         _ms(since.prefill),
         _ms(since.communication),
+        _ms(since.drafting),
         _ms(host_s),
         _ms(since.host - host_s),
         record.prefill.rows,

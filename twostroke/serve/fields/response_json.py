@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from twostroke.model.text.tokenizer import Tokenizer
-from twostroke.observe.record import Causes, RequestRecord
+from twostroke.observe.record import NO_TIME, Causes, RequestRecord
 from twostroke.outputs import Logprobs, RequestOutput
 from twostroke.plan import TokenLogprobs
 from twostroke.serve.error_responses import ApiError
@@ -285,9 +285,9 @@ def _tier_fetches(records: Sequence[RequestRecord]) -> Json:
 
 
 def _gaps_in_ms(causes: Sequence[float]) -> Iterator[list[float] | None]:
-    """Yield the five causes of each gap, or None for a gap whose causes were dropped."""
-    for at in range(0, len(causes), 5):
-        gap = causes[at : at + 5]
+    """Yield the six causes of each gap, or None for a gap whose causes were dropped."""
+    for at in range(0, len(causes), len(NO_TIME)):
+        gap = causes[at : at + len(NO_TIME)]
         yield None if isnan(gap[0]) else [round(1e3 * seconds, 3) for seconds in gap]
 
 

@@ -41,6 +41,7 @@ from twostroke.serve.settings import ServeSettings
 TAKEN = ("self", "messages", "add_generation_prompt", "tools", "continue_final_message")
 TEXT_THREADS: Final = 2
 MAX_GRAMMARS_WAITING: Final = 16  # requests with a new grammar
+MAX_BAD_WORD_TOKENS: Final = 16_384  # of one request; the engine prepares them for its rows
 MAX_TEMPLATES_WAITING: Final = 8  # requests with a chat template of their own
 RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2, nice=10)
 OWN_TEMPLATE_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=10)
@@ -121,7 +122,7 @@ class PromptProcessor:
             "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt,
             "cache_salt": request.cache_salt,
         }
-        return self._input.process(
+        made = self._input.process(
             fields,
             params,
             request.priority or 0,
@@ -131,6 +132,14 @@ class PromptProcessor:
             check_grammar=False,
             max_prompt_tokens=self.max_tokens,
         )
+        if sum(map(len, made.bad_words_ids)) > MAX_BAD_WORD_TOKENS:
+            raise ApiError(
+                400,
+                f"bad_words have more than {MAX_BAD_WORD_TOKENS} tokens together (each word is "
+                "banned with and without a space before it); give fewer or shorter words",
+                param="bad_words",
+            )
+        return made
 
     def encode_prediction(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a predicted output, at most as many as an answer may have."""

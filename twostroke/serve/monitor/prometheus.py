@@ -166,6 +166,8 @@ class Families:
         yield self._counters("twostroke:draft_expected_tokens", text, {"": drafts.expected})
         text = "Rows for which a drafter had an offer, verified or not."
         yield self._counters("twostroke:draft_offers", text, {"": drafts.offers})
+        text = "Seconds that the draft model ran."
+        yield self._counters("twostroke:draft_model_seconds", text, {"": drafts.model_s})
 
     # ── ours ────────────────────────────────────────────────────────────────────────────────
 

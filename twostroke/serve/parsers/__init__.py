@@ -19,9 +19,18 @@ from twostroke.serve.parsers.json_formats import (
     Llama,
     Mistral,
     Phi4Mini,
+    Xlam,
 )
 from twostroke.serve.parsers.reasoning import FORMATS, is_harmony
-from twostroke.serve.parsers.untyped_formats import Glm45, Olmo3, Pythonic, Qwen3Coder, SeedOss
+from twostroke.serve.parsers.untyped_formats import (
+    FunctionGemma,
+    Glm45,
+    MiniCpm5,
+    Olmo3,
+    Pythonic,
+    Qwen3Coder,
+    SeedOss,
+)
 
 # The names are vLLM's.
 TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
@@ -44,6 +53,9 @@ TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
     "seed_oss": SeedOss,
     "olmo3": Olmo3,
     "internlm": InternLm,
+    "xlam": Xlam,
+    "minicpm5": MiniCpm5,
+    "functiongemma": FunctionGemma,
     "openai": Harmony,
 }
 REASONING_PARSERS: Final = tuple(FORMATS)
@@ -57,6 +69,8 @@ _TEMPLATE_TEXTS: Final = (
     ("<seed:tool_call>", "seed_oss"),
     ("<function_calls>", "olmo3"),
     ("<|action_start|>", "internlm"),
+    ("<start_function_call>", "functiongemma"),
+    ("<function name=", "minicpm5"),
     ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("functools[", "phi4_mini_json"),

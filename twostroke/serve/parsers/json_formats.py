@@ -10,6 +10,8 @@
     deepseek_v3     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name\\n```json
                     \\n{…}\\n```<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>
     deepseek_v31    the same with name<｜tool▁sep｜>{…} between the tags of a call
+    xlam            [{"name": …, "arguments": {…}}, …], the whole text, or in <tool_call>, in a
+                    fence, or after [TOOL_CALLS]
     kimi_k2         <|tool_calls_section_begin|><|tool_call_begin|>functions.name:0
                     <|tool_call_argument_begin|>{…}<|tool_call_end|>…<|tool_calls_section_end|>
 
@@ -114,6 +116,32 @@ class Phi4Mini(CallParser):
             yield from self.space()
             if not (yield from self.call_list()):
                 self.give_up()
+
+
+class Xlam(CallParser):
+    forced = ('[{{"name": "{name}", "arguments": ', "}]")
+
+    def read(self) -> Steps[None]:
+        self.hold()
+        yield from self.space()
+        is_list = (yield from self.peek()) == "[" and (yield from self.peek(1)) != "T"
+        if not (is_list and (yield from self.call_list())):
+            self.give_up()
+        while (yield from self.next_tag("[TOOL_CALLS]", "<tool_call>")):
+            if not (yield from self._calls("</tool_call>")):
+                self.give_up()
+
+    def fence(self) -> Steps[bool]:
+        return (yield from self._calls("```"))
+
+    def _calls(self, end: str) -> Steps[bool]:
+        yield from self.space()
+        if (yield from self.peek()) != "[":
+            return (yield from self.json_call(end))
+        found = yield from self.call_list()
+        if found:
+            yield from self.accept(end, after=SPACE)
+        return found
 
 
 class TaggedCalls(CallParser):

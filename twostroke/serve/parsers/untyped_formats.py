@@ -7,20 +7,27 @@
                  </tool_call>, any number of them
     pythonic     [name(key=value, …), …], the whole text; values are Python's
     olmo3        text<function_calls>\\nname(key=value, …)\\n…\\n</function_calls>
+    minicpm5     <function name="name"><param name="key">value</param></function>, any number of
+                 them; a value may be in <![CDATA[ ]]>
+    functiongemma  <start_function_call>call:name{key:<escape>value<escape>,…}<end_function_call>,
+                 any number of them; numbers, lists and objects are not escaped
 
 An argument is emitted when it is complete. JSON between the tags of a call is also accepted.
 """
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
+from xml.sax.saxutils import unescape
 
-from twostroke.serve.parsers.arguments import as_json, python_as_json
+from twostroke.serve.parsers.arguments import JsonTypes, as_json, python_as_json
 from twostroke.serve.parsers.calls import MAX_NAME, CallParser
 from twostroke.serve.parsers.json_formats import Hermes, Llama
 from twostroke.serve.parsers.scanner import SPACE, Steps
 
 MAX_KEY = 256  # characters
+_BARE = frozenset({"integer", "boolean", "null"})  # types of a value that is not escaped
 
 
 class Qwen3Coder(CallParser):
@@ -169,3 +176,100 @@ class Olmo3(Pythonic):
                 self.hold()
             if not (yield from self.accept("</function_calls>", after=SPACE)):
                 self.give_up()
+
+
+class MiniCpm5(CallParser):
+    instead = Hermes
+
+    def read(self) -> Steps[None]:
+        while (yield from self.next_tag("<function name=")):
+            name = yield from self._quoted()
+            if name not in self.tools:
+                self.give_up()
+                continue
+            self.begin_call(name)
+            while (yield from self.accept("<param name=", after=SPACE)):
+                key = yield from self._quoted()
+                value = yield from self._value()
+                if value is None:
+                    return
+                self.typed_argument(name, key, value)
+            # If the text was cut off, the arguments stay incomplete.
+            if (yield from self.accept("</function>", after=SPACE)):
+                self.end_arguments()
+
+    def _quoted(self) -> Steps[str]:
+        """Read the name in the quotes of a tag, and the end of the tag; "" if there is none."""
+        quote = yield from self.accept('"', "'")
+        name, tag = yield from self.until(f"{quote}>", max_chars=MAX_KEY)
+        return name if quote and tag else ""
+
+    def _value(self) -> Steps[str | None]:
+        """Read the text of an argument and its closing tag; None if the text ends first."""
+        is_data = yield from self.accept("<![CDATA[", after=SPACE)
+        value, tag = yield from self.until("]]>" if is_data else "</param>")
+        if not tag:
+            return None
+        if is_data:
+            yield from self.accept("</param>", after=SPACE)
+            return value
+        return unescape(value.strip(SPACE), {"&quot;": '"', "&apos;": "'"})
+
+
+class FunctionGemma(CallParser):
+    special_tokens = True
+    instead = Hermes
+
+    def read(self) -> Steps[None]:
+        while (yield from self.next_tag("<start_function_call>")):
+            if not (yield from self._call()):
+                self.give_up()
+
+    def _call(self) -> Steps[bool]:
+        yield from self.accept("call:", after=SPACE)
+        name = yield from self.name()
+        if name not in self.tools or not (yield from self.accept("{")):
+            return False
+        self.begin_call(name)
+        while not (yield from self.accept("}", after=SPACE)):
+            key, tag = yield from self.until(":", max_chars=MAX_KEY)
+            value = yield from self._value(self.tools[name].get(key.strip(SPACE), frozenset()))
+            if not tag or not value:
+                return True  # cut off: the arguments stay incomplete
+            self.emit_argument(key.strip(SPACE), value)
+            yield from self.accept(",", after=SPACE)
+        self.end_arguments()
+        yield from self.accept("<end_function_call>", after=SPACE)
+        return True
+
+    def _value(self, types: JsonTypes) -> Steps[str]:
+        """Read a value and return it as JSON; "" if the text ends first."""
+        parts: list[str] = []
+        depth = 0
+        while (char := (yield from self.peek())) and (depth or char not in ",}"):
+            if (yield from self.accept("<escape>")):
+                text, tag = yield from self.until("<escape>")
+                if not tag:
+                    return ""
+                value = json.dumps(text, ensure_ascii=False) if depth else as_json(text, types)
+                parts.append(value)
+            elif char in "[]{}," or (char == ":" and depth):
+                self._at += 1
+                depth += (char in "[{") - (char in "]}")
+                parts.append(char)
+            else:
+                word = (yield from self._word("[]{},:" if depth else ",}")).strip(SPACE)
+                is_key = depth > 0 and (yield from self.peek()) == ":"
+                if word and is_key:
+                    parts.append(json.dumps(word, ensure_ascii=False))
+                elif word:
+                    parts.append(python_as_json(word) or as_json(word, types | _BARE))
+        return "".join(parts) if char else ""
+
+    def _word(self, ends: str) -> Steps[str]:
+        """Read at least one character, up to one of `ends` or an escaped text."""
+        word = ""
+        while (char := (yield from self.peek())) and char not in ends and (char != "<" or not word):
+            self._at += 1
+            word += char
+        return word

@@ -1,13 +1,14 @@
 // Figures of an answer: from the engine's own ledger (`timings`, `usage`) where it has sent one,
 // else as this page has measured them.
 
-export const CAUSES = ["decode", "prefill", "preemption", "host", "communication"];
+export const CAUSES = ["decode", "prefill", "preemption", "host", "communication", "drafting"];
 export const CAUSE_NAMES = {
   decode: "own decode",
   prefill: "another's prefill",
   preemption: "preemption",
   host: "host",
   communication: "communication",
+  drafting: "draft model",
 };
 const CAUSE_TEXTS = {
   decode: "the step's own work for this stream and those it decodes with",
@@ -15,6 +16,7 @@ const CAUSE_TEXTS = {
   preemption: "the stream had no place in the step: sent back, or no free KV block",
   host: "the device waited for planning, committing or the operating system",
   communication: "ranks waited for each other",
+  drafting: "the draft model guessed the next tokens",
 };
 export const causeText = (cause) => CAUSE_TEXTS[cause];
 

@@ -1,8 +1,8 @@
 """A fuzzer of model files: each mutated file must load or be refused with a clear message.
 
-    python -m bench.mutate [--seed 0] [--sample N] [--workers 2] [--json FILE]
-    python -m bench.mutate --about granite               # all with this word in the description
-    python -m bench.mutate --only 1234                   # repeat one mutation, and print its effect
+    python -m bench.fuzz_models [--seed 0] [--sample N] [--workers 2] [--json FILE]
+    python -m bench.fuzz_models --about granite   # all with this word in the description
+    python -m bench.fuzz_models --only 1234       # repeat one mutation, and print its effect
 
 Small valid models (a folder of every family and rope scaling, shards, GGUF files with each kind of
 vocabulary) are mutated in one place at a time: every field of every JSON file and of the GGUF
@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.mutations import Mutation, all_mutations, write_bases
+from bench.fuzz_model_files import Mutation, all_mutations, write_bases
 
 TIMEOUT_S = 5.0
 GROWTH_BYTES = 1 << 30

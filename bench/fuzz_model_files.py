@@ -1,4 +1,4 @@
-"""The mutations of `bench/mutate.py`: small valid models, and every way to mutate one place."""
+"""The files of `fuzz_models.py`: small valid models, and every way to mutate one place."""
 
 from __future__ import annotations
 
@@ -123,6 +123,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "exaone4": {"model_type": "exaone4", "sliding_window": 64, "sliding_window_pattern": 2},
     "internlm2": {"model_type": "internlm2", "bias": True},
     "internlm3": {"model_type": "internlm3", "bias": True, "qkv_bias": True},
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 8, "use_bias": True},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 8, "attention_out_bias": True},
     "cohere": {"model_type": "cohere", "model_max_length": 256, "use_qk_norm": False},
     "cohere2": {"model_type": "cohere2", **COHERE2},

@@ -1,6 +1,6 @@
 """Inserts defects into the package, one at a time, and checks that the tests notice them.
 
-    python -m tests.mutations [--tier core] [NAME …]
+    python -m tests.defects [--tier core] [NAME …]
 
 Each defect is a replacement in a copy of the repository. The tests of the folders where the defect
 should show run first, and the rest of the tier after them if those pass. A run ends at the first
@@ -77,8 +77,8 @@ DEFECTS = [
     Defect(
         "a stop string that two tokens write is not found",
         "engine/output_processor.py",
-        "for size in range(min(self._longest - 1, len(text)), 0, -1):",
-        "for size in range(min(self._longest - 2, len(text)), 0, -1):",
+        "longest = min(self._longest - 1, len(text))",
+        "longest = min(self._longest - 2, len(text))",
         ("engine",),
     ),
     Defect(

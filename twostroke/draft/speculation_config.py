@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 
 from twostroke.errors import ConfigError, did_you_mean, shown
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix")  # the default
+DRAFT_MODEL = "draft_model"
+ALL_METHODS = (*METHODS, DRAFT_MODEL)
 MAX_DEPTH = 64  # of `num_speculative_tokens`
-# Methods of vLLM and llama-server that need a model of their own.
+# Methods of vLLM and llama-server whose heads or models read the states of the model.
 NOT_YET = (
     "ngram_gpu",
-    "draft_model",
     "eagle",
     "eagle3",
     "mtp",
@@ -21,19 +22,12 @@ NOT_YET = (
     "mlp_speculator",
     "dflash",
     "dspark",
-    "draft-simple",
     "draft-eagle3",
     "draft-mtp",
 )
-OF_DRAFT_MODELS = (
-    "model",
-    "draft_tensor_parallel_size",
-    "max_model_len",
-    "quantization",
-    "kv_cache_dtype",
-    "draft_sample_method",
-    "revision",
-)
+OF_DRAFT_MODEL = ("model", "draft_tensor_parallel_size", "draft_model_min_token_prob")
+# vLLM's settings of a draft model that are those of the model here.
+NOT_OF_ITS_OWN = ("max_model_len", "quantization", "kv_cache_dtype", "revision")
 OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
 OF_SUFFIX = (
     "suffix_decoding_max_tree_depth",
@@ -47,6 +41,7 @@ KNOWN = (
     "min_speculative_tokens",
     *OF_NGRAM,
     *OF_SUFFIX,
+    *OF_DRAFT_MODEL,
     "rejection_sample_method",
     "enable_adaptive_verification",
 )
@@ -66,17 +61,29 @@ class SpeculationConfig:
     suffix_requests: int = 10_000  # ended requests that are searched
     suffix_factor: float = 1.0  # drafted tokens for each matched token
     suffix_min_prob: float = 0.1  # of the whole draft, by the frequencies
+    model: str | None = None  # the draft model: a path or a Hugging Face id
+    model_min_prob: float = 0.0  # a draft of the model ends before a less likely token
     adaptive: bool = True  # False: every row gets as many drafted tokens as a drafter offers
 
 
 def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
     """Read and check the settings; raise `ConfigError` for an unknown key or a bad value."""
-    methods = _methods(given.get("method"))
+    methods = _methods(given.get("method"), given.get("model"))
     for key in given:
-        if key in OF_DRAFT_MODELS:
+        if key in NOT_OF_ITS_OWN:
             raise ConfigError(
-                f"{NAME}: {key} belongs to a draft model, and models do not draft yet; leave it "
-                f"out, and give a method of {' or '.join(METHODS)}"
+                f"{NAME}: {key} cannot be set for the draft model, which is kept as its file has "
+                "it; leave it out"
+            )
+        if key == "draft_sample_method":
+            raise ConfigError(
+                f"{NAME}: {key} is not needed: the draft model samples as the request does; leave "
+                "it out"
+            )
+        if key in OF_DRAFT_MODEL and DRAFT_MODEL not in methods:
+            raise ConfigError(
+                f"{NAME}: {key} belongs to a draft model, and the method is {','.join(methods)}; "
+                f"leave {key} out, or add {DRAFT_MODEL} to the methods"
             )
         if key == "num_speculative_tokens_per_batch_size":
             raise ConfigError(
@@ -101,6 +108,15 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
         raise ConfigError(
             f"{NAME}: prompt_lookup_min {ngram_min} is above prompt_lookup_max {ngram_max}"
         )
+    model = given.get("model")
+    if DRAFT_MODEL in methods and (not isinstance(model, str) or not model):
+        _refuse("model", model, "the path or the Hugging Face id of the draft model")
+    ranks = given.get("draft_tensor_parallel_size")
+    if ranks is not None and (type(ranks) is not int or ranks != 1):
+        raise ConfigError(
+            f"{NAME}: draft_tensor_parallel_size is {shown(ranks)}, but a draft model runs in one "
+            "process; leave it out"
+        )
     rejection = given.get("rejection_sample_method")
     if rejection not in (None, "standard", "strict"):
         raise ConfigError(
@@ -120,27 +136,30 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
         suffix_requests=_whole(given, "suffix_decoding_max_cached_requests", 0, 10**6, 10_000),
         suffix_factor=_number(given, "suffix_decoding_max_spec_factor", 0.1, 64.0, 1.0),
         suffix_min_prob=_number(given, "suffix_decoding_min_token_prob", 0.0, 1.0, 0.1),
+        model=model if DRAFT_MODEL in methods else None,
+        model_min_prob=_number(given, "draft_model_min_token_prob", 0.0, 1.0, 0.0),
         adaptive=adaptive is not False,
     )
 
 
-def _methods(value: Any) -> tuple[str, ...]:
-    """Read one method, several with commas between them, or a list."""
+def _methods(value: Any, model: Any) -> tuple[str, ...]:
+    """Read one method, several with commas between them, or a list. A model alone drafts alone."""
     if value is None:
-        return METHODS
+        return METHODS if model is None else (DRAFT_MODEL,)
     names = value.split(",") if isinstance(value, str) else value
+    expected = f"{', '.join(METHODS)} or {DRAFT_MODEL}"
     if not isinstance(names, list | tuple) or not names:
-        _refuse("method", value, " or ".join(METHODS))
+        _refuse("method", value, expected)
     found = []
     for name in names:
         name = name.strip() if isinstance(name, str) else name
         if name in NOT_YET or str(name).endswith("_mtp"):
             raise ConfigError(
                 f"{NAME}: the method {name!r} is not supported yet; the methods are "
-                f"{' and '.join(METHODS)}, which need no model"
+                f"{', '.join(METHODS)} and {DRAFT_MODEL}"
             )
-        if name not in METHODS:
-            _refuse("method", name, " or ".join(METHODS))
+        if name not in ALL_METHODS:
+            _refuse("method", name, expected)
         found.append(name)
     return tuple(dict.fromkeys(found))
 

@@ -1,5 +1,5 @@
-"""Model files that nobody should write: each loads, or is refused in words. `bench/mutate.py` makes
-thousands of them; here are some."""
+"""A sample of the mutated model files of `bench/fuzz_models.py`: each loads, or is refused with a
+clear message. The fuzzer's own judgement has tests, too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.mutate import problem_of
-from bench.mutations import GGUF_NAME, Mutation
+from bench.fuzz_model_files import GGUF_NAME, Mutation
+from bench.fuzz_models import problem_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_no_model_file_ends_in_a_traceback(tmp_path: Path) -> None:
     """In a process of its own, since it forks: this one has threads."""
     result = tmp_path / "result.json"
-    words = ["-m", "bench.mutate", "--seed", "3", "--sample", "150", "--json", str(result)]
+    words = ["-m", "bench.fuzz_models", "--seed", "3", "--sample", "150", "--json", str(result)]
     run = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     report = json.loads(result.read_text())
     assert report["failures"] == [], run.stdout

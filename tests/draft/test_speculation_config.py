@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from twostroke.config import EngineConfig
-from twostroke.draft.settings import MAX_DEPTH, read_speculative_config
+from twostroke.draft.speculation_config import MAX_DEPTH, read_speculative_config
 from twostroke.errors import ConfigError
 
 
@@ -58,12 +58,20 @@ def test_several_methods_may_be_active(method: Any) -> None:
     [
         ({"method": "eagle3", "model": "m"}, "'eagle3' is not supported yet"),
         ({"method": "qwen3_next_mtp"}, "'qwen3_next_mtp' is not supported yet"),
-        ({"model": "m"}, "model belongs to a draft model"),
-        ({"method": "eagle3"}, "'eagle3' is not supported yet; the methods are ngram and suffix"),
+        ({"method": "ngram", "model": "m"}, "model belongs to a draft model"),
+        ({"method": "draft_model"}, "model must be the path or the Hugging Face id"),
+        ({"model": ""}, "model must be the path"),
+        ({"model": "m", "draft_tensor_parallel_size": 2}, "a draft model runs in one process"),
+        ({"model": "m", "quantization": "int8"}, "kept as its file has it"),
+        ({"model": "m", "draft_sample_method": "greedy"}, "samples as the request does"),
+        ({"model": "m", "draft_model_min_token_prob": 2}, "a number from 0 to 1"),
+        (
+            {"method": "eagle3"},
+            "'eagle3' is not supported yet; the methods are ngram, suffix and draft_model",
+        ),
         ({"method": "mtp"}, "'mtp' is not supported yet"),
-        ({"method": "draft_model"}, "'draft_model' is not supported yet"),
-        ({"method": "ngrm"}, "method must be ngram or suffix, not 'ngrm'"),
-        ({"method": []}, "method must be ngram or suffix"),
+        ({"method": "ngrm"}, "method must be ngram, suffix or draft_model, not 'ngrm'"),
+        ({"method": []}, "method must be ngram, suffix or draft_model"),
         ({"num_speculative_tokens": 0}, f"a whole number from 1 to {MAX_DEPTH}, not 0"),
         ({"num_speculative_tokens": 1000}, f"a whole number from 1 to {MAX_DEPTH}, not 1000"),
         ({"num_speculative_tokens": 2.5}, "a whole number"),
@@ -81,6 +89,15 @@ def test_a_bad_setting_is_refused_by_name(given: dict[str, Any], message: str) -
     with pytest.raises(ConfigError, match="speculative_config") as error:
         EngineConfig(speculative_config=given)
     assert message in str(error.value)
+
+
+def test_a_model_alone_drafts_alone_and_with_methods_beside_them() -> None:
+    alone = read_speculative_config({"model": "m", "num_speculative_tokens": 4})
+    assert (alone.methods, alone.model, alone.max_depth) == (("draft_model",), "m", 4)
+    given = {"method": "draft_model,suffix", "model": "m", "draft_model_min_token_prob": 0.5}
+    both = read_speculative_config(given | {"draft_tensor_parallel_size": 1})
+    assert both.methods == ("draft_model", "suffix")
+    assert both.model_min_prob == 0.5
 
 
 def test_eviction_and_drafts_exclude_each_other() -> None:
