@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from twostroke.draft.speculation_config import SpeculationConfig, read_speculative_config
 from twostroke.errors import ConfigError, RequestError, shown
 from twostroke.kv.eviction import MIN_BLOCKS, MIN_SEGMENTS, SEGMENT_TOKENS
+from twostroke.kv.tiers.settings import read_disk_cache
 from twostroke.request import SamplingParams
 from twostroke.strict import StrictSettings
 
@@ -77,6 +78,9 @@ class EngineConfig(StrictSettings):
     kv_cache_memory_bytes: int | None = None
     # Blocks of the KV group that keeps all positions (the first group, if all have windows).
     num_gpu_blocks_override: int | None = None
+    # Where prefixes go that the KV cache evicts: GiB of host memory, and a folder, "DIR[:SIZE]".
+    kv_offloading_size: float | None = None
+    kv_disk_cache: str | None = None
     # Which KV blocks a decoding request evicts beyond its budget: None, sinks (all but the first
     # and the newest blocks) or heavy-hitters (blocks between with the least attention).
     kv_eviction: str | None = None
@@ -168,6 +172,7 @@ class EngineConfig(StrictSettings):
         self._check_int("block_size", 1, 1024)
         self._check_int("kv_cache_memory_bytes", 1, optional=True)
         self._check_int("num_gpu_blocks_override", 1, optional=True)
+        self._check_tiers()
         if self.kv_eviction is not None:
             self._check_choice("kv_eviction", ("sinks", "heavy-hitters"))
         self._check_int("kv_eviction_budget", 1)
@@ -286,6 +291,20 @@ class EngineConfig(StrictSettings):
             SamplingParams(**override)
         except RequestError as error:
             raise ConfigError(f"override_generation_config: {error}") from None
+
+    def _check_tiers(self) -> None:
+        if self.kv_offloading_size is not None:
+            self._check_number("kv_offloading_size", 0.0, 1e6, "GiB of host memory from 0, or None")
+        if not isinstance(self.kv_disk_cache, str | None):
+            self._refuse("kv_disk_cache", "a string or None")
+        if self.kv_disk_cache is not None:
+            read_disk_cache(self.kv_disk_cache)
+        for name in ("kv_offloading_size", "kv_disk_cache"):
+            if getattr(self, name) and self.enable_prefix_caching is False:
+                raise ConfigError(
+                    f"{name} keeps cached prefixes, but enable_prefix_caching is False; leave one "
+                    "of them out"
+                )
 
     def _check_contradictions(self) -> None:
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:

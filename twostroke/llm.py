@@ -10,7 +10,7 @@ from twostroke.engine.build import build_engine
 from twostroke.engine.in_process import SyncClient
 from twostroke.engine.input_processor import Message, Prompt
 from twostroke.errors import EngineError, RequestError
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.llm_tokenizer import LLMTokenizer
 from twostroke.model.text.template_source import CONTENT_FORMATS
 from twostroke.observe.phase_progress import PhaseProgress

@@ -44,7 +44,7 @@ REFUSED = {
     "enable_lora": "LoRA adapters are not supported yet; merge the adapter into the model",
     "logits_processors": "a step runs no code of other packages",
     "kv_transfer_config": "a server with --prefill-engines and --decode-engines transfers KV "
-    "blocks",
+    "blocks, and kv_offloading_size keeps them in host memory",
 }
 SAME_AS_DEFAULT = {"runner": ("generate",), "task": ("generate",), "convert": ("none",)}
 

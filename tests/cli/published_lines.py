@@ -49,6 +49,7 @@ OF_OTHER_MODELS = {
     *("--tool-call-parser", "--reasoning-parser", "--tokenizer-mode"),
     *("--quantization", "--kv-cache-dtype", "--load-format"),
     *("--speculative-config", "--spec-type"),  # a model that drafts
+    "--kv-transfer-config",  # a connector of another project
 }
 
 

@@ -13,7 +13,7 @@ from twostroke.commands import answer_report
 from twostroke.commands.answer import Answer
 from twostroke.commands.banner import INDENT, banner
 from twostroke.commands.terminal import columns, wrapped
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 
 WIDTHS = (44, 80, 200)
 COMMANDS = ("", "run", "chat", "serve", "run-batch")

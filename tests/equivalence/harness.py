@@ -18,6 +18,7 @@ from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_native import assemble_native
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
+from twostroke.engine.tiers import OpenTiers
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.cost import dense_weight_bytes
 from twostroke.model.describe.gguf_config import spec_from_gguf
@@ -81,6 +82,7 @@ def make_core(
     decoder: Decoder | NativeDecoder,
     in_flight: int = 1,
     kv_dtype: torch.dtype = torch.float32,
+    open_tiers: OpenTiers | None = None,
     **settings: object,
 ) -> EngineCore:
     """`kv_dtype`: of the cache; that of a native decoder is fp16, or int8."""
@@ -97,8 +99,8 @@ def make_core(
     if isinstance(decoder, NativeDecoder):
         int8 = kv_dtype == torch.int8
         sizes = dense_weight_bytes(decoder.spec, 1)
-        return assemble_native(decoder, config, None, sizes, int8=int8)
-    return assemble(decoder, config, kv_dtype, in_flight)
+        return assemble_native(decoder, config, None, sizes, int8=int8, open_tiers=open_tiers)
+    return assemble(decoder, config, kv_dtype, in_flight, open_tiers=open_tiers)
 
 
 def run(

@@ -8,8 +8,9 @@ import pytest
 
 from tests.fakes import groups
 from twostroke.kv import prefix
-from twostroke.kv.cache import GroupLimits, KVCache, KVSequence, KVUsage, blocks_held
+from twostroke.kv.cache import GroupLimits, KVCache, KVSequence, blocks_held
 from twostroke.kv.prefix import BlockKey, PrefixIndex, block_key, seed_digest
+from twostroke.kv.usage import KVUsage
 
 ROOT = seed_digest("salt", "")
 

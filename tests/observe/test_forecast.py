@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.observe.forecast import Forecast, Workload
 from twostroke.observe.record import Causes, PhaseRecord, Records, RequestRecord, StepRecord
 from twostroke.sched.work import visible_positions

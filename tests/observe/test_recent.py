@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.observe.recent import COARSE, FINE, HOUR_S, MINUTE_S, Recent, Spread, totals_snapshot
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, StepRecord
 from twostroke.observe.totals import Totals

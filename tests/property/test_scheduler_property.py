@@ -138,7 +138,7 @@ class Life:
 
     def arrive(self) -> None:
         rng, number = self.rng, len(self.given)
-        prompt = random_prompt(rng, self.longest_prompt + 1)
+        prompt = self.prompt()
         siblings = rng.choice([1, 1, 1, 3])
         for index in range(siblings):
             given = fake_request(
@@ -162,6 +162,9 @@ class Life:
             self.given[given.request_id] = given
             self.written[given.request_id] = []
             self.added_at[given.request_id] = self.steps
+
+    def prompt(self) -> list[int]:
+        return random_prompt(self.rng, self.longest_prompt + 1)
 
     def abort_one(self) -> None:
         alive = [name for name in self.given if name not in self.ended]
@@ -194,12 +197,19 @@ class Life:
                 return
             self.flights.append(self.executor.run(plan)._replace(device_s=self.take_time(plan)))
         elif not self.flights:
-            assert not self.scheduler.has_requests, "requests are there and nothing is planned"
+            self.idle_turns += 1
+            assert self.may_wait() or not self.scheduler.has_requests, (
+                "requests are there and nothing is planned"
+            )
         if self.flights and (plan is None or len(self.flights) >= self.depth):
             for update in self.scheduler.commit(self.flights.popleft()).updates:
                 self.take(update)
             self.executor.committed()
         self.scheduler.audit()
+
+    def may_wait(self) -> bool:
+        """Return whether nothing may be planned although there are requests."""
+        return False
 
     def take_time(self, plan: StepPlan) -> float:
         took = 0.005 + 0.001 * plan.num_tokens + 1e-5 * plan.prefill_work.kv_tokens

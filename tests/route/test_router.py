@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.observe.record import Causes, PhaseRecord, RequestRecord, StepRecord, continued
 from twostroke.route.costs import LEARN_EVERY_S, DecodeCosts, PrefillCosts
 from twostroke.route.router import (

@@ -27,14 +27,14 @@ ORDER = [
     __version__, errors, strict, closed_schema, child_process, sandbox, owned_folder, log_lines
     environment
     network_auth, connection_watch
-    kv
+    kv.usage, kv.prefix, kv.transfer, kv.tiers, kv
     draft.speculation_config
     request, structured, config, plan
     observe.startup_timer, observe.record
     outputs, vllm_settings
     _native, kernels, kernels.cuda
     model, model.fields, model.find, model.gguf, model.describe
-    kv.host_pool, kv.device_memory, kv.pool
+    kv.host_pool, kv.device_memory, kv.tiers.host, kv.pool
     model.text, model.weights, model.load, model.formats, model.torch
     model.native_decoder, model.attention_maps
     draft
@@ -61,7 +61,8 @@ ORDER = [
 # Modules that are listed apart from their folder:
 # observe.record, observe.startup_timer   records that the scheduler and the executor fill
 # draft.speculation_config   settings that `config` validates
-# kv.pool, kv.host_pool, kv.device_memory   memory, sized by the model's description
+# kv.usage, kv.prefix, kv.transfer   the terms in which `kv.tiers` is written
+# kv.pool, kv.host_pool, kv.device_memory, kv.tiers.host   memory on a device or sized by a model
 # engine.arg_utils   vLLM's name for the options of the command line
 # __version__, _native   a constant of the package, and the compiled module
 RANK = {f"twostroke.{name}": rank for rank, name in enumerate(ORDER)}

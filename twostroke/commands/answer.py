@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from twostroke.commands.terminal import WordWriter, columns
 from twostroke.config import EngineConfig
 from twostroke.errors import EngineError
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.observe.record import Records, RequestRecord
 from twostroke.request import SamplingParams
 

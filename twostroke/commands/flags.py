@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from twostroke.commands.parser import Parser
 from twostroke.config import EngineConfig
 from twostroke.errors import TwostrokeError
+from twostroke.kv.tiers.settings import read_size
 from twostroke.request import SamplingParams
 
 S = TypeVar("S")
@@ -47,6 +48,11 @@ ENGINE_HELP = {
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_memory_bytes": "size of the KV cache, such as 512M or 4GiB (default: by device)",
     "num_gpu_blocks_override": "size of the KV cache of layers without a window, in blocks",
+    "kv_offloading_size": "GiB of host memory for prefixes that the KV cache of a GPU has no room "
+    "for",
+    "kv_disk_cache": "a folder for KV blocks of prefixes, as DIR or DIR:SIZE such as "
+    "/var/cache/kv:20GiB: prefixes survive eviction and restarts (default size: half of the free "
+    "space)",
     "kv_eviction": "sinks: while a request decodes it keeps its first and its newest KV blocks, up "
     "to kv_eviction_budget; heavy-hitters: it also keeps the blocks between that got the most "
     "attention (default: it keeps all blocks)",
@@ -121,7 +127,6 @@ ROUTER_ONLY = {
 }
 MAX_TOKENS = 512
 TYPES = {"str": str, "int": int, "float": float}
-UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -232,11 +237,10 @@ def sampling_params(
 
 def parse_bytes(text: str) -> int:
     """Read `4096`, `512M` and `4GiB` (powers of 1024), and `4GB` (powers of 1000)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?b)?", text.strip().lower())
-    if match is None or (match[3] == "ib" and not match[2]):
+    size = read_size(text)
+    if size is None:
         raise argparse.ArgumentTypeError("expected a size such as 512M or 4GiB")
-    base = 1000 if match[3] == "b" else 1024
-    return int(float(match[1]) * base ** UNITS[match[2]])
+    return size
 
 
 def parse_threads(text: str) -> int | None:

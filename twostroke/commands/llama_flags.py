@@ -9,6 +9,8 @@ twostroke serve -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7     the same server
 from __future__ import annotations
 
 import argparse
+import mmap
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,16 @@ SAMPLING = {
 def _number(text: str) -> int | None:
     """Return a number; None for 0 or less, with which the server chooses."""
     return int(text) if int(text) > 0 else None
+
+
+def _cache_ram(text: str) -> float:
+    """Return GiB for a size in MiB; -1, no limit, is half of the machine's memory."""
+    if int(text) < -1:
+        raise argparse.ArgumentTypeError("expected MiB of memory, 0 for none, or -1 for no limit")
+    if int(text) == -1:
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        return pages * mmap.PAGESIZE / 2 / 2**30
+    return int(text) / 1024
 
 
 def _seed(text: str) -> int | None:
@@ -156,6 +168,7 @@ def _effort(text: str) -> dict[str, Any] | None:
 # Flags, the setting of ours that they set, and the reader of the value. If the reader returns None
 # the setting stays as it is. A list is appended to an earlier value, an object merged with it.
 _RENAMED: list[tuple[str, str, Callable[[str], Any]]] = [
+    ("-cram --cache-ram", "kv_offloading_size", _cache_ram),
     ("-c --ctx-size", "max_model_len", _number),
     ("-np --parallel", "max_num_seqs", _number),
     ("-b --batch-size", "max_num_batched_tokens", _number),
@@ -256,7 +269,7 @@ IGNORED: Table = table(
         "--prio-batch= --poll= --poll-batch= --numa= --threads-http=",
         "memory is planned before the start": "-fit=? --fit=? -fitt= --fit-target= -fitc= "
         "--fit-ctx=",
-        "the prefix cache has no such settings": "--cache-reuse= -cram= --cache-ram= -sps= "
+        "the prefix cache has no such settings": "--cache-reuse= -sps= "
         "--slot-prompt-similarity= -ctxcp= --ctx-checkpoints= --swa-checkpoints= -cms= "
         "--checkpoint-min-step= --swa-full --cache-idle-slots --kv-unified-per-slot= -no-kvu "
         "--no-kv-unified -nocb --no-cont-batching -dt= --defrag-thold= -bs --backend-sampling",
@@ -323,7 +336,9 @@ REFUSED: Table = table(
         "the model's template selects the parser of answers; leave the option "
         "out": "--skip-chat-parsing",
         "a text ends when it fills the context; leave the option out": "--context-shift",
-        "KV blocks are not written to disk yet; leave the option out": "--slot-save-path=",
+        "a slot keeps no conversation; --kv-disk-cache DIR keeps all prefixes in a folder": (
+            "--slot-save-path="
+        ),
         "there is no such route": "--props --spm-infill",
         "use --root-path for the prefix that a proxy strips": "--api-prefix=",
         "the server serves no files": "--path=",

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import fields
 
 from twostroke.commands import llama_flags
-from twostroke.commands.flags import merged
+from twostroke.commands.flags import json_object, merged
 from twostroke.commands.foreign import (
     DROPPED,
     ForeignOption,
@@ -49,11 +49,8 @@ REFUSED: Table = table(
         ),
         "LoRA adapters are not supported yet; merge the adapter into the model": "--enable-lora "
         "--lora-modules=+ --default-mm-loras= --enable-prompt-adapter --prompt-adapters=+",
-        "weights and KV blocks stay on the device; --kv-cache-memory-bytes and a smaller --dtype "
-        "make room": "--cpu-offload-params=+ --kv-offloading-size= "
-        "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names=+",
-        "--prefill-engines and --decode-engines transfer KV blocks between the engines of one "
-        "server; leave the option out": "--kv-transfer-config=",
+        "weights stay on the device; --kv-cache-memory-bytes and a smaller --dtype make room": ""
+        "--cpu-offload-params=+ --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names=+",
         "engines do not exchange weights or events; leave the option out": (
             "--kv-events-config= --ec-transfer-config= "
             "--weight-transfer-config= --ec-manager-config="
@@ -124,8 +121,9 @@ IGNORED: Table = table(
         "--lora-target-modules=+ --specialize-active-lora --enable-tower-connector-lora "
         "--lora-cache-dir= --max-prompt-adapters= --max-prompt-adapter-token= "
         "--enable-mixed-moe-lora-format --enable-moe-shared-loras --max-lora-cls-labels=",
-        "weights and KV blocks are not offloaded": "--offload-backend= --offload-group-size= "
-        "--offload-num-in-group= --offload-prefetch-step= --offload-params=+ "
+        "weights are not offloaded, and KV blocks in one way": ""
+        "--offload-backend= --offload-group-size= --offload-num-in-group= "
+        "--offload-prefetch-step= --offload-params=+ "
         "--kv-offloading-backend= --swap-space= --enable-cumem-allocator --sleep-mode-backend=",
         "models are not compiled, and CUDA graphs hold decode batches": "--compilation-config= "
         "-cc= --compilation-level= -O=? --optimization-level= --cuda-graph-sizes=+ "
@@ -385,6 +383,27 @@ class _DeviceIds(ForeignOption):
             )
 
 
+class _KVTransferConfig(ForeignOption):
+    """vLLM's OffloadingConnector is `--kv-offloading-size`."""
+
+    def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
+        try:
+            config = json_object(value)
+            extra = config.get("kv_connector_extra_config") or {}
+            size = extra.get("cpu_bytes_to_use")
+        except (argparse.ArgumentTypeError, AttributeError):
+            config, size = {}, None
+        is_offloading = config.get("kv_connector") == "OffloadingConnector"
+        if not is_offloading or not isinstance(size, int | float):
+            parser.problem(
+                f"{flag} {value}: the OffloadingConnector with cpu_bytes_to_use is supported, and "
+                "is the same as --kv-offloading-size GiB; --prefill-engines and --decode-engines "
+                "transfer KV blocks between the engines of one server"
+            )
+            return
+        args.kv_offloading_size = size / 2**30
+
+
 class _LogLevel(ForeignOption):
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         level = value.lower()
@@ -410,6 +429,7 @@ def add_foreign_arguments(parser: Parser) -> None:
     add_hidden(parser, ["--offline"], _HubVariable, nargs=0)
     add_hidden(parser, ["--device-ids"], _DeviceIds)
     add_hidden(parser, ["--log-level"], _LogLevel)
+    add_hidden(parser, ["--kv-transfer-config"], _KVTransferConfig)
     add_hidden(parser, ["--rope-theta"], _RopeTheta)
     llama_flags.add_llama_arguments(parser)
     switches = [flag[5:] for flag in parser._option_string_actions if flag.startswith("--no-")]

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.errors import RequestError
-from twostroke.kv.cache import GroupLimits, KVUsage
+from twostroke.kv.cache import GroupLimits
+from twostroke.kv.tiers.tiers import TierStatus
+from twostroke.kv.usage import KVUsage
 from twostroke.model.describe.cost import NO_FIGURES, ModelFigures
 from twostroke.observe.record import Records
 from twostroke.observe.totals import Totals, TransferTotals
@@ -75,6 +77,7 @@ class EngineLoad:
     kv: KVUsage
     # Messages on the engine's sockets that were dropped, by reason.
     dropped: dict[str, int] = field(default_factory=dict)
+    tiers: tuple[TierStatus, ...] = ()
 
 
 class EngineStatus(Protocol):

@@ -17,6 +17,7 @@ from twostroke.engine.draft_model import (
     open_draft_model,
     plan_memories,
 )
+from twostroke.engine.tiers import OpenTiers, tiers_of
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory
@@ -65,7 +66,10 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         of_draft = draft_limits(limits, draft.spec, draft_memory)
         drafter = native_drafter(drafting, of_draft, limits, model.spec.vocab_size, int8)
     sizes_of_weights = packing.weight_bytes()
-    core = assemble_native(decoder, limits, grammars, sizes_of_weights, sharing, int8, drafter)
+    tiers = tiers_of(config, model, on_gpu=False)
+    core = assemble_native(
+        decoder, limits, grammars, sizes_of_weights, sharing, int8, drafter, tiers
+    )
     return Started(core, memory, "float32")
 
 
@@ -109,13 +113,15 @@ def assemble_native(
     sharing: TransportConfig = NOT_OFFERED,
     int8: bool = False,
     draft_model: DraftModel | None = None,
+    open_tiers: OpenTiers | None = None,
 ) -> EngineCore:
     """Make a core around a decoder, with a KV pool in fp16 or int8."""
     spec, size = decoder.spec, limits.block_size
     num_blocks = [group.num_blocks for group in limits.groups]
     pool = HostPool(spec, num_blocks, size, sharing.offered, int8)
     transfer = None if sharing.alone else host_transfer(pool.blocks(), pool.shared, sharing)
-    scheduler = Scheduler(limits, transfer=transfer, draft_model=draft_model)
+    tiers = None if open_tiers is None else open_tiers(pool.blocks(), limits, spec)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=draft_model)
     state = HostRows(limits.max_num_seqs, limits.max_model_len, size, len(limits.groups))
     attention_shares = limits.eviction is not None and limits.eviction.segment_blocks > 0
     executor = NativeExecutor(decoder, pool, state, attention_shares)

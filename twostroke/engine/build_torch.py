@@ -29,6 +29,7 @@ from twostroke.engine.draft_model import (
     open_draft_model,
     plan_memories,
 )
+from twostroke.engine.tiers import OpenTiers, tiers_of
 from twostroke.environment import visible_gpu
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows
@@ -136,7 +137,11 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         of_draft = draft_limits(limits, draft_spec, built.draft_memory)
         vocabularies = Vocabularies(spec.vocab_size, draft_spec.vocab_size)
         drafter = make_drafter(built.draft, of_draft, limits, vocabularies)
-    scheduler = Scheduler(limits, transfer=transfer, draft_model=drafter)
+    open_tiers = tiers_of(config, model, on_gpu)
+    tiers = None
+    if open_tiers is not None:
+        tiers = open_tiers(built.executor.program.pool.blocks(), limits, held)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=drafter)
     profile = partial(KernelProfile, built.executor, scheduler)
     core = EngineCore(scheduler, executor, cost, grammars, profile)
     if on_gpu and config.nvtx:
@@ -527,6 +532,7 @@ def assemble(
     record: Record | None = None,
     sharing: TransportConfig = NOT_OFFERED,
     draft_model: DraftModel | None = None,
+    open_tiers: OpenTiers | None = None,
 ) -> EngineCore:
     """Make a core around a decoder, without an `EngineConfig`."""
     executor = make_executor(
@@ -538,8 +544,10 @@ def assemble(
         shared=sharing.offered,
     )
     transfer = executor.program.pool.transfer(sharing)
-    spec = decoder.spec
-    scheduler = Scheduler(limits, transfer=transfer, draft_model=draft_model)
+    spec, tiers = decoder.spec, None
+    if open_tiers is not None:
+        tiers = open_tiers(executor.program.pool.blocks(), limits, spec)
+    scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=draft_model)
     cost = decoder_cost(spec, decoder, kv_dtype.itemsize)
     profile = partial(KernelProfile, executor, scheduler)
     return EngineCore(scheduler, executor, cost, grammars, profile)

@@ -31,6 +31,8 @@ from twostroke.sched.step import StepInFlight
 from twostroke.sched.updates import Update
 
 NO_REQUESTS: frozenset[str] = frozenset()
+CLOSE_S = 5.0  # for copies to tiers at the end
+TIER_POLL_S = 0.002  # how long a loop that only waits for a tier handles nothing else
 COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar handles nothing else
 
 
@@ -139,6 +141,16 @@ class EngineCore:
         """Drop every cached prefix; running requests keep their blocks."""
         self.scheduler.reset_prefixes()
 
+    def take_finished_copies(self) -> None:
+        """Take note of finished copies to tiers; every step does so, too."""
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.take_finished()
+
+    def close(self) -> None:
+        """Finish the copies to tiers that are under way."""
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.close(CLOSE_S)
+
     def step(self) -> list[Update]:
         """Launch a step if there is work, and collect the oldest step if it must be waited for."""
         updates = self._take_compiled() if self._compiling else []
@@ -148,6 +160,9 @@ class EngineCore:
         rules = grammars if grammars is not None and grammars.active else None
         step = self.scheduler.plan(held, rules)
         self._idle_step = step is None
+        tiers = self.scheduler.kv.tiers
+        if tiers is not None and tiers.is_fetching and self.awaits_fetch:
+            tiers.wait(TIER_POLL_S)
         try:
             if step is not None:
                 self._launch(step, updates)

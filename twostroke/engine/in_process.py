@@ -107,7 +107,12 @@ class SyncClient:
 
 def _load(engine: Engine) -> EngineLoad:
     scheduler = engine.core.scheduler
-    return EngineLoad(engine.core.num_waiting, scheduler.num_running, scheduler.kv.usage())
+    return EngineLoad(
+        engine.core.num_waiting,
+        scheduler.num_running,
+        scheduler.kv.usage(),
+        tiers=scheduler.kv.tier_status(),
+    )
 
 
 def _abort_all(engine: Engine, names: Iterable[str]) -> list[Update]:

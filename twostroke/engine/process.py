@@ -163,9 +163,12 @@ class EngineServer:
 
     def load(self) -> EngineLoad:
         scheduler = self._core.scheduler
-        dropped = add_counts(scheduler.offers.dropped(), self._dropped)
         return EngineLoad(
-            self._core.num_waiting, scheduler.num_running, scheduler.kv.usage(), dropped
+            self._core.num_waiting,
+            scheduler.num_running,
+            scheduler.kv.usage(),
+            dropped=add_counts(scheduler.offers.dropped(), self._dropped),
+            tiers=scheduler.kv.tier_status(),
         )
 
     def run(self) -> None:
@@ -206,6 +209,7 @@ class EngineServer:
                 if os.getppid() != self._parent:
                     return False
                 self._tidy()
+                self._send_step([])  # if the load has changed: copies to tiers have ended
 
     def _receive(self) -> None:
         """Receive all messages. Aborts overtake other messages, so that no step computes tokens
@@ -265,6 +269,7 @@ class EngineServer:
     def _tidy(self) -> None:
         if monotonic() - self._tidied_s > TIDY_S:
             self._core.scheduler.offers.release_memory_of_ended_engines()
+            self._core.take_finished_copies()
             self._tidied_s = monotonic()
 
     def _add(self, message: Add) -> None:
@@ -423,6 +428,7 @@ def run_engine(
         # Exclude the engine's objects from collections: scanning them would delay all streams.
         gc.freeze()
         server.run()
+        engine.core.close()
         code = 0
     except Exception as error:
         kind, message = pack_error(error)

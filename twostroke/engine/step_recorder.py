@@ -47,7 +47,8 @@ class StepRecorder:
                 gaps.append(Causes(preemption=now - waits_since_s))
             late = tuple(gaps)
             first = tuple(
-                [FirstToken(r.ttft_s, r.num_prompt, r.num_cached) for r in committed.first]
+                FirstToken(r.ttft_s, r.num_prompt, r.num_cached, r.num_fetched)
+                for r in committed.first
             )
         evicted_blocks = 0
         if plan.evicted:

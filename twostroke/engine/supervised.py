@@ -48,7 +48,7 @@ from twostroke.engine.wire import (
     unpack_step,
 )
 from twostroke.errors import EngineError, RequestError
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.network_auth import add_counts
 from twostroke.observe.record import Records
 from twostroke.request import EngineRequest

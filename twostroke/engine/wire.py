@@ -24,7 +24,7 @@ from twostroke import errors
 from twostroke.engine.api import EngineInfo, EngineLoad
 from twostroke.errors import EngineError, TwostrokeError
 from twostroke.kv.transfer import Offer
-from twostroke.observe.record import Causes, RequestRecord, StepRecord
+from twostroke.observe.record import Causes, RequestRecord, StepRecord, TierFetchRecord
 from twostroke.plan import TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason, Resumed
 from twostroke.sched.updates import Update
@@ -156,6 +156,8 @@ class PackedRecord(msgspec.Struct, array_like=True, frozen=True):
     accepted: int
     predicted: int
     predicted_accepted: int
+    num_fetched: int
+    tier_fetch: TierFetchRecord | None
 
 
 class FullUpdate(msgspec.Struct, array_like=True, frozen=True):

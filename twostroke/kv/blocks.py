@@ -12,7 +12,7 @@ Block 0 is the null block. It replaces blocks that have left a window, and has n
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from twostroke.kv.prefix import PrefixIndex
 
@@ -22,12 +22,18 @@ NULL_BLOCK = 0
 class BlockPool:
     """The blocks of one KV group, with reference counts and the prefix index."""
 
-    def __init__(self, num_blocks: int, keep_cached: bool = True) -> None:
-        """Blocks 1 … num_blocks. Without `keep_cached` a prefix is dropped with its last owner."""
+    def __init__(
+        self,
+        num_blocks: int,
+        keep_cached: bool = True,
+        on_evict: Callable[[int], None] | None = None,
+    ) -> None:
+        """Blocks 1 … num_blocks. Without `keep_cached` a prefix is dropped with its last owner.
+        `on_evict`: called before a cached block is used for other data."""
         self.num_blocks = num_blocks
         self.prefix = PrefixIndex()
         self.refs = [0] * (num_blocks + 1)
-        self._keep_cached = keep_cached
+        self._keep_cached, self._on_evict = keep_cached, on_evict
         self._free = list(range(num_blocks, 0, -1))  # a stack: low numbers first
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -55,7 +61,7 @@ class BlockPool:
         del free[max(0, len(free) - count) :]
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
-            self.prefix.forget(block)
+            self._forget(block)
             blocks.append(block)
         for block in blocks:
             refs[block] = 1
@@ -78,15 +84,20 @@ class BlockPool:
                 if self._keep_cached:
                     self._cached[block] = None
                     continue
-                prefix.forget(block)
+                self._forget(block)
             free.append(block)
 
     def reset_prefixes(self) -> None:
         """Drop every registered prefix, so that no block is found again."""
         for block in range(1, self.num_blocks + 1):
-            self.prefix.forget(block)
+            self._forget(block)
         self._free.extend(self._cached)
         self._cached.clear()
+
+    def _forget(self, block: int) -> None:
+        self.prefix.forget(block)
+        if self._on_evict is not None:
+            self._on_evict(block)
 
     def check(self, owners: dict[int, int]) -> None:
         """Check that every block is in one place and has the owners in `owners`."""

@@ -23,12 +23,15 @@ import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.eviction import Eviction
 from twostroke.kv.prefix import BlockKey, block_key
+from twostroke.kv.tiers.tiers import Found, Tiers, TierStatus
 from twostroke.kv.transfer import ReceiverFullError
+from twostroke.kv.usage import KVUsage
 
 
 class GroupLimits(NamedTuple):
@@ -38,21 +41,6 @@ class GroupLimits(NamedTuple):
     window: int | None = None  # None: all positions stay visible
     query_channels: int = 1  # in all layers; determines the FLOPs of attention
     kv_elements: int = 1  # of a token in all layers; determines the bytes read
-
-
-class KVUsage(NamedTuple):
-    """Token slots of a pool, or of all pools. reserved = used + fragmented + cached + free."""
-
-    reserved: int
-    used: int
-    fragmented: int  # allocated, not filled
-    cached: int  # filled, without owner: reusable prefixes
-    free: int
-
-    @property
-    def taken(self) -> float:
-        """The share owned by running requests, 0 to 1."""
-        return (self.used + self.fragmented) / self.reserved if self.reserved else 0.0
 
 
 def table_length(tables: Sequence[Sequence[int]]) -> int:
@@ -98,12 +86,20 @@ class KVCache:
         keep_cached: bool = True,
         max_chunk: int = 1,
         eviction: Eviction | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
+        """`tiers`: where full blocks are copied, to be fetched when the pool has evicted them."""
         assert eviction is None or [group.window for group in groups] == [None]
         self.block_size = block_size
         self.eviction = eviction
         self.windows = tuple(group.window for group in groups)
-        self.pools = tuple(BlockPool(group.num_blocks, keep_cached) for group in groups)
+        self.tiers = tiers
+        self.pools = tuple(
+            BlockPool(
+                group.num_blocks, keep_cached, None if tiers is None else partial(tiers.evicted, n)
+            )
+            for n, group in enumerate(groups)
+        )
         # Maximum blocks of a sequence in each group, during prefill and during decode
         self._most_prefill, self._most_decode = (
             [blocks_held(sys.maxsize, window, chunk, block_size) for window in self.windows]
@@ -166,6 +162,9 @@ class KVCache:
         """Return the usage of all groups together. A token takes a slot in each group."""
         usage = self.group_usage()
         return usage[0] if len(usage) == 1 else KVUsage(*map(sum, zip(*usage, strict=True)))
+
+    def tier_status(self) -> tuple[TierStatus, ...]:
+        return () if self.tiers is None else self.tiers.status()
 
     def match(self, seq: KVSequence, tokens: Sequence[int]) -> list[list[int]]:
         """Return the longest cached prefix, as one table per group. The prefix leaves at least one
@@ -293,7 +292,28 @@ class KVCache:
             for n in range(seq.num_registered, full):
                 if table[n] != NULL_BLOCK:
                     register(table[n], seq.keys[n])
+        if self.tiers is not None:
+            self._copy_to_tiers(seq, range(seq.num_registered, full))
         seq.num_registered = full
+
+    def _copy_to_tiers(self, seq: KVSequence, blocks: range) -> None:
+        """Have registered blocks copied to the tiers, after the step that computes them."""
+        assert self.tiers is not None
+        self.tiers.register(seq.keys, blocks, seq.last_step, self._find_block, len(self.pools))
+
+    def _find_block(self, group: int, key: BlockKey) -> int | None:
+        return self.pools[group].prefix.find(key)
+
+    def find_in_tiers(
+        self, seq: KVSequence, tokens: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> Found | None:
+        """Return the pieces in the tiers that continue the cached prefix `tables`, which is the
+        result of `match`. They leave at least one token to compute."""
+        if self.tiers is None or seq.seed is None:
+            return None
+        self._extend_keys(seq, tokens, len(tokens) // self.block_size)
+        longest = (len(tokens) - 1) // self.block_size
+        return self.tiers.find(seq.keys, table_length(tables), longest)
 
     def drop_outside_windows(self, seq: KVSequence) -> list[tuple[int, int]]:
         """Release the blocks that no later token sees. Return (group, leading null entries) of each
@@ -333,6 +353,10 @@ class KVCache:
         suffix."""
         if seq not in self._live:
             return
+        if self.tiers is not None and seq not in self._receiving:
+            full = seq.num_registered
+            self._copy_to_tiers(seq, range(full))  # those that a full queue has dropped
+            self.tiers.touch(seq.keys[:full])
         del self._live[seq]
         self._receiving.discard(seq)
         self._fragmented -= seq.capacity - seq.num_computed
@@ -421,6 +445,8 @@ class KVCache:
         while self._in_flight and self._in_flight[0][0] <= step:
             _, group, blocks = self._in_flight.popleft()
             self.pools[group].release(blocks)
+        if self.tiers is not None:
+            self.tiers.commit(step)
 
     def reset_prefixes(self) -> None:
         """Drop every cached prefix, including those of running sequences."""
@@ -467,6 +493,8 @@ class KVCache:
             owners[group].update(blocks)
         for pool, owned in zip(self.pools, owners, strict=True):
             pool.check(dict(owned))
+        if self.tiers is not None:
+            self.tiers.check(lambda group, block: block in self.pools[group].prefix)
         assert self._receiving <= self._live.keys(), (
             "blocks are being fetched for a closed sequence"
         )

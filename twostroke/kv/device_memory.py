@@ -92,6 +92,11 @@ class DeviceBlocks:
         data: bytes = block.view(torch.uint8).numpy().tobytes()
         return data
 
+    def read_into(self, group: int, number: int, data: memoryview) -> None:
+        words = self.words[group]
+        with torch.inference_mode(), on_stream(self._stream):
+            torch.frombuffer(data, dtype=words.dtype).copy_(words[number])
+
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
         with torch.inference_mode(), on_stream(self._stream):
             words = self.words[group]

@@ -24,6 +24,7 @@ from twostroke.kv.transports import TransportConfig
 from twostroke.model.describe.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from twostroke.kv.device_memory import DeviceBlocks
     from twostroke.kv.shared_memory import SharedPools
 
 
@@ -88,7 +89,12 @@ class KVPool:
 
     def transfer(self, config: TransportConfig) -> KVTransfer:
         """Return the transfer endpoint of this pool."""
-        from twostroke.kv.device_memory import DeviceBlocks, device_transfer
+        from twostroke.kv.device_memory import device_transfer
 
-        blocks = DeviceBlocks(self.groups, self.block_size)
-        return device_transfer(blocks, self.shared, config)
+        return device_transfer(self.blocks(), self.shared, config)
+
+    def blocks(self) -> DeviceBlocks:
+        """Return the blocks as bytes, for transfers and tiers."""
+        from twostroke.kv.device_memory import DeviceBlocks
+
+        return DeviceBlocks(self.groups, self.block_size)

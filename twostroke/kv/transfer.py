@@ -156,6 +156,9 @@ class HostBlocks:
     def read(self, group: int, number: int) -> bytes:
         return bytes(self._block(group, number))
 
+    def read_into(self, group: int, number: int, data: memoryview) -> None:
+        data[:] = self._block(group, number)
+
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
         self._block(group, number)[:] = data
 

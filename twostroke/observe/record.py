@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.plan import Chunk, Slot
 
 # With several engines, the steps of each life of an engine are numbered from a multiple of this.
@@ -53,12 +53,26 @@ class EngineSpan(NamedTuple):
     fetched_bytes: int = 0
 
 
+class TierFetchRecord(NamedTuple):
+    """A prefix that a request found in the tiers (`kv/tiers/`), and whether it was fetched."""
+
+    tokens: int  # found beyond the device's cache
+    num_bytes: int
+    fetch_expected_s: float
+    compute_expected_s: float  # of the same tokens, at the load of that time; 0: unknown
+    outcome: str = "computed"  # computed (the cheaper), fetched, failed (and then computed)
+    seconds: float = 0.0  # the fetch took, or lasted until it failed
+    tiers: str = ""  # where the prefix was
+    problem: str = ""  # why the fetch failed
+
+
 class FirstToken(NamedTuple):
     """A stream that began with a step."""
 
     ttft_s: float
     num_prompt: int
     num_cached: int
+    num_fetched: int = 0  # part of `num_cached` that came from tiers
 
 
 class PhaseRecord(NamedTuple):
@@ -128,6 +142,8 @@ class RequestRecord:
     finished_s: float = 0.0
     sent_s: float = 0.0
     num_cached: int = 0  # prompt tokens taken from the prefix cache at first admission
+    num_fetched: int = 0  # part of `num_cached` that was fetched from tiers
+    tier_fetch: TierFetchRecord | None = None  # the newest; None: the tiers had nothing more
     kv_evicted_tokens: int = 0  # tokens evicted before its end
     chunks: list[tuple[float, int, int, int]] = field(default_factory=list)  # when, step, start, n
     preempted: list[tuple[float, int]] = field(default_factory=list)  # when, tokens to recompute
@@ -189,6 +205,7 @@ def continued(record: RequestRecord, later: RequestRecord) -> RequestRecord:
         between_s = later.token_s[0] - record.token_s[-1]
     elif later.token_s:
         record.scheduled_s, record.num_cached = later.scheduled_s, later.num_cached
+        record.num_fetched, record.tier_fetch = later.num_fetched, later.tier_fetch
         record.first_token_s = later.token_s[0]
     worst = max((record, later), key=lambda one: one.worst_gap_s)
     record.worst_gap_s, record.worst_gap = worst.worst_gap_s, worst.worst_gap

@@ -143,6 +143,7 @@ class Totals:
         self.preemptions = self.recomputed_tokens = 0
         self.kv_evicted_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
+        self.fetched_tokens = 0  # part of the cached tokens, from tiers below the KV cache
         self.predicted_s = self.predicted_actual_s = self.prediction_error_s = 0.0
         self.drafts = DraftTotals()
         # Requests
@@ -184,6 +185,7 @@ class Totals:
             self.ttft_s.add(first.ttft_s)
             self.prompt_tokens += first.num_prompt
             self.cached_tokens += first.num_cached
+            self.fetched_tokens += first.num_fetched
             iteration_tokens += first.num_prompt - first.num_cached
         if iteration_tokens:
             self.iteration_tokens.add(iteration_tokens)

@@ -22,7 +22,7 @@ from twostroke.engine.spawn import DEFAULT_BUILDER, Spawned
 from twostroke.engine.supervised import HANG_TIMEOUT_S, MAX_QUICK_DEATHS
 from twostroke.engine.wire import FetchedOffer
 from twostroke.errors import RequestError
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.network_auth import add_counts
 from twostroke.observe.record import ENGINE_STEPS, Records, RequestRecord, StepRecord

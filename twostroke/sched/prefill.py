@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.cache import KVCache, table_length
+from twostroke.observe.record import TierFetchRecord
 from twostroke.sched.deadlines import DeadlineQueue, Rank
 from twostroke.sched.decode import scheduling_order
 from twostroke.sched.isolation import IsolatedRetries
+from twostroke.sched.received import ReceivedQueue
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
+
+# A fetch from tiers fails when it takes longer than computing, and longer than these.
+MIN_FETCH_S = 0.25
+SLOW_FETCH = 4.0  # times the expected seconds
+BLIND_FETCH_S = 5.0  # while the time of computing is unknown
 
 
 class WaitingQueue:
@@ -48,7 +55,14 @@ class WaitingQueue:
 
 
 class PrefillQueue:
-    def __init__(self, config: SchedulerConfig, kv: KVCache, rows: list[int], pacer: Pacer) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCache,
+        rows: list[int],
+        pacer: Pacer,
+        received: ReceivedQueue,
+    ) -> None:
         self.waiting: WaitingQueue | DeadlineQueue = WaitingQueue()
         if config.ttft_slo_s is not None:
             self.waiting = DeadlineQueue(config.ttft_slo_s, self._left_s)
@@ -60,6 +74,7 @@ class PrefillQueue:
         self._kv = kv
         self._rows = rows  # free rows, shared with the scheduler
         self._pacer = pacer
+        self._received = received
 
     @property
     def has_work(self) -> bool:
@@ -147,6 +162,9 @@ class PrefillQueue:
                 return
             if not self.has_room(request, tables, decoding):
                 return
+            if self._kv.tiers is not None and self._fetch(request, tables, step.now):
+                self.waiting.pop()
+                continue
             count = min(step.budget, uncached, self._max_chunk(request, num_cached))
             count = step.fit(request, num_cached, count)
             if not count:
@@ -173,13 +191,45 @@ class PrefillQueue:
     def _left_s(self, request: ScheduledRequest) -> float:
         return self._pacer.prefill_s(request.kv.num_computed, request.num_to_prefill)
 
+    def _fetch(self, request: ScheduledRequest, tables: list[list[int]], now: float) -> bool:
+        """Begin to fetch a prefix from the tiers, if that is expected to be faster than computing
+        it. Return whether the request now waits for the fetch."""
+        if request in self.isolated or request.fetch_failed:
+            return False
+        tokens = self._reusable(request)
+        found = self._kv.find_in_tiers(request.kv, tokens, tables)
+        if found is None:
+            return False
+        start = table_length(tables) * self._kv.block_size
+        count = found.end_block * self._kv.block_size - start
+        compute_s = self._pacer.prefill_s(start, count)
+        request.record.tier_fetch = TierFetchRecord(
+            count, found.num_bytes, found.seconds, compute_s, tiers=found.tiers
+        )
+        if 0.0 < compute_s <= found.seconds:
+            return False
+        patience_s = max(MIN_FETCH_S, SLOW_FETCH * found.seconds, compute_s or BLIND_FETCH_S)
+        return self._received.fetch_prefix(request, tables, found, now + patience_s)
+
+    def start_fetched(self, step: StepBuilder, request: ScheduledRequest) -> None:
+        """Continue a request behind the prefix that was fetched for it."""
+        fetched = request.record.tier_fetch
+        assert fetched is not None
+        seq, record = request.kv, request.record
+        if not record.scheduled_s:
+            record.num_fetched = fetched.tokens
+        self._run(step, request, seq.num_computed)
+
     def _start(self, step: StepBuilder, request: ScheduledRequest, tables: list[list[int]]) -> None:
-        request.set_phase(Phase.PREFILL)
         request.row = self._rows.pop()
-        num_cached = self._kv.open(request.kv, tables)
+        self._run(step, request, self._kv.open(request.kv, tables))
+
+    def _run(self, step: StepBuilder, request: ScheduledRequest, num_cached: int) -> None:
+        """Let a request with a row compute its prompt from `num_cached` on."""
+        request.set_phase(Phase.PREFILL)
         insort(self.requests, request, key=scheduling_order)
         step.add_row(request)
-        step.add_blocks(request, table_length(tables))
+        step.add_blocks(request, table_length(request.kv.tables))
         record = request.record
         if not record.scheduled_s:
             record.scheduled_s = step.now
@@ -198,13 +248,16 @@ class PrefillQueue:
         self._kv.register(seq, request.tokens)
 
     def _match(self, request: ScheduledRequest) -> list[list[int]]:
+        return self._kv.match(request.kv, self._reusable(request))
+
+    def _reusable(self, request: ScheduledRequest) -> Sequence[int]:
+        """Return the tokens at the start of a request whose cached blocks it may use."""
         wanted = request.engine_request.params.prompt_logprobs is not None
         if wanted and len(request.prompt_logprobs) < request.num_prompt - 1:
-            return [[] for _ in self._kv.windows]  # every prompt position must be computed
-        tokens = request.tokens
+            return ()  # every prompt position must be computed
         if self._kv.eviction is not None:  # behind its first eviction it computes other values
-            tokens = tokens[: self._kv.next_eviction(request.kv, request.num_prompt)]
-        return self._kv.match(request.kv, tokens)
+            return request.tokens[: self._kv.next_eviction(request.kv, request.num_prompt)]
+        return request.tokens
 
     def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
         """Evict as before the preemption, so that the tokens that a request had already written are
@@ -265,7 +318,7 @@ class PrefillQueue:
             return needed - len(hits) <= available or not awaited
         growth = length + min(request.remaining, lookahead)
         need = kv.blocks_for(group, growth, request.num_prompt) - len(hits)
-        for other in self.requests:
+        for other in (*self.requests, *self._received.of_tiers):
             growth = len(other.tokens) + min(other.remaining, lookahead)
             need += kv.blocks_missing(group, other.kv, growth, other.num_prompt)
         if need + len(decoding) * kv.blocks_for(group, lookahead + kv.block_size) <= available:

@@ -1,5 +1,8 @@
-"""`ReceivedQueue`: requests that another engine has prefilled. Their blocks are fetched when there
-is room, and the requests go straight to decode.
+"""`ReceivedQueue`: requests that wait for blocks which are being fetched, and hold up no others.
+
+Blocks of a request that another engine has prefilled are fetched when there is room, and the
+request goes straight to decode. Blocks of a prefix in a tier (`kv/tiers/`) are fetched if that is
+faster than computing them; the request has a row, and is prefilled from the end of the prefix on.
 
 Blocks of a long prompt are fetched ahead, while the other engine computes the rest of it. They are
 kept as a cached prefix, which the request finds later. A fetch ahead may fail: no request waits for
@@ -12,10 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from twostroke.kv.cache import KVCache, table_length
-from twostroke.kv.transfer import Fetch, KVTransfer, ReceiverFullError, TransferError
+from twostroke.kv.tiers.tiers import Found
+from twostroke.kv.transfer import KVTransfer, ReceiverFullError, StalledError, TransferError
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepBuilder
@@ -26,6 +30,7 @@ MAX_FETCHING: Final = 8  # at one time, so that a slow sender does not hold up t
 
 HasRoom = Callable[[ScheduledRequest, list[list[int]]], bool]
 ToPrefill = Callable[[ScheduledRequest], None]
+StartPrefill = Callable[[StepBuilder, ScheduledRequest], None]
 
 
 class FetchResult(NamedTuple):
@@ -40,16 +45,42 @@ class FetchResult(NamedTuple):
     ahead: bool = False  # part of a prompt that is still being computed
 
 
+class BlockFetch(Protocol):
+    """A fetch from another engine (`kv/transfer.py`) or from tiers (`kv/tiers/tiers.py`)."""
+
+    began_s: float
+    transport: str
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def own_bytes(self) -> int: ...
+
+    def advance(self, max_bytes: int | None = None) -> bool: ...
+
+    def abandon(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Fetching:
     """A request whose blocks are being copied into blocks that it owns."""
 
     request: ScheduledRequest
-    fetch: Fetch
+    fetch: BlockFetch
     num_cached: int
     waited_s: float
     ahead: bool = False
     is_here: bool = False
+    deadline_s: float | None = None  # of a fetch from tiers: the request has a row
+
+
+class Destinations(NamedTuple):
+    """Where requests go from here."""
+
+    decode: DecodeSet
+    to_prefill: ToPrefill  # to compute what was not fetched
+    start_prefill: StartPrefill  # with the fetched prefix
 
 
 class ReceivedQueue:
@@ -96,9 +127,7 @@ class ReceivedQueue:
         """Remove a request that has ended; False if it did not wait here."""
         for fetching in self._fetching:
             if fetching.request is request:
-                self._fetching.remove(fetching)
-                fetching.fetch.abandon()
-                self._kv.close(request.kv)
+                self._drop(fetching)
                 return True
         if request not in self._queue:
             return False
@@ -107,28 +136,58 @@ class ReceivedQueue:
         self._queue.remove(request)
         return True
 
-    def plan(
-        self, step: StepBuilder, has_room: HasRoom, decode: DecodeSet, to_prefill: ToPrefill
-    ) -> None:
+    @property
+    def of_tiers(self) -> list[ScheduledRequest]:
+        """The requests whose prefixes are being fetched from tiers."""
+        return [one.request for one in self._fetching if one.deadline_s is not None]
+
+    def fetch_prefix(
+        self, request: ScheduledRequest, tables: list[list[int]], found: Found, deadline_s: float
+    ) -> bool:
+        """Fetch a prefix from the tiers for a waiting request, which gets a row. `tables`: what is
+        cached of the prefix. Return False, without any change, if there is no room."""
+        kv, tiers = self._kv, self._kv.tiers
+        assert tiers is not None
+        num_cached = kv.open(request.kv, tables)
+        try:
+            wanted = kv.receive(request.kv, found.end_block * kv.block_size)
+        except ReceiverFullError:
+            kv.close(request.kv)
+            return False
+        pairs = _pairs(wanted, request.kv.tables)
+        fetch = tiers.fetch(found, request.kv.keys, pairs)
+        request.row = self._rows.pop()
+        one = _Fetching(request, fetch, num_cached, 0.0, deadline_s=deadline_s)
+        self._fetching.append(one)
+        return True
+
+    def drop_prefixes(self, to_prefill: ToPrefill) -> None:
+        """Give up every fetch from tiers. The requests wait to be prefilled."""
+        for one in [one for one in self._fetching if one.deadline_s is not None]:
+            self._drop(one)
+            to_prefill(one.request)
+
+    def plan(self, step: StepBuilder, has_room: HasRoom, to: Destinations) -> None:
         """Fetch the blocks that there is room for, in order. Called before the step's slots are
         given, so that requests whose blocks have arrived decode in this step. While streams write,
         at most `FETCH_BYTES` are copied. A request whose fetch fails is prefilled."""
-        left = FETCH_BYTES if decode.requests else None
+        left = FETCH_BYTES if to.decode.requests else None
         while True:
-            left = self._advance(step, left, decode, to_prefill)
-            if not self._begin_next(has_room, to_prefill) or (left is not None and left <= 0):
+            left = self._advance(step, left, to)
+            if not self._begin_next(has_room, to.to_prefill) or (left is not None and left <= 0):
                 return
 
     def _begin_next(self, has_room: HasRoom, to_prefill: ToPrefill) -> bool:
         """Take blocks for the next request and begin its fetch; False if no request waits, or if
         there is no room."""
-        if len(self._fetching) >= MAX_FETCHING:
+        of_engines = sum(one.deadline_s is None for one in self._fetching)
+        if of_engines >= MAX_FETCHING:
             return False
         if not self._queue:
             return self._begin_ahead(has_room)
         request = self._queue[0]
         tables = self._kv.match(request.kv, request.tokens)
-        fetching = len(self) - len(self._queue)
+        fetching = sum(one.deadline_s is None and not one.ahead for one in self._fetching)
         if fetching >= len(self._rows) or not has_room(request, tables):
             self._no_room_s = self._no_room_s or monotonic()
             self.drop_ahead("a request waits for room")
@@ -179,16 +238,10 @@ class ReceivedQueue:
             )
         num_cached = self._kv.open(request.kv, tables)
         wanted = self._kv.receive(request.kv, offer.num_tokens)
-        pairs = [
-            [(entry, table[entry]) for entry in entries]
-            for entries, table in zip(wanted, request.kv.tables, strict=True)
-        ]
-        fetch = self._transfer.fetch(offer, pairs)
+        fetch = self._transfer.fetch(offer, _pairs(wanted, request.kv.tables))
         return _Fetching(request, fetch, num_cached, waited_s, ahead)
 
-    def _advance(
-        self, step: StepBuilder, left: int | None, decode: DecodeSet, to_prefill: ToPrefill
-    ) -> int | None:
+    def _advance(self, step: StepBuilder, left: int | None, to: Destinations) -> int | None:
         """Copy at most `left` bytes, and start the requests whose blocks are here. Return the bytes
         that are left; None: unlimited."""
         for one in sorted(self._fetching, key=lambda one: one.ahead):  # waiting requests first
@@ -197,29 +250,46 @@ class ReceivedQueue:
                 break
             try:
                 one.is_here = one.is_here or fetch.advance(left)
+                if not one.is_here and one.deadline_s is not None and step.now > one.deadline_s:
+                    raise StalledError("computing the tokens takes no longer")
             except TransferError as error:
                 self._fail(one, error)
                 if not one.ahead:
-                    to_prefill(one.request)
+                    to.to_prefill(one.request)
             if left is not None:
                 left -= fetch.own_bytes - before
-            if one.is_here and (one.ahead or self._rows):
-                self._fetching.remove(one)
-                self._report(one.request, None, one)
-                self._kv.received(one.request.kv)
-                self._kv.register(one.request.kv, one.request.tokens)
-                if one.ahead:
-                    self._kv.close(one.request.kv)
-                else:
-                    self._start(step, one.request, one.num_cached)
-                    decode.add(one.request)
+            if one.is_here and (one.ahead or one.deadline_s is not None or self._rows):
+                self._arrived(step, one, to)
         return left
 
+    def _arrived(self, step: StepBuilder, one: _Fetching, to: Destinations) -> None:
+        """Continue a request whose blocks are here."""
+        request = one.request
+        self._fetching.remove(one)
+        self._report(request, None, one)
+        self._kv.received(request.kv)
+        self._kv.register(request.kv, request.tokens)
+        if one.ahead:
+            self._kv.close(request.kv)
+        elif one.deadline_s is not None:
+            to.start_prefill(step, request)
+        else:
+            self._start(step, request, one.num_cached)
+            to.decode.add(request)
+
     def _fail(self, one: _Fetching, error: TransferError) -> None:
+        one.request.fetch_failed = one.deadline_s is not None
+        self._drop(one)
+        self._report(one.request, error, one)
+
+    def _drop(self, one: _Fetching) -> None:
+        """Give up a fetch and its blocks."""
         self._fetching.remove(one)
         one.fetch.abandon()
         self._kv.close(one.request.kv)
-        self._report(one.request, error, one)
+        if one.deadline_s is not None:
+            self._rows.append(one.request.row)
+            one.request.row = -1
 
     def _report(
         self,
@@ -229,8 +299,16 @@ class ReceivedQueue:
         waited_s: float = 0.0,
         ahead: bool = False,
     ) -> None:
-        """Append a `FetchResult`. `one`: None if the fetch had not begun."""
+        """Append a `FetchResult`, or note the end of a fetch from tiers in the record. `one`: None
+        if the fetch had not begun."""
         problem = f"{type(error).__name__}: {error}" if error else ""
+        if one is not None and one.deadline_s is not None:
+            assert request.record.tier_fetch is not None
+            seconds = monotonic() - one.fetch.began_s
+            request.record.tier_fetch = request.record.tier_fetch._replace(
+                outcome="failed" if error else "fetched", seconds=seconds, problem=problem
+            )
+            return
         if one is None:
             result = FetchResult(request.request_id, 0, 0.0, problem, waited_s, ahead=ahead)
         else:
@@ -252,3 +330,11 @@ class ReceivedQueue:
         step.add_blocks(request, table_length(request.kv.tables))
         request.record.scheduled_s = step.now
         request.record.num_cached = num_cached
+
+
+def _pairs(wanted: list[list[int]], tables: list[list[int]]) -> list[list[tuple[int, int]]]:
+    """Return pairs of an index in the table and its block, for the indices in `wanted`."""
+    return [
+        [(entry, table[entry]) for entry in entries]
+        for entries, table in zip(wanted, tables, strict=True)
+    ]

@@ -62,6 +62,7 @@ class ScheduledRequest:
     stop_reason: int | None = None
     offer: Offer | None = None  # of its blocks, if another engine continues it
     num_offered: int = 0  # prompt tokens whose blocks were offered before the prompt was computed
+    fetch_failed: bool = False  # from tiers: it computes its tokens
     part_is_open: bool = False  # the last of these offers has not been released
     prompt_logprobs: list[Any] = field(default_factory=list)
     # Evicted table entries by the position before which they were evicted, and the attention shares

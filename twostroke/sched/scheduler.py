@@ -17,17 +17,24 @@ from twostroke.draft.interface import DraftModel
 from twostroke.draft.speculator import DraftRules, Row, Speculator, StepDrafts
 from twostroke.errors import RequestError
 from twostroke.kv.cache import KVCache, KVSequence
+from twostroke.kv.tiers.tiers import Tiers
 from twostroke.kv.transfer import KVTransfer
 from twostroke.observe.record import RequestRecord
-from twostroke.plan import BROKEN_LOGITS, BlockEvict, StepResult, TokenLogprobs
+from twostroke.plan import BROKEN_LOGITS, StepResult, TokenLogprobs
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.decode import DecodeSet
 from twostroke.sched.offers import OfferedBlocks
 from twostroke.sched.prefill import PrefillQueue
-from twostroke.sched.received import ReceivedQueue
+from twostroke.sched.received import Destinations, ReceivedQueue
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
-from twostroke.sched.step import SchedulerConfig, StepBuilder, StepInFlight, prefix_seed
+from twostroke.sched.step import (
+    RowChanges,
+    SchedulerConfig,
+    StepBuilder,
+    StepInFlight,
+    prefix_seed,
+)
 from twostroke.sched.updates import CommitResult, Update, join_drafted
 from twostroke.sched.work import AttentionWork
 
@@ -42,10 +49,11 @@ class Scheduler:
         config: SchedulerConfig,
         clock: Callable[[], float] = monotonic,
         transfer: KVTransfer | None = None,
+        tiers: Tiers | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`transfer`: fetches blocks from other engines and offers blocks to them. `draft_model`:
-        of `config.speculation`."""
+        """`transfer`: fetches blocks from other engines and offers blocks to them. `tiers`: hold
+        prefixes that the KV cache has evicted. `draft_model`: of `config.speculation`."""
         self.config = config
         self.in_flight: deque[StepInFlight] = deque()  # planned and not committed, oldest first
         self.kv = KVCache(
@@ -54,6 +62,7 @@ class Scheduler:
             keep_cached=config.prefix_caching,
             max_chunk=config.max_num_batched_tokens,
             eviction=config.eviction,
+            tiers=tiers if config.prefix_caching else None,
         )
         self.offers = OfferedBlocks(config, self.kv, transfer)
         self._work = AttentionWork(config.groups)
@@ -62,10 +71,10 @@ class Scheduler:
         self._requests: dict[str, ScheduledRequest] = {}
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._retired: list[int] = []
-        self._evicted: list[BlockEvict] = []  # since the newest step was planned
-        self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer)
-        self._decode = DecodeSet(self.kv)
+        self._changes = RowChanges()  # since the newest step was planned
         self.received = ReceivedQueue(self.kv, self._rows, transfer)
+        self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer, self.received)
+        self._decode = DecodeSet(self.kv)
         self._step = 0
         self._arrivals = 0
         self._preempted = 0  # requests, since the newest step was planned
@@ -197,11 +206,20 @@ class Scheduler:
         return self._update(request)
 
     def reset_prefixes(self) -> None:
-        """Drop every cached prefix; running requests keep their blocks."""
+        """Drop every cached prefix, in the tiers too; running requests keep their blocks."""
+        self._drop_prefixes()
+        if self.kv.tiers is not None:
+            self.kv.tiers.reset()
+
+    def _drop_prefixes(self) -> None:
+        """Drop every cached prefix of the device, and the fetches and copies of prefixes."""
         self.kv.reset_prefixes()
         self.received.drop_ahead("the prefix cache was reset")
         if self.speculator is not None:
             self.speculator.reset_prefixes()
+        self.received.drop_prefixes(self._prefill.waiting.push)
+        if self.kv.tiers is not None:
+            self.kv.tiers.cancel_stores()
 
     # ── planning ────────────────────────────────────────────────────────────────────────────
 
@@ -211,7 +229,7 @@ class Scheduler:
         """Return the next step; None if nothing can run before a step in flight commits. `held`:
         requests that get no slot in this step. `rules`: restrict the drafts of some requests."""
         budget = self.config.max_num_batched_tokens
-        builder = StepBuilder(self._step, budget, self._work, self._clock(), self._evicted)
+        builder = StepBuilder(self._step, budget, self._work, self._clock(), self._changes)
 
         def preempt(victim: ScheduledRequest) -> None:
             self._preempted += 1
@@ -223,6 +241,8 @@ class Scheduler:
             (self._decode if victim in self._decode.requests[-1:] else self._prefill).requests.pop()
             return victim is not request
 
+        if self.kv.tiers is not None:
+            self.kv.tiers.take_finished()
         if self.received.has_work:
             self._plan_received(builder)
         sequences = self._decode.plan(builder, preempt_for, held)
@@ -237,7 +257,7 @@ class Scheduler:
             return None
         plan = builder.build(tuple(self._retired))
         self._retired.clear()
-        self._evicted.clear()
+        self._changes.clear()
         step = StepInFlight(
             plan=plan,
             sampled_requests=builder.sampled_requests,
@@ -292,7 +312,10 @@ class Scheduler:
         def has_room(request: ScheduledRequest, tables: list[list[int]]) -> bool:
             return self._prefill.has_room(request, tables, decode.requests)
 
-        self.received.plan(builder, has_room, decode, self._prefill.waiting.push)
+        queue = self._prefill
+        self.received.plan(
+            builder, has_room, Destinations(decode, queue.waiting.push, queue.start_fetched)
+        )
 
     def _last_in_order(self) -> ScheduledRequest:
         ends = [queue.requests[-1] for queue in (self._prefill, self._decode) if queue.requests]
@@ -306,6 +329,7 @@ class Scheduler:
 
     def _requeue(self, request: ScheduledRequest, now: float) -> None:
         request.record.preempted.append((now, request.kv.num_computed))
+        request.fetch_failed = False
         self._release(request)
         request.set_phase(Phase.WAITING)
         if self.speculator is not None:
@@ -473,8 +497,9 @@ class Scheduler:
         if self.in_flight:
             self.kv.commit(self.in_flight[-1].plan.step)
             self.in_flight.clear()
-        self.reset_prefixes()
+        self._drop_prefixes()
         self._retired.clear()
+        self._changes.clear()
         if len(involved) > 1:
             return []
         for request in involved:
@@ -503,9 +528,8 @@ class Scheduler:
     def _release(self, request: ScheduledRequest) -> None:
         self.kv.close(request.kv)
         self._rows.append(request.row)
-        self._retired.append(request.row)
-        if self._evicted:  # no step reads this row's table again
-            self._evicted[:] = [one for one in self._evicted if one.row != request.row]
+        if not self._changes.forget(request.row):
+            self._retired.append(request.row)
         request.row = -1
 
     def _remove_inactive(self) -> None:
@@ -540,7 +564,7 @@ class Scheduler:
             self.speculator.audit()
         prefill, decode = self._prefill.requests, self._decode.requests
         running = prefill + decode
-        rows = [r.row for r in running]
+        rows = [r.row for r in (*running, *self.received.of_tiers)]
         assert sorted(rows + self._rows) == list(range(self.config.max_num_seqs)), "a row leaked"
         assert all(r.phase is Phase.PREFILL for r in prefill), "a request is in the wrong phase"
         assert all(r.phase is Phase.DECODE for r in decode), "a request is in the wrong phase"
@@ -558,6 +582,8 @@ class Scheduler:
             for request, more in zip(step.sampled_requests, drafts, strict=True):
                 alive += 1 + more if request.phase is not Phase.FINISHED else 0
         assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
+        if self.kv.tiers is not None:
+            assert self.kv.tiers.is_fetching == bool(self.received.of_tiers), "a fetch was lost"
         if not self.has_requests and not self.in_flight:
             assert self.kv.is_idle(), "blocks are owned by no request"
 

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
 
 from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.speculator import StepDrafts
-from twostroke.kv.cache import GroupLimits, KVSequence, KVUsage
+from twostroke.kv.cache import GroupLimits, KVSequence
 from twostroke.kv.eviction import Eviction
 from twostroke.kv.prefix import seed_digest
+from twostroke.kv.usage import KVUsage
 from twostroke.plan import (
     NO_WORK,
     BlockAppend,
@@ -86,6 +87,34 @@ class StepInFlight:
     pending: Pending | None = None  # the result, once the step is launched
 
 
+@dataclass(slots=True)
+class RowChanges:
+    """Changes of rows that the executor has not been told of. A call to `Scheduler.plan` that plans
+    no step leaves them for the next."""
+
+    new: list[NewRow] = field(default_factory=list)
+    appended: list[BlockAppend] = field(default_factory=list)
+    dropped: list[BlockDrop] = field(default_factory=list)
+    evicted: list[BlockEvict] = field(default_factory=list)
+
+    def forget(self, row: int) -> bool:
+        """Remove the changes of a row that is given up. Return whether the executor does not know
+        of the row's request."""
+        is_new = any(one.row == row for one in self.new)
+        if is_new:
+            self.new[:] = [one for one in self.new if one.row != row]
+        self.appended[:] = [one for one in self.appended if one.row != row]
+        self.dropped[:] = [one for one in self.dropped if one.row != row]
+        self.evicted[:] = [one for one in self.evicted if one.row != row]
+        return is_new
+
+    def clear(self) -> None:
+        self.new.clear()
+        self.appended.clear()
+        self.dropped.clear()
+        self.evicted.clear()
+
+
 def prefix_seed(config: SchedulerConfig, request: EngineRequest) -> bytes | None:
     """Return the start of a request's chain of block digests. It contains the salt. Without prefix
     caching only the continuations of one `n > 1` request share blocks."""
@@ -104,19 +133,16 @@ class StepBuilder:
         budget: int,
         work: AttentionWork,
         now: float,
-        evicted: list[BlockEvict] | None = None,
+        changes: RowChanges | None = None,
     ) -> None:
-        """`evicted`: evictions of earlier calls to `Scheduler.plan` that returned None. The builder
-        appends to this list."""
-        self.evicted = [] if evicted is None else evicted
+        """`changes`: of earlier calls to `Scheduler.plan` that returned None. The builder adds to
+        them."""
+        self.changes = changes or RowChanges()
         self.step = step
         self.budget = budget
         self.now = now
         self.slots: list[Slot] = []
         self.chunks: list[Chunk] = []
-        self.new: list[NewRow] = []
-        self.appended: list[BlockAppend] = []
-        self.dropped: list[BlockDrop] = []
         self.sampled_requests: list[ScheduledRequest] = []  # of slots; `build` adds last chunks
         self.last_chunks: list[ScheduledRequest] = []
         self.chunk_requests: list[ScheduledRequest] = []
@@ -191,7 +217,7 @@ class StepBuilder:
     def add_row(self, request: ScheduledRequest) -> None:
         """Tell the executor about a request that has taken a row."""
         engine_request = request.engine_request
-        self.new.append(
+        self.changes.new.append(
             NewRow(
                 row=request.row,
                 request_id=request.request_id,
@@ -208,31 +234,34 @@ class StepBuilder:
         """Report the newest `num_blocks` blocks of each table of a request."""
         if num_blocks:
             for group, table in enumerate(request.kv.tables):
-                self.appended.append(BlockAppend(request.row, group, tuple(table[-num_blocks:])))
+                new = tuple(table[-num_blocks:])
+                self.changes.appended.append(BlockAppend(request.row, group, new))
 
     def add_drops(self, request: ScheduledRequest, drops: list[tuple[int, int]]) -> None:
         """Report blocks that a sliding window has passed. `drops`: KV groups, and the number of
         leading table entries that are dropped in each."""
         for group, num_entries in drops:
-            self.dropped.append(BlockDrop(request.row, group, num_entries))
+            self.changes.dropped.append(BlockDrop(request.row, group, num_entries))
 
     def add_evictions(self, request: ScheduledRequest, evicted: list[range]) -> None:
         """Report ranges of table entries that a request evicts."""
-        self.evicted += [BlockEvict(request.row, span.start, span.stop) for span in evicted]
+        spans = [BlockEvict(request.row, span.start, span.stop) for span in evicted]
+        self.changes.evicted += spans
         request.record.kv_evicted_tokens = request.kv.num_evicted
 
     def build(self, retired: tuple[int, ...]) -> StepPlan:
+        changes = self.changes
         self.sampled_requests += self.last_chunks
         return StepPlan(
             step=self.step,
-            new=tuple(self.new),
+            new=tuple(changes.new),
             retired=retired,
-            appended=tuple(self.appended),
-            dropped=tuple(self.dropped),
+            appended=tuple(changes.appended),
+            dropped=tuple(changes.dropped),
             prefill=tuple(self.chunks),
             decode=tuple(self.slots),
             prefill_work=self.prefill_work,
             decode_work=self.decode_work,
-            evicted=tuple(self.evicted),
+            evicted=tuple(changes.evicted),
             draft_tokens=tuple(self.draft_tokens),
         )

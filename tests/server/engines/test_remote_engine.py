@@ -32,7 +32,7 @@ from twostroke.engine.in_process import AsyncEngine
 from twostroke.engine.remote import RemoteEngine
 from twostroke.engine.wire import Add, Step, decode_from_engine, encode, pack_step, unpack_step
 from twostroke.errors import ConfigError, EngineError, ModelError, RequestError
-from twostroke.kv.cache import KVUsage
+from twostroke.kv.usage import KVUsage
 from twostroke.observe.record import Causes, FirstToken, PhaseRecord, RequestRecord, StepRecord
 from twostroke.outputs import RequestOutput
 from twostroke.owned_folder import OwnedFolder

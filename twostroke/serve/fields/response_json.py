@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from twostroke.model.text.tokenizer import Tokenizer
-from twostroke.observe.record import NO_TIME, Causes
+from twostroke.observe.record import NO_TIME, Causes, RequestRecord
 from twostroke.outputs import Logprobs, RequestOutput
 from twostroke.plan import TokenLogprobs
 from twostroke.serve.error_responses import ApiError
@@ -254,6 +254,7 @@ def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | 
         "preemptions": sum(len(record.preempted) for record in records),
         "kv_evicted_tokens": sum(record.kv_evicted_tokens for record in records),
     }
+    found |= _tier_fetches(records)
     if drafted := sum(record.drafted for record in records):
         found["draft_n"] = drafted
         found["draft_n_accepted"] = sum(record.accepted for record in records)
@@ -261,6 +262,26 @@ def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | 
         one = records[0].gap_causes if len(records) == 1 else None
         found["token_gaps_ms"] = None if one is None else LazyList(_gaps_in_ms(one))
     return found
+
+
+def _tier_fetches(records: Sequence[RequestRecord]) -> Json:
+    """Return the prefix found in tiers below the KV cache, and what it was expected to cost; empty
+    if nothing was found there. Of several continuations, that of the longest fetch."""
+    found = [record.tier_fetch for record in records if record.tier_fetch is not None]
+    if not found:
+        return {}
+    longest = max(found, key=lambda one: one.seconds)
+    return {
+        "kv_fetch": {
+            "outcome": longest.outcome,
+            "tiers": longest.tiers,
+            "n": longest.tokens,
+            "bytes": longest.num_bytes,
+            "ms": longest.seconds * 1e3,
+            "expected_ms": longest.fetch_expected_s * 1e3,
+            "compute_expected_ms": longest.compute_expected_s * 1e3,
+        }
+    }
 
 
 def _gaps_in_ms(causes: Sequence[float]) -> Iterator[list[float] | None]:

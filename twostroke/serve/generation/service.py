@@ -51,6 +51,10 @@ class Service:
         info = client.info
         setup = f"{info.model_name} {info.dtype} {info.device}"
         self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
+        # Salts of prefixes by key. They depend on the key, not on its place in the list of keys:
+        # prefixes on a disk outlive the list.
+        keys = (*settings.api_keys, *settings.admin_api_keys)
+        self._salts = [sha256(f"salt {key}".encode()).hexdigest() for key in keys]
         self.open_streams: set[OpenStream] = set()
         self.ceilings_probe = CeilingsProbe(client)  # measures the hardware (roofline)
         self.tracing: Tracing | None = None
@@ -75,10 +79,10 @@ class Service:
     def apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
         """Apply the server's settings that override the request."""
         settings = self.settings
-        num_keys = len(settings.api_keys) + len(settings.admin_api_keys)
-        if num_keys > 1 and not settings.prefix_cache_sharing:
+        if len(self._salts) > 1 and not settings.prefix_cache_sharing:
             # The prefill time would reveal whether another client has sent the same prompt.
-            request.cache_salt = f"{http.key_number}/{request.cache_salt or ''}"
+            salt = "" if http.key_number is None else self._salts[http.key_number]
+            request.cache_salt = f"{salt}/{request.cache_salt or ''}"
         if not settings.client_priority:
             request.priority = None
         if request.prompt_cache_key is None and (session := http.header(b"x-session-id")):

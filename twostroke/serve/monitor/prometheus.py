@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -13,6 +13,7 @@ from prometheus_client.core import (
 )
 
 from twostroke.engine.api import EngineInfo, EngineLoad, EngineStatus
+from twostroke.kv.tiers.tiers import TierStatus
 from twostroke.network_auth import REASONS
 from twostroke.observe.totals import BucketCounts, DraftTotals, Totals, TransferTotals
 
@@ -38,6 +39,27 @@ VLLM_HISTOGRAMS = {
     "request_num_preemptions": ("request_preemptions", "How often a request was sent back."),
     "request_params_n": ("n", "The parameter n."),
     "request_params_max_tokens": ("max_tokens", "The parameter max_tokens, where given."),
+}
+
+# Counters of a tier: the field of `TierStatus`.
+TIER_COUNTERS = {
+    "vllm:kv_offload_tiering_read_bytes": ("fetched_bytes", "KV bytes read from a tier."),
+    "vllm:kv_offload_tiering_read_time": ("fetch_s", "Seconds that reads took."),
+    "vllm:kv_offload_tiering_write_bytes": ("stored_bytes", "KV bytes written to a tier."),
+    "vllm:kv_offload_tiering_write_time": ("store_s", "Seconds that writes took."),
+    "twostroke:kv_tier_dropped_stores": (
+        "dropped_stores",
+        "Parts of prefixes that were not copied, because too many waited.",
+    ),
+    "twostroke:kv_tier_failed_stores": (
+        "failed_stores",
+        "Copies that failed, or whose blocks the KV cache needed before.",
+    ),
+    "twostroke:kv_tier_fetches": ("fetches", "Fetches from a tier, with those that failed."),
+    "twostroke:kv_tier_failed_fetches": (
+        "failed_fetches",
+        "Fetches that failed; their tokens were computed instead.",
+    ),
 }
 
 
@@ -68,6 +90,8 @@ class Families:
         yield from self._own_now(client, load)
         if client.transfers is not None:
             yield from self._own_transfers(client.transfers)
+        if load.tiers:
+            yield from self._tiers(load.tiers, totals)
         yield from self._own_steps(totals)
         yield from self._own_gaps(totals)
 
@@ -110,13 +134,18 @@ class Families:
             ("prompt_tokens", "Prompt tokens of the streams that began.", prompt),
             ("generation_tokens", "Tokens written.", totals.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prompt),
-            ("prefix_cache_hits", "Prompt tokens found there, and not computed.", cached),
-            ("prompt_tokens_cached", "As vllm:prefix_cache_hits.", cached),
+            (
+                "prefix_cache_hits",
+                "Prompt tokens found there, and not computed.",
+                cached - totals.fetched_tokens,
+            ),
+            ("prompt_tokens_cached", "Prompt tokens that were not computed.", cached),
             ("estimated_flops_per_gpu", "FLOPs that all steps needed at the least.", flops),
         ):
             yield self._counters(f"vllm:{name}", text, {"": value})
-        sources = {"local_compute": prompt - cached, "local_cache_hit": cached}
-        sources["external_kv_transfer"] = 0
+        fetched = totals.fetched_tokens
+        sources = {"local_compute": prompt - cached, "local_cache_hit": cached - fetched}
+        sources["external_kv_transfer"] = fetched
         name, text = "vllm:prompt_tokens_by_source", "Prompt tokens, by where they came from."
         yield self._counters(name, text, sources, "source")
         text = "Requests that ended, by how."
@@ -173,6 +202,37 @@ class Families:
         yield self._counters("twostroke:kv_transfer_bytes", text, {"": transfers.num_bytes})
         text = "Time that fetching them took, from the first block asked for to the last one here."
         yield self._counters("twostroke:kv_transfer_seconds", text, {"": transfers.seconds})
+
+    def _tiers(self, tiers: Sequence[TierStatus], totals: Totals) -> Iterator[Metric]:
+        """Host memory and disk below the KV cache; only with such tiers."""
+        queried = totals.prompt_tokens - totals.cached_tokens + totals.fetched_tokens
+        for name, text, value in (
+            ("queries", "Prompt tokens looked up in the tiers below the KV cache.", queried),
+            ("hits", "Prompt tokens that were fetched from there.", totals.fetched_tokens),
+        ):
+            yield self._counters(f"vllm:external_prefix_cache_{name}", text, {"": value})
+        for host in (tier for tier in tiers if tier.name == "host"):
+            text = "KV bytes copied between the GPU and host memory."
+            sizes = {"GPU_to_CPU": host.stored_bytes, "CPU_to_GPU": host.fetched_bytes}
+            yield self._counters("vllm:kv_offload_total_bytes", text, sizes, "transfer_type")
+            text = "Seconds that these copies took."
+            times = {"GPU_to_CPU": host.store_s, "CPU_to_GPU": host.fetch_s}
+            yield self._counters("vllm:kv_offload_total_time", text, times, "transfer_type")
+        for name, (field, text) in TIER_COUNTERS.items():
+            values = {tier.name: getattr(tier, field) for tier in tiers}
+            yield self._counters(name, text, values, "tier")
+        text = "Bytes a second of fetches, as measured lately."
+        rates = {tier.name: tier.bytes_per_s for tier in tiers}
+        yield self._gauges("twostroke:kv_tier_bytes_per_second", text, rates, "tier")
+        family = GaugeMetricFamily(
+            "twostroke:kv_tier_tokens",
+            "Tokens of a tier by state; used: being written or read.",
+            labels=[*self._labels("tier"), "state"],
+        )
+        for tier in tiers:
+            for state, count in tier.usage._asdict().items():
+                family.add_metric([*self._label_values("tier", tier.name), state], count)
+        yield family
 
     def _own_steps(self, totals: Totals) -> Iterator[Metric]:
         phases = {"prefill": totals.prefill, "decode": totals.decode}
