@@ -160,7 +160,7 @@ def main() -> None:
             server.process.close()
     told: dict[str, Any] = {
         "loads": [{"rate": rate, "seconds": seconds} for rate, seconds in args.loads],
-        "goals_ms": goals.given_ms,
+        "goals_ms": goals.limits_ms,
         "medians": {
             workload: {name: medians(rows) for name, rows in each.items()}
             for workload, each in runs.items()

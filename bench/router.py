@@ -272,7 +272,7 @@ def main() -> None:
         "trace": Path(args.trace).name if args.trace else "drawn",
         "seconds": args.seconds,
         "requests": len(trace),
-        "goals_ms": goals.given_ms,
+        "goals_ms": goals.limits_ms,
         "engines": args.engines,
         "machine": SimulatedMachine()._asdict(),
         "best_hit_rate": best_hit_rate(trace, args.engines * SimulatedMachine().kv_tokens),

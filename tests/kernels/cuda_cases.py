@@ -256,7 +256,7 @@ def check_decode(
     work, error = decode_work(cache, lengths, splits, scratch, queries), 0.0
     for _ in range(2):
         scratch.partial.fill_(NAN)
-        scratch.weight.fill_(NAN)
+        scratch.lse.fill_(NAN)
         rule, out = heads.rule_on(device), poisoned(*q.shape, like=q)
         cuda.decode_attention(q, cache.view(), rule, work, out=out)
         for index, length in enumerate(lengths):
@@ -304,7 +304,7 @@ def check_rope_decode(
     for stored in (slots, torch.cat([slots[:-1], torch.full_like(slots[-1:], -1)])):
         before = [seen(cached) for cached in caches]
         scratch.partial.fill_(NAN)
-        scratch.weight.fill_(NAN)
+        scratch.lse.fill_(NAN)
         out, rule = poisoned(batch, num, dim, like=qkv), heads.rule_on(device)
         view = cache.view(stored)
         cuda.rope_decode_attention(qkv, rope, positions, view, rule, work, out=out)

@@ -103,7 +103,7 @@ def check_decode(
     q_rope = q_rope[..., sizes.nope :]
     scratch = cuda.decode_scratch(tokens, heads, rank, splits, device)
     scratch.partial.fill_(NAN)
-    scratch.weight.fill_(NAN)
+    scratch.lse.fill_(NAN)
     work = decode_work(cache, lengths, splits, scratch, queries)
     out = poisoned(tokens, heads, rank, like=q)
     latent.latent_decode_attention(

@@ -18,15 +18,15 @@ from twostroke.plan import NewRow
 
 Line = npt.NDArray[np.float32]  # [vocabulary]
 Ints = npt.NDArray[np.int32]
-NEVER = np.float32("-inf")
-NEVER_PLAIN = 2**62
+NEG_INF = np.float32("-inf")
+NEG_INF_PLAIN = 2**62
 
 
 def plain_from(request: NewRow) -> int:
     """Return the first position from which on the request bans and biases no token."""
     params = request.params
     if params.logit_bias or params.allowed_token_ids is not None or request.bad_words_ids:
-        return NEVER_PLAIN
+        return NEG_INF_PLAIN
     return request.num_prompt + params.min_tokens if request.stop_ids else 0
 
 
@@ -67,19 +67,19 @@ class RowBans:
         """Apply bans and biases in place. `tokens` are the tokens of the request, known up to
         `position`."""
         if allowed is not None:
-            line[~unpack_mask(allowed, len(line))] = NEVER
+            line[~unpack_mask(allowed, len(line))] = NEG_INF
         line[self._biased] += self._biases
         if self._not_allowed is not None:
-            line[self._not_allowed] = NEVER
+            line[self._not_allowed] = NEG_INF
         written = position - request.num_prompt
         if written < request.params.min_tokens:
-            line[self._stop_ids] = NEVER
-        line[self._bad_tokens] = NEVER
+            line[self._stop_ids] = NEG_INF
+        line[self._bad_tokens] = NEG_INF
         for before, ends in self._bad_ends.items():
             if before <= written:
                 lasts = ends.get(tuple(tokens[position - before : position].tolist()))
                 if lasts is not None:
-                    line[lasts] = NEVER
+                    line[lasts] = NEG_INF
 
 
 class BanTable:

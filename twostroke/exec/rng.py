@@ -1,8 +1,9 @@
 """Stateless random numbers: a function of (seed, position, token id).
 
-A request gets the same numbers in every batch and step, also after preemption. The functions use
-32-bit integers only, so that every backend computes the same numbers. The noise made from them is
-`gumbel` of `kernels/reference_sampling.py`.
+This module computes two keys from seed and position. `gumbel` of `kernels/reference_sampling.py`
+computes the noise of each token id from the keys. A request gets the same numbers in every batch
+and step, also after preemption. The functions use 32-bit integers only, so that every backend
+computes the same numbers.
 """
 
 from __future__ import annotations

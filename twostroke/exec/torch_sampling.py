@@ -1,14 +1,14 @@
-"""Sampling with all options of the requests, one request at a time: the reference definition.
+"""The reference for sampling with all options of a request. It loops over the requests.
 
     raw logits ─▶ log-probabilities, if requested
         │
-        ▼  adjust: grammar · bias · allowed ids · min_tokens · bad words · penalties
+        ▼  adjust: grammar ─▶ bias ─▶ allowed ids ─▶ min_tokens ─▶ bad words ─▶ penalties
         ├─▶ greedy rows: argmax
-        └─▶ other rows: ÷ temperature · min-p · top-k · top-p · largest of logit + Gumbel noise
+        └─▶ other rows: temperature ─▶ min-p ─▶ top-k ─▶ top-p ─▶ argmax(logit + Gumbel noise)
 
 `device_sampling.py` computes the same tokens without a loop over requests and without waiting for
-the device. If a request's lists exceed the tables of `device_sampling.py`, its logits are adjusted
-here.
+the device. If a request has more biases or bans than `kernels/sampling_table.py` has places for,
+`device_sampling.py` calls `adjust` of this module for the request.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from twostroke.exec.rng import stream_keys
 from twostroke.exec.token_mask import unpack_mask
 from twostroke.kernels import reference_sampling
 from twostroke.kernels.records import DrawParams
-from twostroke.kernels.reference_sampling import NEVER, penalise
+from twostroke.kernels.reference_sampling import NEG_INF, penalise
 from twostroke.plan import NewRow, TokenLogprobs
 
-LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token ids, values, rank
+# Token ids (the sampled token, then the best tokens), their log-probabilities, and the rank of the
+# sampled token.
+LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class SamplerState(Protocol):
-    """The state of the requests that sampling reads."""
+    """The part of the executor's state that sampling reads. Each running request has a row."""
 
     @property
     def rows(self) -> dict[int, NewRow]:
-        """The request of each row."""
+        """The request of each row, by row number."""
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -58,16 +60,17 @@ def sample(
     state: SamplerState,
     masks: Mapping[int, torch.Tensor] | None = None,
 ) -> Sampled:
-    """Sample one token from each line of `logits` [S, V] fp32, which is overwritten. The token is
-    -1 if the logits are NaN or infinite. `rows`: the row in `state` of each line. `positions`: the
-    position of each sampled token. `masks`: the tokens that a grammar allows, by line."""
+    """Sample one token from each line of `logits`, [S, V] in fp32, and overwrite `logits`. A token
+    is -1 if a logit of the line is NaN or +inf; -inf marks a banned token. `rows[i]`: the row in
+    `state` of the request that line i belongs to. `positions[i]`: the position of the token that is
+    sampled from line i. `masks[i]`: the tokens that the grammar allows for line i."""
     requests, device = [state.rows[row] for row in rows], logits.device
     with_logprobs = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
     raw_logits = logits[with_logprobs] if with_logprobs else None
     adjust(logits, rows, positions, state, masks)
     params = [request.params for request in requests]
 
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def vector(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     seeds = np.array([request.seed % 2**64 for request in requests], np.uint64)
@@ -76,10 +79,10 @@ def sample(
         for key in stream_keys(seeds, np.array(positions, np.int64))
     )
     draw_params = DrawParams(
-        temperature=column([0.0 if p.greedy else p.temperature for p in params]),
-        top_k=column([p.top_k for p in params], torch.int64),
-        top_p=column([p.top_p for p in params]),
-        min_p=column([p.min_p for p in params]),
+        temperature=vector([0.0 if p.greedy else p.temperature for p in params]),
+        top_k=vector([p.top_k for p in params], torch.int64),
+        top_p=vector([p.top_p for p in params]),
+        min_p=vector([p.min_p for p in params]),
         key0=key0,
         key1=key1,
     )
@@ -126,12 +129,12 @@ def adjust(
     """Apply masks, bans, biases and penalties in place."""
     requests = [state.rows[row] for row in rows]
     for index, mask in (masks or {}).items():
-        logits[index].masked_fill_(~mask, NEVER)
-    _apply_bans(logits, requests, rows, positions, state)
+        logits[index].masked_fill_(~mask, NEG_INF)
+    _apply_biases_and_bans(logits, requests, rows, positions, state)
     _apply_penalties(logits, requests, rows, positions, state)
 
 
-def _apply_bans(
+def _apply_biases_and_bans(
     logits: torch.Tensor,
     requests: Sequence[NewRow],
     rows: Sequence[int],
@@ -148,16 +151,17 @@ def _apply_bans(
         if params.allowed_token_ids is not None:
             allowed = torch.zeros_like(line, dtype=torch.bool)
             allowed[list(params.allowed_token_ids)] = True
-            line.masked_fill_(~allowed, NEVER)
+            line.masked_fill_(~allowed, NEG_INF)
         num_output = positions[index] - request.num_prompt
         if num_output < params.min_tokens and request.stop_ids:
-            line[list(request.stop_ids)] = NEVER
-        for *first_ids, last_id in request.bad_words_ids:  # a bad word is searched in the output
+            line[list(request.stop_ids)] = NEG_INF
+        for *first_ids, last_id in request.bad_words_ids:
+            # Ban the last token if the output ends in the other tokens. The prompt does not count.
             if len(first_ids) <= num_output:
                 end = positions[index]
                 newest_ids = state.tokens[rows[index], end - len(first_ids) : end]
                 matches = (newest_ids == torch.tensor(first_ids, device=newest_ids.device)).all()
-                line[last_id] = torch.where(matches, NEVER, line[last_id])
+                line[last_id] = torch.where(matches, NEG_INF, line[last_id])
 
 
 def _apply_penalties(

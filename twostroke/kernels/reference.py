@@ -35,7 +35,7 @@ from twostroke.kernels.records import (
 from twostroke.kernels.w8a8 import QuantizedActivations, W8Weight, dequantised, quantised
 
 GATHER_TOKENS = 1 << 16  # cache entries that decode attention gathers at one time
-NEVER = float("-inf")
+NEG_INF = float("-inf")
 MIN_DIVISOR = 1e-20  # for the sum of routing weights, against division by zero
 
 # A call that computes attention of a step, given the keys, values and sinks of one layer.
@@ -216,7 +216,7 @@ class Kernels:
             group_scores = grouped.topk(num_best, dim=-1).values.sum(-1)
             is_used = torch.zeros_like(group_scores, dtype=torch.bool)
             is_used.scatter_(-1, group_scores.topk(rule.groups_used, dim=-1).indices, True)
-            choice_scores = grouped.masked_fill(~is_used.unsqueeze(-1), NEVER).flatten(-2)
+            choice_scores = grouped.masked_fill(~is_used.unsqueeze(-1), NEG_INF).flatten(-2)
         chosen = choice_scores.topk(rule.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if rule.normalised:
@@ -530,7 +530,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: AttentionRule
     scores = (q @ k.transpose(-1, -2)).float() * rule.scale
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    scores = scores.masked_fill(~seen.unsqueeze(-3), NEVER)
+    scores = scores.masked_fill(~seen.unsqueeze(-3), NEG_INF)
     if rule.sinks is not None:
         column = rule.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

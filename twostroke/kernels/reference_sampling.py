@@ -14,7 +14,7 @@ from twostroke.kernels import sampling_table
 from twostroke.kernels.records import DrawParams
 from twostroke.kernels.sampling_table import SamplingState
 
-NEVER = float("-inf")
+NEG_INF = float("-inf")
 CANDIDATES = 1024  # tokens that a top-p looks at before it looks at all
 UINT32 = 0xFFFFFFFF
 
@@ -40,9 +40,9 @@ def adjust_logits(
     tokens = lists[:, : sampling_table.MAX_BIASES][at].long()
     out[at[0], tokens] += lists.view(torch.float32)[:, sampling_table.BIAS_VALUES :][at]
     masked, limited = mask >= 0, (flags & sampling_table.ALLOWED_IDS) > 0
-    out[masked] = out[masked].masked_fill(~unpack_bits(masks[mask[masked]], vocab), NEVER)
+    out[masked] = out[masked].masked_fill(~unpack_bits(masks[mask[masked]], vocab), NEG_INF)
     allowed = unpack_bits(state.allowed[row[limited]], vocab)
-    out[limited] = out[limited].masked_fill(~allowed, NEVER)
+    out[limited] = out[limited].masked_fill(~allowed, NEG_INF)
     _ban(out, samples[sampling_table.NUM_BANS], lists, state.tokens[row], position)
     penalised = (flags & sampling_table.PENALISED) > 0
     if penalised.any():
@@ -85,7 +85,7 @@ def _ban(
         before = tokens.gather(1, (now - length + n).clamp(0, tokens.shape[1] - 1))
         banned &= (n >= length) | (before == prefix)
     at = banned.nonzero(as_tuple=True)
-    out[at[0], token[at].long()] = NEVER
+    out[at[0], token[at].long()] = NEG_INF
 
 
 def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ def sample(
     elif drawn.any():
         some = (getattr(params, field.name)[drawn] for field in fields(params))
         tokens[drawn] = _draw(wide[drawn], DrawParams(*some))
-    tokens = torch.where(wide.amax(dim=-1) < -NEVER, tokens, -1)  # NaN is the largest to torch
+    tokens = torch.where(wide.amax(dim=-1) < torch.inf, tokens, -1)  # NaN is the largest to torch
     if cells is not None and write_at is not None:
         cells.scatter_(0, write_at, tokens.clamp(min=0).to(cells.dtype))
     return tokens if out is None else out.copy_(tokens)
@@ -144,7 +144,7 @@ def _draw(logits: torch.Tensor, params: DrawParams[torch.Tensor]) -> torch.Tenso
     top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
     if (min_p > 0).any():
         smallest = scaled.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
-        scaled.masked_fill_(scaled < smallest, NEVER)
+        scaled.masked_fill_(scaled < smallest, NEG_INF)
     top_k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
     bounded = (top_k < vocab) | (top_p < 1)
     every = torch.arange(vocab, device=device).unsqueeze(0)
@@ -170,7 +170,7 @@ def _draw_bounded(
     while True:
         values, ids = torch.topk(scaled, size, dim=1)
         within_k = torch.arange(size, device=device) < k
-        values = values.masked_fill(~within_k, NEVER)
+        values = values.masked_fill(~within_k, NEG_INF)
         limited = torch.logsumexp(values, dim=1, keepdim=True)
         total = torch.where(k <= size, limited, everything)
         share = torch.exp(values - total)
@@ -180,7 +180,7 @@ def _draw_bounded(
         # Enough when every row either ends by its k or has its p inside the candidates.
         enough = (k <= size) | (share.sum(1, keepdim=True) >= p)
         if size >= max_k or bool(enough.all()):
-            return _largest(values.masked_fill(~keep, NEVER), ids, keys)
+            return _largest(values.masked_fill(~keep, NEG_INF), ids, keys)
         size = max_k
 
 

@@ -39,7 +39,7 @@ def plan_json(
         "step_times": choice.model.as_json(),
         "hardware": choice.name,
         "price_per_hour": None if choice.price is None else choice.price * forecast.layout.count,
-        "goals_ms": goals.given_ms,
+        "goals_ms": goals.limits_ms,
         "target": target,
         "forecast": forecast.as_json(),
         "tried": [one.as_json() for one in tried],

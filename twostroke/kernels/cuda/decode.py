@@ -298,7 +298,7 @@ def _decode(
     lengths,
     out,
     partial,
-    weight,
+    lse,
     arrived,
     q_norm,
     k_norm,
@@ -491,7 +491,7 @@ def _decode(
             lines = sequence.to(tl.int64) * tl.num_programs(0) + kv_head
             into = (lines * MEMBERS + member) * splits + split
             tl.store(partial + into[:, None] * DIM + channel[None, :], sums, mask=real)
-            tl.store(weight + into, best + tl.log2(total), mask=member < MEMBERS)
+            tl.store(lse + into, best + tl.log2(total), mask=member < MEMBERS)
             # All threads' stores before the count that publishes them.
             tl.debug_barrier()
             if tl.atomic_add(arrived + lines, 1, sem="acq_rel") == active - 1:
@@ -500,7 +500,7 @@ def _decode(
                 to = query_at(sequence, kv_head, block, out_stride, out_head_stride, GROUP, QUERIES)
                 merge(
                     partial,
-                    weight,
+                    lse,
                     lines * MEMBERS * splits,
                     splits,
                     active,

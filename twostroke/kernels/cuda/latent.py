@@ -243,7 +243,7 @@ def latent_decode_attention(
     where = (q, q_rope, keys, kv.tables, work.rows, work.lengths, out)
     _decode_variant(sizes, rope, page, tuned, *kinds)(
         (ceil_div(members, tuned.members), splits, batch),
-        (*where, scratch.partial, scratch.weight),
+        (*where, scratch.partial, scratch.lse),
         varying,
         (
             float(rule.scale),
@@ -260,7 +260,7 @@ def latent_decode_attention(
         channels = 128 if tokens * num_heads <= 2 * num_sms(q.device) else 512
         _merge_variant(sizes, channels, tuned.tile, has_window)(
             (ceil_div(rank, channels), num_heads, tokens),
-            (scratch.partial, scratch.weight, work.lengths, out),
+            (scratch.partial, scratch.lse, work.lengths, out),
             varying,
             out.stride()[:2],
             context,
@@ -345,7 +345,7 @@ def _latent_decode(
     lengths,
     out,
     partial,
-    weight,
+    lse,
     window,
     splits,
     scale,
@@ -469,7 +469,7 @@ def _latent_decode(
             # Heads of tokens, one after another, as in `out`.
             into = (line * MEMBERS + member) * splits + split
             tl.store(partial + into[:, None] * RANK + channel[None, :], sums, mask=is_out)
-            tl.store(weight + into, best + tl.log2(total), mask=member < MEMBERS)
+            tl.store(lse + into, best + tl.log2(total), mask=member < MEMBERS)
         else:
             tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
 
@@ -477,7 +477,7 @@ def _latent_decode(
 @triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lengths"])
 def _merge(
     partial,
-    weight,
+    lse,
     lengths,
     out,
     window,
@@ -503,7 +503,7 @@ def _merge(
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = (token * NUM_HEADS + head) * splits
     every = tl.arange(0, MAX_SPLITS)
-    sizes = tl.load(weight + line + every, mask=every < active, other=float("-inf"))
+    sizes = tl.load(lse + line + every, mask=every < active, other=float("-inf"))
     best = tl.max(sizes, axis=0)
     best = tl.where(best == float("-inf"), 0.0, best)  # of a length of 0
     total = tl.sum(tl.exp2(sizes - best), axis=0)
@@ -511,7 +511,7 @@ def _merge(
     for start in range(0, active, TOGETHER):
         split = start + tl.arange(0, TOGETHER)
         there = split < active
-        size = tl.load(weight + line + split, mask=there, other=float("-inf"))
+        size = tl.load(lse + line + split, mask=there, other=float("-inf"))
         mask = there[:, None] & (channel < RANK)[None, :]
         at = partial + (line + split)[:, None] * RANK + channel[None, :]
         sums += tl.load(at, mask=mask, other=0.0) * tl.exp2(size - best)[:, None]

@@ -27,13 +27,15 @@ from twostroke.measure.load.workload import PlannedRequest, PromptGenerator
 from twostroke.observe.machine import MachineReader, listening_process
 
 GAUGE_INTERVAL_S = 0.5
-RECORDS_INTERVAL_S = 4.0  # the server keeps the last 2,048 steps
-HISTORY_S = 600.0  # records from before the watch: the server's best time
+RECORDS_INTERVAL_S = 4.0  # short, because the server keeps only its last 2,048 steps
+# Age of the oldest records to fetch. The best step times before the watch are the baseline.
+HISTORY_S = 600.0
 TRAFFIC_CHECK_S = 1.0  # seconds until the doctor looks for traffic of other clients
 LAST_PROBE_S = 15.0  # how long the last probe may run after the end of the watch
 READY_POLL_S = 0.1
 PROBE_PROMPT, PROBE_OUTPUT = 24, 16  # tokens
-# If the requests of other clients are visible, the doctor sends only a few short probes.
+# If other clients send requests and the server has records of these requests, the records replace
+# most probes: the doctor sends only a few short probes.
 LIGHT_PROBES, LIGHT_OUTPUT = 3, 8  # number of probes, tokens
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PROBE_NAME = "doctor"  # in the request ids of probes
@@ -66,9 +68,8 @@ class Observations:
     since_s: float = 0.0  # start of the watch, on the server's clock
     steps: list[Record] | None = None  # includes earlier steps; None: no step records
     requests: list[Record] = field(default_factory=list)
-    known_marks: set[str] = field(
-        default_factory=set
-    )  # `prefix_marks` of requests before the watch
+    # `prefix_marks` (digests of the first 64, 128, … prompt tokens) of requests before the watch.
+    known_marks: set[str] = field(default_factory=set)
     limits: dict[str, Any] = field(default_factory=dict)  # settings and sizes from /records
     has_traffic: bool = False  # there were requests of other clients
     # Counters of the server's machine at the start and the end of the watch; None: not reported.
@@ -77,7 +78,8 @@ class Observations:
 
 
 def _local_machine(url: str, observed: Observations) -> MachineReader | None:
-    """Return a reader for a server of this machine that does not report its own counters."""
+    """Return a reader of machine counters, if the server runs on this machine and /records has no
+    machine counters."""
     parts = urlsplit(url)
     if observed.machine_before is not None or parts.hostname not in LOOPBACK or not parts.port:
         return None
@@ -159,7 +161,8 @@ class _Watch:
             observed.requests = sorted(
                 self._requests.values(), key=lambda request: request["finished_s"]
             )
-            # Probes run one at a time, so the second of two requests belongs to another client.
+            # The doctor sends one probe at a time. If a step has two requests, at least one of them
+            # belongs to another client.
             observed.has_traffic = (
                 observed.has_traffic
                 or any(not is_probe(request) for request in observed.requests)
@@ -172,7 +175,7 @@ class _Watch:
     async def _ready(self) -> float:
         """Wait for the server, and return how long the server was not ready."""
         began = perf_counter()
-        refused = False
+        was_unready = False
         while True:
             try:
                 await self._connections.fetch("/health", timeout_s=max(10.0, self._wait_s))
@@ -182,10 +185,10 @@ class _Watch:
                     break  # the server is up, but has no /health
                 if perf_counter() - began >= self._wait_s:
                     raise
-                refused = True
+                was_unready = True
                 await asyncio.sleep(READY_POLL_S)
-        # Without a refusal the time since `began` is only a round trip.
-        return perf_counter() - began if refused else 0.0
+        # If the server was ready at once, the time since `began` is only a round trip.
+        return perf_counter() - began if was_unready else 0.0
 
     async def _find_max_num_seqs(self) -> None:
         observed = self.observations
@@ -273,7 +276,8 @@ class _Watch:
     # ── probes ──────────────────────────────────────────────────────────────────────────────
 
     async def _send_probes(self, model: str | None, began: float) -> None:
-        """Send probes one at a time: few if other requests are visible, else all the time."""
+        """Send one probe at a time until the watch ends. With records of other clients' requests,
+        send only LIGHT_PROBES probes."""
         observed = self.observations
         end = began + self._seconds
         light = observed.has_traffic and observed.steps is not None
@@ -300,6 +304,7 @@ class _Watch:
             observed.probes.append(sample)
             observed.probe_names.append(name)
             number += 1
+            # Spread the remaining light probes evenly over the rest of the watch.
             pause = (end - perf_counter()) / (LIGHT_PROBES - number + 1) if light else 0.5
             await asyncio.sleep(max(0.1, pause) if perf_counter() < end else 0.0)
 

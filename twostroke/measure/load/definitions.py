@@ -1,4 +1,4 @@
-"""Definitions of the figures, for every command, report and test."""
+"""Definitions of the metrics that all commands, reports and tests use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ DEFINITIONS = {
     "itl": "inter-token latency: time between two successive events with content of one request; "
     "an event that brings several tokens counts once",
     "tpot": "time per output token: (last content event - first content event) / (output tokens "
-    "- 1), one figure a request; requests with one token have none",
+    "- 1), one value per request; a request with one token has no value",
     "e2el": "end-to-end latency: from the scheduled time to the last content event",
     "output tokens": "from the usage that the server reports, else the number of events with "
     "content",
     "throughput": "tokens of requests that succeeded, divided by the time from the first "
-    "scheduled send to the last answer's end",
-    "goodput": "requests a second that succeeded and met every goal",
-    "cause of a gap": "from the server's step records: decode (the stream's own step), prefill "
-    "(prompts of other requests in that step), preemption (steps without a slot for the stream), "
-    "host (the device was idle), outside (the rest of the time that the client saw)",
+    "scheduled time of a request to the end of the last response",
+    "goodput": "the number of requests per second that succeeded and met every goal",
+    "cause of a gap": "a gap is the time between two successive events of a stream; its causes "
+    "come from the server's step records: decode (the step that made the token), prefill (prompts "
+    "of other requests in the same step), preemption (steps that the stream did not run in), host "
+    "(the device was idle), communication (ranks in collectives), drafting (steps of a draft "
+    "model), outside (the rest of the time that the client saw)",
 }
 
 
@@ -76,8 +78,8 @@ class Sample:
 
 
 def engine_sample(record: RequestRecord) -> Sample:
-    """Return the sample of a request without a client: the engine received the request when it
-    was due, and every token is an event."""
+    """Return the sample of a request that did not come from a client. The scheduled time is the
+    time at which the engine received the request. Each token counts as one event."""
     sample = Sample(record.received_s, record.received_s, record.token_s.tolist())
     sample.ended_s = record.finished_s
     sample.prompt_tokens, sample.output_tokens = record.num_prompt, len(record.token_s)
@@ -86,21 +88,22 @@ def engine_sample(record: RequestRecord) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Upper limits, in seconds, of a request that counts for goodput; None: no limit."""
+    """Upper limits in seconds. A request that is within all limits counts for goodput. None: no
+    limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2el_s: float | None = None
 
     @property
-    def given_ms(self) -> dict[str, float]:
+    def limits_ms(self) -> dict[str, float]:
         """The limits that are set, in milliseconds, by metric."""
         goals = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.e2el_s}
         return {name: 1e3 * goal for name, goal in goals.items() if goal is not None}
 
     @property
     def any_set(self) -> bool:
-        return bool(self.given_ms)
+        return bool(self.limits_ms)
 
     def met(self, sample: Sample) -> bool:
         if not sample.ok:
@@ -114,5 +117,5 @@ class Goals:
 
 
 def goodput(samples: Sequence[Sample], goals: Goals, duration_s: float) -> float:
-    """Return the requests a second that met the goals."""
+    """Return the number of requests per second that met the goals."""
     return sum(map(goals.met, samples)) / duration_s if duration_s else 0.0

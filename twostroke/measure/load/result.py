@@ -119,7 +119,7 @@ def result(
         "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         "request_throughput": len(good) / duration if duration else 0.0,
-        "goals": goals.given_ms,
+        "goals": goals.limits_ms,
         "request_goodput": goodput(samples, goals, duration) if goals.any_set else None,
         "output_throughput": tokens_out / duration if duration else 0.0,
         "total_token_throughput": (tokens_in + tokens_out) / duration if duration else 0.0,
