@@ -24,7 +24,7 @@ from twostroke.structured import check_size, compile_grammar
 WORKERS: Final = 2
 LIMITS: Final = Limits(
     cpu_s=0.25,  # the schemas of real programs take 1 to 5 ms
-    wall_s=60.0,  # the worker waits while the engine and other programs need all processors
+    wall_s=20.0,  # the worker waits while the engine and other programs need all processors
     memory_bytes=32 * 1024**2,
     stack_bytes=4 * 1024**2,  # half of what the engine compiles with
     idle=True,  # lower priority than the engine

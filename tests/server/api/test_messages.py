@@ -453,7 +453,7 @@ def test_the_clients_own_tool_loop_goes_on_without_threads(client: anthropic.Ant
 def test_errors_have_the_types_that_the_client_knows(
     server: Running, client: anthropic.Anthropic
 ) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="there is tiny"):
+    with pytest.raises(anthropic.NotFoundError, match="which has tiny"):
         client.messages.create(**{**ASK, "model": "claude"})
     stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError) as caught:

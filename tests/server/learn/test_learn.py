@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.server.running import Running, running
 from tests.tiny import MAX_LEN, tiny_llm
 from twostroke.config import EngineConfig
 from twostroke.kernels import cpu
+from twostroke.sched.updates import Update
 
 RUN = "/learn/run"
 
@@ -74,7 +76,18 @@ def test_a_run_tells_what_the_records_say(server: Running) -> None:
 
 
 @pytest.mark.parametrize("experiment", ["batch", "context", "prefix", "full_cache", "stall"])
-def test_an_experiment_ends_and_leaves_nothing_behind(server: Running, experiment: str) -> None:
+def test_an_experiment_ends_and_leaves_nothing_behind(
+    server: Running, experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if experiment == "stall":  # a visitor comes while a stream decodes, which must last
+        core = server.client.engine.core
+        run_step = core.step
+
+        def slow_step() -> list[Update]:
+            time.sleep(0.02)
+            return run_step()
+
+        monkeypatch.setattr(core, "step", slow_step)
     found = server.post(RUN, {"experiment": experiment})
     assert [arm["name"] for arm in found["arms"]] == ["this server"]
     requests = found["arms"][0]["requests"]
