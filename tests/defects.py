@@ -77,8 +77,8 @@ DEFECTS = [
     Defect(
         "a stop string that two tokens write is not found",
         "engine/output_processor.py",
-        "for size in range(min(self._longest - 1, len(text)), 0, -1):",
-        "for size in range(min(self._longest - 2, len(text)), 0, -1):",
+        "longest = min(self._longest - 1, len(text))",
+        "longest = min(self._longest - 2, len(text))",
         ("engine",),
     ),
     Defect(
