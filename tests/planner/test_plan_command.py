@@ -53,7 +53,8 @@ def test_a_server_is_calibrated_predicted_and_checked(
     assert (shape["kv_tokens"], shape["max_num_seqs"]) == (info.kv_tokens, info.max_num_seqs)
     assert "measured steps" in found["step_times"]["source"]
     assert found["step_times"]["outside_ms"] > 0
-    assert found["check"]["problems"] == [] or "late" in found["check"]["problems"][0]
+    # The tiny model may write a single token that is no whole character.
+    assert all(re.search("late|no content", one) for one in found["check"]["problems"])
     rows = {row["figure"]: row for row in found["check"]["rows"]}
     assert {"p50_ttft_ms", "p99_itl_ms", "goodput"} <= rows.keys()
     for row in rows.values():
@@ -151,6 +152,22 @@ def test_a_report_has_pictures_of_the_plan(
         assert title in page
 
 
+def test_speculation_and_offload_hits_are_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = ["--rate", "1", "--input-len", "4000", "--output-len", "60", "--trace-seconds", "8"]
+    plain = plan(capsys, *SHEET, *load)["forecast"]
+    words = ["--speculation-acceptance", "0.8", "--speculation-depth", "6", "--offload-hits", "0.5"]
+    found = plan(capsys, *SHEET, *load, *words)["forecast"]
+    for name in ("p50_ttft_ms", "p50_tpot_ms"):
+        assert found["figures"][name]["expected"] < 0.8 * plain["figures"][name]["expected"]
+    assert found["layout"]["speculation"] == {"rate": 0.8, "depth": 6}
+    assert main(["plan", *SHEET, *load, *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "speculation 6 drafted tokens a row, each right with 80%" in said
+    assert "offload 50% of each prompt from a tier at 20 GB/s" in said
+
+
 def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SHEET, *SYNTHETIC, "--prefill-engines", "1", "--decode-engines", "2"]
     found = plan(capsys, *words)
@@ -187,6 +204,10 @@ def test_pools_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ([*SYNTHETIC, *SHEET, "--price-per-hour", "1", "2"], "2 prices for 1 kinds"),
         ([*SYNTHETIC, *SHEET, "--target", "99"], "--target 99: give a share"),
+        ([*SYNTHETIC, *SHEET, "--speculation-acceptance", "1"], "acceptance 1: give a share"),
+        ([*SYNTHETIC, *SHEET, "--speculation-depth", "3"], "needs --speculation-acceptance"),
+        ([*SYNTHETIC, *SHEET, "--speculation-depth", "99"], "depth 99: give a number up to 64"),
+        ([*SYNTHETIC, *SHEET, "--offload-hits", "-0.1"], "--offload-hits -0.1: give a share"),
         ([*SYNTHETIC, "--steps", "nowhere.json"], "nowhere.json cannot be read"),
         ([*SYNTHETIC, "--steps", "http://localhost:9"], "no server answers"),
     ],

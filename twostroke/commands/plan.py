@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from twostroke.commands.bench import api_key
 from twostroke.commands.output import add_result_arguments, check_output, show_result, write_file
 from twostroke.commands.roofline import KV_FORMATS, WEIGHT_FORMATS, roofline_settings
+from twostroke.draft.speculation_config import MAX_DEPTH
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ DESCRIPTION = (
 OPERANDS = ""
 SYNTHETIC_S = 600.0
 AUTO = "auto"
+DEPTH, GBYTES_PER_S = 4, 20.0  # defaults of the planner's modules, which import numpy
+NO_KV_BYTES = (
+    ", the bytes of a token's keys and values, and these step records do not have them; use "
+    "records of a newer server"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +103,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=10.0,
         metavar="B",
         help="GB/s of the links between them",
+    )
+    add(
+        "--speculation-acceptance",
+        type=float,
+        metavar="P",
+        help="speculative decoding: the probability that a drafted token is right; default: the "
+        "server's, if its records have drafts; 0: no speculation",
+    )
+    add(
+        "--speculation-depth",
+        type=int,
+        metavar="N",
+        help=f"tokens that a drafter offers for a row (default: {DEPTH}, or the server's)",
+    )
+    add(
+        "--offload-hits",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="share of each prompt that a KV offload tier has (default: 0)",
+    )
+    add(
+        "--offload-gbytes",
+        type=float,
+        default=GBYTES_PER_S,
+        metavar="B",
+        help=f"GB/s from the offload tier to an engine (default: {GBYTES_PER_S:g})",
     )
     add("--max-num-seqs", type=int, nargs="+", metavar="N", help="default: the server's")
     add("--max-num-batched-tokens", type=int, nargs="+", metavar="N", help="default: the server's")
@@ -251,10 +284,7 @@ def _choice(
 
     def pools(prefill: int, decode: int) -> LayoutForecast:
         if not shape.token_bytes:
-            raise ConfigError(
-                "pools need kv_bytes, the bytes of a token's keys and values, and these step "
-                "records do not have them; use records of a newer server"
-            )
+            raise ConfigError(f"pools need kv_bytes{NO_KV_BYTES}")
         return forecast(EngineLayout(0, shape, prefill, decode, link))
 
     return EngineChoice(kind.name, model, engines, kind.price, pools if args.pools else None)
@@ -375,7 +405,9 @@ def _data_sheet(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineS
         hardware.name,
         EngineConfig(),
     )
-    return (roofline_model if hardware.measured else learned_model)(roofline), shape
+    if hardware.measured:  # a CPU
+        return roofline_model(roofline), shape._replace(max_in_flight=1)
+    return learned_model(roofline), shape
 
 
 def _with_settings(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
@@ -386,7 +418,32 @@ def _with_settings(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
         value = value[0] if isinstance(value, list) else value
         if value is not None:
             found[name] = value
-    return shape._replace(**found)
+    return _with_features(shape._replace(**found), args)
+
+
+def _with_features(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
+    """Return the shape with the speculation and the offload tier of the command line."""
+    from twostroke.planner.offload import OffloadHits
+    from twostroke.planner.speculation import Acceptance
+
+    acceptance, rate, depth = shape.acceptance, args.speculation_acceptance, args.speculation_depth
+    if rate is not None:
+        acceptance = Acceptance(rate, acceptance.depth if acceptance else DEPTH) if rate else None
+    if depth is not None:
+        if acceptance is None:
+            raise ConfigError(
+                "--speculation-depth needs --speculation-acceptance, the probability that a "
+                "drafted token is right"
+            )
+        acceptance = acceptance._replace(depth=depth)
+    offload = None
+    if args.offload_hits:
+        if not shape.token_bytes:
+            raise ConfigError(f"--offload-hits needs kv_bytes{NO_KV_BYTES}")
+        if not shape.prefix_caching:
+            raise ConfigError("--offload-hits needs prefix caching, which this server has off")
+        offload = OffloadHits(args.offload_hits, 1e9 * args.offload_gbytes)
+    return shape._replace(acceptance=acceptance, offload=offload)
 
 
 def goals_of(args: argparse.Namespace) -> Goals:
@@ -400,13 +457,21 @@ def _check_numbers(args: argparse.Namespace) -> None:
     positive = (
         "input_len output_len rate trace_seconds trace_shrink trace_keep tensor_parallel_size "
         "prefill_engines decode_engines hand_over_gbytes max_num_seqs max_num_batched_tokens "
-        "ttft_slo_ms itl_slo_ms"
+        "ttft_slo_ms itl_slo_ms speculation_depth offload_gbytes"
     )
     for name in positive.split():
         given = getattr(args, name)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, and is {value:g}")
+    for name in ("speculation_acceptance", "offload_hits"):
+        share = getattr(args, name)
+        if share is not None and not 0 <= share < 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {share:g}: give a share from 0 to below 1, such as 0.7"
+            )
+    if (depth := args.speculation_depth) is not None and depth > MAX_DEPTH:
+        raise ConfigError(f"--speculation-depth {depth}: give a number up to {MAX_DEPTH}")
     if not 0 < args.target <= 1:
         raise ConfigError(
             f"--target {args.target:g}: give a share above 0 and up to 1, such as 0.99"

@@ -67,6 +67,8 @@ def show_plan(console: Console, plan: Json) -> None:
         f"±{steps['drift']:.0%}, which gives the intervals",
         highlight=False,
     )
+    for line in feature_lines(forecast["layout"]):
+        console.print(line, highlight=False)
     rows = Table(box=None, pad_edge=False, header_style="bold")
     rows.add_column("ms")
     for percentile in PERCENTILES:
@@ -135,6 +137,22 @@ def verdict(plan: Json) -> str:
         f"{layout} {answer}: {met['expected']:.1%} of the requests ({met['low']:.1%} to "
         f"{met['high']:.1%}), with a target of {target:.3%}".replace(".000%", "%")
     )
+
+
+def feature_lines(layout: Json) -> list[str]:
+    """Describe the speculation and the offload tier of a layout, if it has them."""
+    lines = []
+    if drafts := layout["speculation"]:
+        lines.append(
+            f"speculation {drafts['depth']} drafted tokens a row, each right with "
+            f"{drafts['rate']:.0%} if those before it are"
+        )
+    if tier := layout["offload"]:
+        lines.append(
+            f"offload     {tier['share']:.0%} of each prompt from a tier at "
+            f"{tier['bytes_per_s'] / 1e9:g} GB/s"
+        )
+    return lines
 
 
 def load_lines(figures: Json) -> list[str]:
