@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_the_tokens_before_the_first_wrong_one_are_written() -> None:
 
 def test_a_servers_acceptance_comes_from_its_records() -> None:
     # Of each step: rows with an offer, rows with drafts, drafted tokens, accepted rows by position
-    steps = [
+    steps: list[dict[str, Any]] = [
         {"drafts": [2, 2, 8, [2, 1, 1, 1], 0.0, 0.0]},
         {"drafts": None},
         {},
@@ -146,7 +147,7 @@ def test_hits_in_an_offload_tier_are_fetched_instead_of_computed() -> None:
     shape = EngineShape(65536, 32768, 8, 8192, token_bytes=1e5)
     hits = OffloadHits(0.5, 1e9)
     (plain,), _ = run([TraceRequest(0.0, 8000, 4)], shape)
-    (fetched,), engine = run([TraceRequest(0.0, 8000, 4)], shape._replace(offload=hits))
+    (fetched,), _ = run([TraceRequest(0.0, 8000, 4)], shape._replace(offload=hits))
     assert (plain.num_cached, fetched.num_cached) == (0, 4000)
     assert plain.ttft_s == pytest.approx(1e-2 + 0.8)
     assert fetched.ttft_s == pytest.approx(4000 * 1e5 / 1e9 + 1e-2 + 0.4)

@@ -14,7 +14,8 @@ from tests.server.running import Running, running
 from tests.tiny import tiny_llm
 from twostroke.cli import main
 from twostroke.measure.load import workload
-from twostroke.planner import calibrate
+from twostroke.planner import calibrate, check
+from twostroke.planner.kept_checks import Factors
 
 SHEET = ["--model", "llama-3.1-8b", "--hardware", "H100"]
 GOAL = ["--engines", "auto", "--ttft-slo-ms", "500"]
@@ -42,8 +43,16 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_a_server_is_calibrated_predicted_and_checked(
-    server: Running, small_calibration: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Running,
+    small_calibration: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    # The tiny model may write a single token that is no whole character, and the client be late.
+    monkeypatch.setattr(check, "problems", lambda *_: [])
+    monkeypatch.setattr(check, "step_factors", lambda *_: Factors(1.2, 0.9, 0.05))
     steps = tmp_path / "steps.json"
     load = ["--rate", "20", "--input-len", "10", "--output-len", "8", "--trace-seconds", "2"]
     words = ["--calibrate", server.url, "--save-steps", str(steps), "--ttft-slo-ms", "60000"]
@@ -53,15 +62,23 @@ def test_a_server_is_calibrated_predicted_and_checked(
     assert (shape["kv_tokens"], shape["max_num_seqs"]) == (info.kv_tokens, info.max_num_seqs)
     assert "measured steps" in found["step_times"]["source"]
     assert found["step_times"]["outside_ms"] > 0
-    # The tiny model may write a single token that is no whole character.
-    assert all(re.search("late|no content", one) for one in found["check"]["problems"])
+    assert found["step_times"]["correction"] is None
     rows = {row["figure"]: row for row in found["check"]["rows"]}
     assert {"p50_ttft_ms", "p99_itl_ms", "goodput"} <= rows.keys()
     for row in rows.values():
         assert row["low"] <= row["predicted"] <= row["high"]
         assert row["inside"] == (row["low"] <= row["measured"] <= row["high"])
-    again = plan(capsys, *load, "--steps", str(steps), "--ttft-slo-ms", "60000")
+    words = [*load, "--steps", str(steps), "--ttft-slo-ms", "60000"]
+    again = plan(capsys, *words, "--no-kept-checks")
     assert again["forecast"]["figures"] == found["forecast"]["figures"]
+    assert found["check"]["kept"]["factors"] == {"prefill": 1.2, "decode": 0.9, "rest": 0.05}
+    correction = plan(capsys, *words)["step_times"]["correction"]
+    assert correction["checks"] == 1
+    assert correction["decode_factor"] < 1.0 < correction["prefill_factor"]
+    assert main(["plan", *words]) == 0
+    assert "corrected by 1 check, the last on 20" in " ".join(capsys.readouterr().out.split())
+    another = plan(capsys, *words, "--max-num-seqs", "3")  # other settings
+    assert another["step_times"]["correction"] is None
     # The server's own requests are a trace.
     replayed = plan(capsys, "--trace", str(steps), "--steps", str(steps))
     assert replayed["trace"]["requests"] > 5

@@ -62,6 +62,8 @@ def show_plan(console: Console, plan: Json) -> None:
         highlight=False,
     )
     console.print(f"step times  {steps['source']}", highlight=False)
+    if found := steps["correction"]:
+        console.print(f"            {correction_line(found)}", highlight=False)
     console.print(
         f"            error of a single step ±{steps['step_error']:.0%}, of all steps together "
         f"±{steps['drift']:.0%}, which gives the intervals",
@@ -136,6 +138,14 @@ def verdict(plan: Json) -> str:
     return (
         f"{layout} {answer}: {met['expected']:.1%} of the requests ({met['low']:.1%} to "
         f"{met['high']:.1%}), with a target of {target:.3%}".replace(".000%", "%")
+    )
+
+
+def correction_line(found: Json) -> str:
+    checks = "1 check" if found["checks"] == 1 else f"{found['checks']} checks"
+    return (
+        f"corrected by {checks}, the last on {found['last']}: steps with prefill "
+        f"×{found['prefill_factor']:.2f}, others ×{found['decode_factor']:.2f}"
     )
 
 

@@ -28,6 +28,8 @@ class EngineChoice:
     predict: Callable[[int], LayoutForecast]
     price: float | None = None  # None: not known
     predict_pools: Callable[[int, int], LayoutForecast] | None = None  # None: no pools
+    # The model, the machine and the settings, by which checks are kept.
+    server: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

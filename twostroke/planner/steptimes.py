@@ -78,15 +78,36 @@ class StepModel:
     range: MeasuredRange = UNLIMITED
     decode_ratios: tuple[float, ...] = (1.0,)
     prefill_ratios: tuple[float, ...] = (1.0,)
+    correction: Correction | None = None  # by kept checks; `cost` and `drift` have it
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "correction": None if self.correction is None else self.correction.as_json(),
             "source": self.source,
             "drift": self.drift,
             "step_error": self.step_error,
             "host_ms": 1e3 * self.host_s,
             "start_ms": 1e3 * self.start_s,
             "outside_ms": 1e3 * self.client_s,
+        }
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The correction of a step model by checks."""
+
+    base: StepModel  # without the correction
+    prefill: float
+    decode: float
+    checks: int
+    last: str  # date of the newest check
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "checks": self.checks,
+            "last": self.last,
+            "prefill_factor": self.prefill,
+            "decode_factor": self.decode,
         }
 
 
