@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twostroke.commands.bench import api_key
-from twostroke.commands.output import check_output, show_result
+from twostroke.commands.output import check_output, show_result, write_file
 from twostroke.commands.plan_flags import AUTO, add_plan_arguments, check_plan_arguments
 from twostroke.commands.plan_kinds import engine_kinds, kept_checks, trace_block
+from twostroke.commands.plan_kuberay import check_manifest, write_manifest
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,11 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    check_output(args.save_steps, args.html)
+    check_output(args.save_steps, args.html, args.save_plan)
+    check_manifest(args.kuberay)
     check_plan_arguments(args)
     from twostroke.planner.check import compare, keep_check, measured_factors, replay
     from twostroke.planner.plan_page import plan_page
-    from twostroke.planner.report import plan_json, show_plan
+    from twostroke.planner.report import plan_json, show_plan, verdict
     from twostroke.planner.search import cheapest
 
     trace, goals = read_load(args), goals_of(args)
@@ -56,6 +59,7 @@ def execute(args: argparse.Namespace) -> int:
         kind = kinds[0]
         found = kind.predict(int(args.engines))
     result = plan_json(trace, kind, goals, args.target, found, tried)
+    result |= {"settings": kind.settings, "verdict": verdict(result)}
     if args.html is not None:
         from twostroke.planner.load_curve import load_curves
 
@@ -68,6 +72,10 @@ def execute(args: argparse.Namespace) -> int:
         if args.kept_checks:
             factors = measured_factors(found, kind.model, trace, run, trace_block(args), args.seed)
             result["check"]["kept"] = keep_check(kept_checks(), kind.server, factors, run)
+    if args.save_plan is not None:
+        write_file(args, args.save_plan, json.dumps(result, indent=1) + "\n", "plan")
+    if args.kuberay is not None:
+        write_manifest(args.kuberay, result)
     show_result(args, result, lambda console: show_plan(console, result), lambda: plan_page(result))
     return 0
 

@@ -124,6 +124,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="neither use nor keep results of --check",
     )
+    add("--save-plan", metavar="FILE", help="write the plan as JSON, for `twostroke serve --plan`")
+    add(
+        "--kuberay",
+        metavar="FILE",
+        help="write the numbers of engines into this copy of deploy/kubernetes/ray.yaml",
+    )
     add("--seed", type=int, default=0, metavar="N")
     add_result_arguments(parser)
 

@@ -147,7 +147,7 @@ def _choice(
     from twostroke.planner.predict import check_lengths, predict
     from twostroke.planner.search import EngineChoice
 
-    shape = _with_settings(shape, kind.args)
+    shape = _with_features(shape._replace(**_settings(kind.args)), kind.args)
     link = Link(shape.token_bytes, 1e9 * args.hand_over_gbytes)
     check_lengths(trace, EngineLayout(1, shape), trace_block(args))
 
@@ -169,7 +169,8 @@ def _choice(
         return forecast(EngineLayout(0, shape, prefill, decode, link))
 
     found = pools if args.pools else None
-    return EngineChoice(kind.name, model, engines, kind.price, found, server)
+    planned = _settings(kind.args)
+    return EngineChoice(kind.name, model, engines, kind.price, found, server, planned)
 
 
 def _measured(
@@ -244,15 +245,15 @@ def _data_sheet(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineS
     return learned_model(roofline), shape
 
 
-def _with_settings(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
-    """Return the shape with the settings of the command line; of several values, the first."""
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's settings of the command line; of several values, the first."""
     found = {}
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         value = getattr(args, name)
         value = value[0] if isinstance(value, list) else value
         if value is not None:
             found[name] = value
-    return _with_features(shape._replace(**found), args)
+    return found
 
 
 def _with_features(shape: EngineShape, args: argparse.Namespace) -> EngineShape:

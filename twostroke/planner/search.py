@@ -30,6 +30,7 @@ class EngineChoice:
     predict_pools: Callable[[int, int], LayoutForecast] | None = None  # None: no pools
     # The model, the machine and the settings, by which checks are kept.
     server: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, int] = field(default_factory=dict)  # that the user has planned with
 
 
 @dataclass
