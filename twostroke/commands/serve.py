@@ -17,10 +17,13 @@ from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import add_server_arguments
 from twostroke.commands.serve_settings import resolve_settings, start_logging
 from twostroke.commands.terminal import columns, unbreakable, wrapped
+from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
+    from twostroke.config import EngineConfig
     from twostroke.engine.remote import RemoteEngine
     from twostroke.route.on_ray import RayCluster
+    from twostroke.route.pool_settings import PoolSettings
     from twostroke.route.routed_engine import RoutedEngine
 
 DESCRIPTION = (
@@ -52,6 +55,8 @@ def execute(args: argparse.Namespace) -> int:
     check_open_files()
     if config.model is not None:
         check_path(config.model)
+    if settings.autoscale is not None:
+        check_autoscale(config, args.pools)
     # Bind first: the port may be in use. The engine starts during the imports below.
     listener = bind(settings)
     engines = args.pools.engines(config)
@@ -71,7 +76,7 @@ def execute(args: argparse.Namespace) -> int:
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[RemoteEngine | RoutedEngine]:
-        if cluster is None and len(engines) == 1:
+        if cluster is None and len(engines) == 1 and settings.autoscale is None:
             async with await RemoteEngine.start(
                 config, DEFAULT_BUILDER, spawned[0], *limits
             ) as client:
@@ -102,6 +107,21 @@ def execute(args: argparse.Namespace) -> int:
         if cluster is not None:
             cluster.close()
     return 0
+
+
+def check_autoscale(config: EngineConfig, pools: PoolSettings) -> None:
+    """Raise `ConfigError` if pools that grow would have no goal to follow, or no memory."""
+    if config.ttft_slo_ms is None and config.itl_slo_ms is None:
+        raise ConfigError(
+            "--autoscale needs a goal that the engines should meet: give --ttft-slo-ms, "
+            "--itl-slo-ms, or both"
+        )
+    has_fixed_cache = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
+    if pools.ray is None and not has_fixed_cache:
+        raise ConfigError(
+            "--autoscale needs --kv-cache-memory-bytes, the size of each engine's KV cache: "
+            "without it the engines of the start use all memory of this machine"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -440,6 +440,21 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         )
     _add(
         group,
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="let each pool grow and shrink between these numbers of engines, as the planner "
+        "advises for the last minutes; needs --ttft-slo-ms or --itl-slo-ms, and "
+        "--kv-cache-memory-bytes",
+    )
+    _add(
+        group,
+        "--autoscale-interval-s",
+        type=float,
+        metavar="X",
+        help="seconds between two advices (default: 60)",
+    )
+    _add(
+        group,
         "--ray",
         metavar="ADDRESS",
         help="run the engines as actors of a Ray cluster: HOST:PORT of its head, or auto for the "
