@@ -12,6 +12,15 @@ from twostroke.errors import ConfigError
 AUTO = "auto"
 DEPTH, GBYTES_PER_S = 4, 20.0  # defaults of the planner's modules, which import numpy
 
+MOST = {
+    "prefill_engines": 1024,
+    "decode_engines": 1024,
+    "tensor_parallel_size": 256,
+    "max_num_seqs": 65536,
+    "max_num_batched_tokens": 1 << 20,
+    "speculation_depth": MAX_DEPTH,
+}
+
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -151,14 +160,17 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {share:g}: give a share from 0 to below 1, such as 0.7"
             )
-    if (depth := args.speculation_depth) is not None and depth > MAX_DEPTH:
-        raise ConfigError(f"--speculation-depth {depth}: give a number up to {MAX_DEPTH}")
     if not 0 < args.target <= 1:
         raise ConfigError(
             f"--target {args.target:g}: give a share above 0 and up to 1, such as 0.99"
         )
     if args.engines != AUTO and not (args.engines.isdecimal() and 0 < int(args.engines) <= 1024):
         raise ConfigError(f"--engines {args.engines}: give a number from 1 to 1024, or auto")
+    for name, most in MOST.items():
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value > most:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number up to {most}")
     if (args.prefill_engines is None) is not (args.decode_engines is None):
         raise ConfigError("--prefill-engines and --decode-engines need each other: give both")
     if args.prefill_engines is not None and args.engines != "1":

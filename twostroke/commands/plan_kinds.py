@@ -223,7 +223,8 @@ def _data_sheet(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineS
     from twostroke.measure.roofline.hardware import find_hardware
     from twostroke.measure.roofline.roofline import Roofline
     from twostroke.measure.roofline.shapes import find_spec
-    from twostroke.planner.layout import shape_of_hardware
+    from twostroke.model.describe.tensor_parallel import check_ranks
+    from twostroke.planner.layout import CapacityError, shape_of_hardware
     from twostroke.planner.learned import learned_model
     from twostroke.planner.steptimes import roofline_model
 
@@ -231,6 +232,11 @@ def _data_sheet(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineS
     if args.decode_weights not in (None, args.weights):
         settings = replace(settings, decode_weights=args.decode_weights)
     spec, hardware = find_spec(args.model), find_hardware(name)
+    if args.tensor_parallel_size > 1:
+        try:
+            check_ranks(spec, args.tensor_parallel_size)
+        except ConfigError as error:
+            raise CapacityError(str(error)) from None
     roofline = Roofline(spec, hardware, settings, 0.0, stored)
     shape = shape_of_hardware(
         roofline.kv_tokens,
