@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import ipaddress
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from twostroke.config import EngineConfig
     from twostroke.engine.remote import RemoteEngine
     from twostroke.route.on_ray import RayCluster
-    from twostroke.route.pool_settings import PoolSettings
     from twostroke.route.routed_engine import RoutedEngine
 
 DESCRIPTION = (
@@ -55,11 +54,11 @@ def execute(args: argparse.Namespace) -> int:
     check_open_files()
     if config.model is not None:
         check_path(config.model)
-    if settings.autoscale is not None:
-        check_autoscale(config, args.pools)
     # Bind first: the port may be in use. The engine starts during the imports below.
     listener = bind(settings)
     engines = args.pools.engines(config)
+    if settings.autoscale is not None:
+        check_autoscale([one.config for one in engines], args.pools.ray is not None)
     spawned: list[Spawned] = []
     cluster: RayCluster | None = None
     if args.pools.ray is None:
@@ -109,15 +108,17 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_autoscale(config: EngineConfig, pools: PoolSettings) -> None:
+def check_autoscale(configs: Sequence[EngineConfig], on_ray: bool) -> None:
     """Raise `ConfigError` if pools that grow would have no goal to follow, or no memory."""
-    if config.ttft_slo_ms is None and config.itl_slo_ms is None:
+    if all(one.ttft_slo_ms is None and one.itl_slo_ms is None for one in configs):
         raise ConfigError(
             "--autoscale needs a goal that the engines should meet: give --ttft-slo-ms, "
             "--itl-slo-ms, or both"
         )
-    has_fixed_cache = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
-    if pools.ray is None and not has_fixed_cache:
+    has_fixed_cache = all(
+        one.kv_cache_memory_bytes or one.num_gpu_blocks_override for one in configs
+    )
+    if not on_ray and not has_fixed_cache:
         raise ConfigError(
             "--autoscale needs --kv-cache-memory-bytes, the size of each engine's KV cache: "
             "without it the engines of the start use all memory of this machine"
