@@ -107,7 +107,8 @@ class PoolAdvisor:
                 "requests": [
                     {"received_s": one.received_s, "queued_s": one.queued_s} for one in ended
                 ],
-                "steps": [_step(one) for one in client.records.steps if one.committed_s >= since],
+                # Copied here, because the buffer changes, and encoded in the thread.
+                "steps": [one for one in client.records.steps if one.committed_s >= since],
             },
         }
 
@@ -134,6 +135,7 @@ def _step(record: StepRecord) -> Json:
 
 def _planned(asked: Json) -> Json:
     """Run `twostroke.planner.advice`. Called in a thread."""
+    asked["records"]["steps"] = [_step(one) for one in asked["records"]["steps"]]
     process: Popen[bytes] = child_process.start(
         "twostroke.planner.advice", stdin=PIPE, stdout=PIPE, stderr=PIPE
     )
