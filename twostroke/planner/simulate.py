@@ -166,9 +166,11 @@ class Simulation:
                 self._busy.add(id(engine))
                 self._at(end_s, self._end_stretch, engine)
                 return
-        while self._plan(engine) and not engine.full:
-            if engine.defers_plan:
+        while True:
+            if engine.scheduler.in_flight and engine.defers_plan:
                 self._deferred.add(id(engine))
+                return
+            if not self._plan(engine) or engine.full:
                 return
 
     def _plan(self, engine: SimulatedEngine) -> bool:
