@@ -79,7 +79,7 @@ class PoolAdvisor:
         ended = client.records.requests
         if len(ended) == ended.maxlen:  # older ones are gone
             since = max(since, min(one.received_s for one in ended))
-        info = next(one.info for one in client.each_engine().values() if one.phase != "prefill")
+        info = next(one.info for one in client.engines_by_name().values() if one.phase != "prefill")
         requests: list[tuple[Any, ...]] = [
             (one.received_s, one.num_prompt, len(one.token_s), one.prefix_marks)
             for one in ended
@@ -89,7 +89,7 @@ class PoolAdvisor:
             (one.received_s, len(one.prompt_token_ids), None, one.prefix_marks)
             for one in client.open_requests()
         ]
-        sent = [one for one in client.transfers_between().values() if one.seconds]
+        sent = [one for one in client.transfers_by_engine_pair().values() if one.seconds]
         copied_s = sum(one.seconds for one in sent)
         return {
             "requests": requests,
