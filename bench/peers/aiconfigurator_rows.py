@@ -84,6 +84,15 @@ def attempt(row: dict[str, str], of_row: bool, attention: str | None) -> tuple[f
     return float(figures["ttft"]), float(figures["tpot"])
 
 
+def mend_ranks(row: dict[str, str]) -> None:
+    """Where experts are split in both ways (8 × 8), the table has the product, 64, as the number of
+    GPUs; there were 8, as in `bench/plan_error/points.py`, and each has some of the experts."""
+    ways = row["moe_tp_size"], row["moe_ep_size"]
+    both = len(set(ways)) == 1 and ways[0] not in ("", "1")
+    if both and int(row["tp_size"]) == int(ways[0]) ** 2:
+        row["tp_size"], row["moe_tp_size"] = ways[0], "1"
+
+
 def main() -> None:
     logging.disable(logging.CRITICAL)
     source, target = sys.argv[1:]
@@ -92,6 +101,7 @@ def main() -> None:
     with gzip.open(source, "rt", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["mode"] == "agg"]
     for number, row in enumerate(rows):
+        mend_ranks(row)
         try:
             found[row["id"]] = predicted(row)
         except Exception as error:  # the package raises many kinds

@@ -101,7 +101,7 @@ def read_points(path: str) -> list[Point]:
                 int(row["isl"]),
                 int(row["osl"]),
                 int(users[1]),
-                int(row["tp_size"]),
+                _ranks(row),
                 float(row["silicon_ttft_ms"]) / 1e3,
                 float(row["silicon_tpot_ms"]) / 1e3,
                 # The aiconfigurator authors' own runs (a path as source) have equal lengths.
@@ -112,6 +112,14 @@ def read_points(path: str) -> list[Point]:
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{path} is not aiconfigurator's silicon sample: {error!r}") from None
     return list(found.values())
+
+
+def _ranks(row: dict[str, str]) -> int:
+    """Return the number of GPUs. Where the experts of a layer are split in both ways (8 × 8), the
+    table has the product, 64, although the rows' names and their equals in other files say 8."""
+    ranks = int(row["tp_size"])
+    tensor, expert = (int(float(row.get(f"moe_{way}_size") or 1)) for way in ("tp", "ep"))
+    return tensor if tensor == expert > 1 and ranks == tensor * expert else ranks
 
 
 @cache

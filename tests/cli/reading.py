@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from twostroke.cli import make_parser, parse
 from twostroke.commands.flags import engine_config
+from twostroke.commands.serve_plan import apply_plan
 from twostroke.commands.serve_settings import pool_settings, serve_settings, with_file
 from twostroke.config import EngineConfig
 from twostroke.serve.settings import ServeSettings
@@ -35,6 +36,7 @@ def read(*words: str) -> Read:
     args = parse(["serve", *words], PARSER)
     assert args is not None
     args = with_file(args)
+    apply_plan(args)
     config, settings = engine_config(args), serve_settings(args)
     pool_settings(args)
     problems, SERVE.problems = SERVE.problems, []

@@ -666,7 +666,12 @@ class Server:
         self.port = port
 
     def ask(
-        self, path: str, body: object = None, key: str | None = None, session: str | None = None
+        self,
+        path: str,
+        body: object = None,
+        key: str | None = None,
+        session: str | None = None,
+        timeout_s: float = 60.0,
     ) -> tuple[int, bytes]:
         """Send a request over a new connection, and return the status and the body."""
         data = b"" if body is None else json.dumps(body).encode()
@@ -674,7 +679,7 @@ class Server:
         head += "Connection: close\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""
         head += f"X-Session-ID: {session}\r\n" if session else ""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as sock:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s) as sock:
             sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             answer = b""
             while part := sock.recv(65536):

@@ -166,3 +166,19 @@ def test_held_out_pairs_are_of_models_and_hardware_that_are_known() -> None:
     assert {model for model, _ in TEST} <= set(MODELS.values())
     for _, system in TEST:
         assert find_hardware(system).memory > 0
+
+
+def test_experts_that_are_split_in_both_ways_are_on_as_many_gpus_as_one_way(
+    tmp_path: Path,
+) -> None:
+    fields = (
+        "id silicon_data_source backend model_path system precision mode isl osl tp_size pp_size "
+        "attention_dp_size moe_tp_size moe_ep_size silicon_ttft_ms silicon_tpot_ms"
+    )
+    path = tmp_path / "points.csv.gz"
+    with gzip.open(path, "wt") as file:
+        print(fields.replace(" ", ","), file=file)
+        for ranks, ways in ((64, (8, 8)), (8, (8, 1)), (8, (1, 8)), (4, (2, 2)), (16, (16, 1))):
+            row = f"x,concurrency=4,vllm,openai/gpt-oss-120b,h100_sxm,fp4,agg,10,20,{ranks},1,1,"
+            print(f"{row}{ways[0]},{ways[1]},{ranks}.5,2.5", file=file)
+    assert [one.ranks for one in read_points(str(path))] == [8, 8, 2, 16]  # equal ones once

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import ipaddress
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from time import monotonic
@@ -17,8 +17,10 @@ from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import add_server_arguments
 from twostroke.commands.serve_settings import resolve_settings, start_logging
 from twostroke.commands.terminal import columns, unbreakable, wrapped
+from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
+    from twostroke.config import EngineConfig
     from twostroke.engine.remote import RemoteEngine
     from twostroke.route.on_ray import RayCluster
     from twostroke.route.routed_engine import RoutedEngine
@@ -55,6 +57,8 @@ def execute(args: argparse.Namespace) -> int:
     # Bind first: the port may be in use. The engine starts during the imports below.
     listener = bind(settings)
     engines = args.pools.engines(config)
+    if settings.autoscale is not None:
+        check_autoscale([one.config for one in engines], args.pools.ray is not None)
     spawned: list[Spawned] = []
     cluster: RayCluster | None = None
     if args.pools.ray is None:
@@ -71,7 +75,7 @@ def execute(args: argparse.Namespace) -> int:
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[RemoteEngine | RoutedEngine]:
-        if cluster is None and len(engines) == 1:
+        if cluster is None and len(engines) == 1 and settings.autoscale is None:
             async with await RemoteEngine.start(
                 config, DEFAULT_BUILDER, spawned[0], *limits
             ) as client:
@@ -102,6 +106,23 @@ def execute(args: argparse.Namespace) -> int:
         if cluster is not None:
             cluster.close()
     return 0
+
+
+def check_autoscale(configs: Sequence[EngineConfig], on_ray: bool) -> None:
+    """Raise `ConfigError` if pools that grow would have no goal to follow, or no memory."""
+    if all(one.ttft_slo_ms is None and one.itl_slo_ms is None for one in configs):
+        raise ConfigError(
+            "--autoscale needs a goal that the engines should meet: give --ttft-slo-ms, "
+            "--itl-slo-ms, or both"
+        )
+    has_fixed_cache = all(
+        one.kv_cache_memory_bytes or one.num_gpu_blocks_override for one in configs
+    )
+    if not on_ray and not has_fixed_cache:
+        raise ConfigError(
+            "--autoscale needs --kv-cache-memory-bytes, the size of each engine's KV cache: "
+            "without it the engines of the start use all memory of this machine"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ from twostroke.commands.flags import (
 )
 from twostroke.commands.llama_flags import device
 from twostroke.commands.parser import NUMBER, Parser
+from twostroke.commands.serve_plan import count_or_auto
 from twostroke.commands.vllm_flags import add_foreign_arguments
 from twostroke.serve.settings import ServeSettings
 
@@ -405,8 +406,28 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         "(default: 1)",
     }
     for flag, text in counts.items():
-        _add(group, flag, type=int, metavar="N", help=text)
-    _add(group, "-dp", dest="data_parallel_size", type=int, help=argparse.SUPPRESS)
+        _add(group, flag, type=count_or_auto, metavar="N", help=text + "; auto: from --plan")
+    dp = {"dest": "data_parallel_size", "type": count_or_auto}
+    _add(group, "-dp", **dp, help=argparse.SUPPRESS)
+    _add(
+        group,
+        "--plan",
+        metavar="FILE",
+        help="take the numbers of engines from this plan, which `twostroke plan --save-plan` wrote",
+    )
+    _add(
+        group,
+        "--plan-trace",
+        metavar="FILE",
+        help="plan the numbers of engines for this trace; needs --plan-steps, and --ttft-slo-ms or "
+        "--itl-slo-ms",
+    )
+    _add(
+        group,
+        "--plan-steps",
+        metavar="URL|FILE",
+        help="step times for --plan-trace, which `twostroke plan --save-steps` wrote",
+    )
     for phase in ("prefill", "decode"):
         _add(
             group,
@@ -417,6 +438,21 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
             help=f"settings of the {phase} engines only, such as "
             '{"threads": 2, "max_num_batched_tokens": 1024}',
         )
+    _add(
+        group,
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="let each pool grow and shrink between these numbers of engines, as the planner "
+        "advises for the last minutes; needs --ttft-slo-ms or --itl-slo-ms, and "
+        "--kv-cache-memory-bytes",
+    )
+    _add(
+        group,
+        "--autoscale-interval-s",
+        type=float,
+        metavar="X",
+        help="seconds between two advices (default: 60)",
+    )
     _add(
         group,
         "--ray",

@@ -14,6 +14,7 @@ from twostroke.commands.config_file import file_words
 from twostroke.commands.flags import chosen_settings, engine_config, resolve_model, settings
 from twostroke.commands.parser import Parser
 from twostroke.commands.serve_flags import normalize_options
+from twostroke.commands.serve_plan import apply_plan
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.route.pool_settings import PoolSettings
@@ -47,6 +48,7 @@ def resolve_settings(
     """Return all settings, from the command line, the file and the environment. Errors end the
     program, and all of them are reported."""
     args = with_file(args)
+    apply_plan(args)
     config = engine_config(args)
     server = serve_settings(args)
     args.pools = pool_settings(args)

@@ -162,6 +162,10 @@ class EngineClient(ABC):
         """The pools of engines; raises `RequestError` if there is a single engine."""
         raise RequestError(ONE_ALONE)
 
+    def open_requests(self) -> list[EngineRequest]:
+        """Requests that several engines have, and that have not ended."""
+        return []
+
     async def scale(self, counts: Mapping[str, int], drain_timeout_s: float) -> None:
         """Change the number of engines in each pool (prefill, decode, data_parallel_size); return
         when it is done. Requests of an engine that leaves end there, or continue in another engine

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from twostroke.errors import ConfigError
 from twostroke.measure.load.definitions import Goals
 from twostroke.measure.load.http_client import Connections, Endpoint, ServerError
 from twostroke.measure.load.load_run import LoadRun, run_open_loop
@@ -13,12 +15,21 @@ from twostroke.measure.load.result import problems
 from twostroke.measure.load.sample_client import OpenAIClient, first_model, send_first
 from twostroke.measure.load.traces import TraceRequest
 from twostroke.measure.load.workload import PromptGenerator, replayed
-from twostroke.planner.predict import METRICS, PERCENTILES, LayoutForecast, latencies_ms
+from twostroke.planner.kept_checks import Factors, KeptChecks, step_factors
+from twostroke.planner.predict import (
+    METRICS,
+    PERCENTILES,
+    LayoutForecast,
+    latencies_ms,
+    predict,
+)
+from twostroke.planner.steptimes import StepModel
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Json = dict[str, Any]
+MAX_FITTED = 400  # requests of a trace to which step times are fitted
 CHECKED = (
     *(f"p{share}_{metric}_ms" for metric in METRICS for share in PERCENTILES),
     "requests_per_s",
@@ -72,6 +83,43 @@ def compare(forecast: LayoutForecast, run: LoadRun, goals: Goals) -> Json:
     return {"rows": rows, "problems": problems(run, (), None, False)}
 
 
+def measured_factors(
+    forecast: LayoutForecast,
+    model: StepModel,
+    trace: Sequence[TraceRequest],
+    run: LoadRun,
+    block_tokens: int,
+    seed: int,
+) -> Factors:
+    """Return the factors of the step times that explain a run of the trace."""
+    base = model if model.correction is None else model.correction.base
+    first = list(trace[:MAX_FITTED])
+
+    def simulated(scaled: StepModel) -> Json:
+        found = predict(first, forecast.layout, scaled, Goals(), block_tokens, seed, interval=False)
+        return {name: one.expected for name, one in found.figures.items()}
+
+    return step_factors(base, latencies_ms(run.samples[:MAX_FITTED]), simulated)
+
+
+def keep_check(kept: KeptChecks, server: Json, factors: Factors, run: LoadRun) -> Json:
+    """Keep the result of a run for the next plan of the same servers. Return what was done."""
+    if found := problems(run, (), None, False):
+        return {"message": f"The check is not kept, because its run is not certified: {found[0]}"}
+    try:
+        kept.keep(server, factors, len(run.samples), str(date.today()))
+    except ConfigError as error:
+        return {"message": f"The check is not kept: {error}"}
+    return {
+        "factors": factors._asdict(),
+        "message": (
+            f"Kept for the next plan of these servers: steps with prefill take "
+            f"{factors.prefill:.2f} and others {factors.decode:.2f} times the uncorrected time; "
+            f"with that the latencies differ by {factors.rest:.0%}"
+        ),
+    }
+
+
 def show_check(console: Console, check: Json) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -91,6 +139,8 @@ def show_check(console: Console, check: Json) -> None:
         )
     console.print()
     console.print(table)
+    if "kept" in check:
+        console.print(check["kept"]["message"], highlight=False)
     inside = sum(row["inside"] for row in check["rows"])
     console.print(f"{inside} of {len(check['rows'])} measured figures lie in their intervals")
     for problem in check["problems"]:

@@ -3,12 +3,16 @@
     add ─▶ begin(now): plan a step ─▶ (host_s + modelled seconds) ─▶ end(now): commit the step
        ─▶ stretch(now): run steps that only decode, until a request ends or arrives
 
-One step runs at a time, as on a synchronous executor. The product's code decides admission,
-chunking, preemption and caching. Only the tokens and the times are simulated.
+With `max_in_flight` 1 a step is planned when the step before has ended, as on a CPU. With 2 it is
+planned when the step before begins, as on a GPU: a request that arrives meanwhile waits for one
+step more. `host_s` is the time that a step adds in either case, because it is measured so. The
+product's code decides admission, chunking, preemption and caching. Only the tokens and the times
+are simulated.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -16,6 +20,8 @@ from typing import NamedTuple, Protocol
 from twostroke.observe.record import PhaseRecord, StepRecord
 from twostroke.plan import NO_WORK, PhaseWork, StepResult
 from twostroke.planner.handover import SimulatedTransport, transfer_of
+from twostroke.planner.offload import OffloadHits, OffloadTier
+from twostroke.planner.speculation import Acceptance, SimulatedDrafter, counts_of
 from twostroke.planner.stretch import TOKEN, SteadyScheduler
 from twostroke.route.router import EngineState, Role
 from twostroke.sched.step import SchedulerConfig, StepInFlight
@@ -57,13 +63,16 @@ class EngineUsage:
     # Number of an interval of `TIMELINE_S` → `device_s` and `kv_seconds` of its steps
     intervals: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, step: StepInFlight, device_s: float, end_s: float) -> None:
+    def add(
+        self, step: StepInFlight, num_tokens: int, device_s: float, begun_s: float, end_s: float
+    ) -> None:
+        """`num_tokens`: that the step has written."""
         plan = step.plan
         self.steps += 1
         self.prefill_tokens += plan.prefill_work.tokens
-        self.decode_tokens += plan.decode_work.tokens
+        self.decode_tokens += num_tokens - (len(step.sampled_requests) - len(plan.decode))
         self.preempted += step.preempted
-        self._add_time(device_s, end_s - step.planned_s, step.kv.taken, end_s)
+        self._add_time(device_s, end_s - begun_s, step.kv.taken, end_s)
         self.kv_peak = max(self.kv_peak, step.kv.taken)
 
     def add_stretch(
@@ -90,6 +99,15 @@ class EngineUsage:
         self.intervals[number] = (before[0] + device_s, before[1] + held)
 
 
+class EngineFeatures(NamedTuple):
+    """What an engine does beyond one plain step after the other."""
+
+    max_in_flight: int = 1  # steps that are planned and have not ended
+    acceptance: Acceptance | None = None  # None: no drafts
+    offload: OffloadHits | None = None  # None: no offload tier
+    token_bytes: float = 0.0  # of keys and values, for the offload tier
+
+
 class SimulatedEngine:
     """One engine of a simulation."""
 
@@ -102,6 +120,7 @@ class SimulatedEngine:
         clock: Callable[[], float],
         role: Role = Role.BOTH,
         link: Link | None = None,
+        features: EngineFeatures = EngineFeatures(),  # noqa: B008 - immutable
     ) -> None:
         """`host_s`: the time of a step outside the device. `link`: for an engine in a pool."""
         kv_tokens = min(group.num_blocks for group in config.groups) * config.block_size
@@ -115,12 +134,33 @@ class SimulatedEngine:
         self.link = link
         self.scheduler = SteadyScheduler(config, clock, transfer)
         self.usage = EngineUsage()
+        self.offload: OffloadTier | None = None
+        if features.offload is not None:
+            self.offload = OffloadTier(features.offload, features.token_bytes, self.scheduler)
+        if (speculator := self.scheduler.speculator) is not None:
+            assert features.acceptance is not None, "the drafts of a configured speculator"
+            speculator.drafters = [SimulatedDrafter(features.acceptance, name)]
+        # A draft needs the tokens before it, so that steps with drafts run one at a time.
+        self._max_in_flight = 1 if speculator is not None else features.max_in_flight
         self._decoded = False  # the last step only decoded
+        self._free_s = 0.0  # end of the newest step
+        self._device_s: deque[float] = deque()  # of the steps in flight
         self._cost, self._host_s = cost, host_s
 
     def wake_s(self) -> float | None:
         """Return when the next copy of blocks ends, or None without a running copy."""
         return None if self._transport is None else self._transport.next_end_s()
+
+    @property
+    def full(self) -> bool:
+        """No step can be planned before a step in flight ends."""
+        return len(self.scheduler.in_flight) >= self._max_in_flight
+
+    @property
+    def defers_plan(self) -> bool:
+        """The plan of the next step may wait for the end of the step in flight, because it would be
+        the same: the steps only decode. They may then be run as a stretch."""
+        return self._decoded and self.link is None and self.scheduler.will_be_steady()
 
     def stretch(self, now: float, until_s: float) -> float | None:
         """Run the steps that begin before `until_s` and only decode, as the last step did. Return
@@ -133,11 +173,13 @@ class SimulatedEngine:
         rows, positions = self.scheduler.num_running, self.scheduler.positions
         ends_s: list[float] = []
         device_s, end_s = 0.0, now
-        while len(ends_s) < limit and end_s < until_s:
+        planned_s = now  # of the next step
+        while len(ends_s) < limit and planned_s < until_s:
             step_s = self._cost.seconds(NO_WORK, PhaseWork(rows, rows, positions, positions))
             positions += rows
             device_s += step_s
-            end_s += step_s + self._host_s
+            begun_s, end_s = end_s, end_s + step_s + self._host_s
+            planned_s = end_s if self._max_in_flight == 1 else begun_s
             ends_s.append(end_s)
         if not ends_s:
             return None
@@ -145,6 +187,7 @@ class SimulatedEngine:
         self.scheduler.run_stretch(ends_s)
         held = before, self.scheduler.kv.usage().taken
         self.usage.add_stretch(len(ends_s), rows, device_s, end_s - now, held, end_s)
+        self._free_s = end_s
         return end_s
 
     def begin(self, now: float) -> tuple[float, StepInFlight] | None:
@@ -153,18 +196,25 @@ class SimulatedEngine:
         if step is None:
             return None
         device_s = self._cost.seconds(step.plan.prefill_work, step.plan.decode_work)
-        return now + device_s + self._host_s, step
+        self._device_s.append(device_s)
+        self._decoded = not step.plan.prefill
+        self._free_s = max(now, self._free_s) + device_s + self._host_s
+        return self._free_s, step
 
     def end(self, step: StepInFlight, now: float) -> list[Update]:
         """Commit the step and return its updates."""
         plan = step.plan
-        self._decoded = not plan.prefill
-        step_s = now - step.planned_s
-        device_s = step_s - self._host_s
+        device_s = self._device_s.popleft()
+        counts = None
+        if plan.draft_tokens:
+            chunks = len(step.sampled_requests) - len(plan.decode)
+            counts = counts_of(plan.decode, plan.draft_tokens, chunks)
+        num_tokens = len(step.sampled_requests) if counts is None else sum(counts)
         committed = self.scheduler.commit(
-            StepResult([TOKEN] * len(step.sampled_requests), {}, {}, device_s), now
+            StepResult([TOKEN] * num_tokens, {}, {}, device_s, counts=counts), now
         )
-        self.usage.add(step, device_s, now)
+        begun_s = now - device_s - self._host_s
+        self.usage.add(step, num_tokens, device_s, begun_s, now)
         prefill, decode = (
             PhaseRecord(one.rows, one.tokens, one.kv_tokens, 0.0, 0.0)
             for one in (plan.prefill_work, plan.decode_work)
@@ -173,7 +223,7 @@ class SimulatedEngine:
             StepRecord(
                 step=plan.step,
                 planned_s=step.planned_s,
-                launched_s=step.planned_s,
+                launched_s=begun_s,
                 committed_s=now,
                 device_s=device_s,
                 host_gap_s=self._host_s,

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.kv.cache import GroupLimits
-from twostroke.planner.engine import Link, SimulatedEngine, StepCost
+from twostroke.planner.engine import EngineFeatures, Link, SimulatedEngine, StepCost
+from twostroke.planner.offload import OffloadHits
 from twostroke.planner.simulate import VirtualClock
+from twostroke.planner.speculation import Acceptance, measured_acceptance
 from twostroke.route.router import Role
 from twostroke.sched.step import SchedulerConfig
 
@@ -34,6 +36,9 @@ class EngineShape(NamedTuple):
     ttft_slo_s: float | None = None
     itl_slo_s: float | None = None
     token_bytes: float = 0.0  # KV bytes of a token; 0: not known
+    max_in_flight: int = 1  # steps that are planned and have not ended
+    acceptance: Acceptance | None = None  # of speculation; None: no drafts
+    offload: OffloadHits | None = None  # None: no offload tier
 
     def scheduler_config(self) -> SchedulerConfig:
         groups = self.groups or (GroupLimits(self.kv_tokens // self.block_size),)
@@ -47,6 +52,7 @@ class EngineShape(NamedTuple):
             max_decode_stall=self.max_decode_stall,
             ttft_slo_s=self.ttft_slo_s,
             itl_slo_s=self.itl_slo_s,
+            speculation=None if self.acceptance is None else self.acceptance.config(),
         )
 
 
@@ -84,11 +90,22 @@ class EngineLayout:
         self, cost: StepCost, host_s: float, clock: VirtualClock
     ) -> list[SimulatedEngine]:
         """Return idle engines for a simulation."""
-        config = self.shape.scheduler_config()
+        shape = self.shape
+        config = shape.scheduler_config()
         configs = {Role.DECODE: replace(config, receives_requests=True)}
+        features = EngineFeatures(
+            shape.max_in_flight, shape.acceptance, shape.offload, shape.token_bytes
+        )
         return [
             SimulatedEngine(
-                f"{role}-{n}", configs.get(role, config), cost, host_s, clock, role, self.link
+                f"{role}-{n}",
+                configs.get(role, config),
+                cost,
+                host_s,
+                clock,
+                role,
+                self.link,
+                features,
             )
             for role, count in self.pools.items()
             for n in range(count)
@@ -104,6 +121,9 @@ class EngineLayout:
             "kv_tokens": self.shape.kv_tokens,
             "max_num_seqs": self.shape.max_num_seqs,
             "max_num_batched_tokens": self.shape.max_num_batched_tokens,
+            "steps_in_flight": self.shape.max_in_flight,
+            "speculation": self.shape.acceptance and self.shape.acceptance._asdict(),
+            "offload": self.shape.offload and self.shape.offload._asdict(),
         }
 
 
@@ -123,6 +143,8 @@ def shape_of_server(records: dict[str, Any], source: str) -> EngineShape:
             ttft_slo_s=pacing.get("ttft_slo_s"),
             itl_slo_s=pacing.get("itl_slo_s"),
             token_bytes=float(records.get("kv_bytes") or 0.0) / int(records["kv_tokens"]),
+            max_in_flight=2 if str(records.get("device", "")).startswith("cuda") else 1,
+            acceptance=measured_acceptance(records.get("steps") or ()),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
@@ -162,4 +184,5 @@ def shape_of_hardware(
         ttft_slo_s=ttft_s,
         itl_slo_s=itl_s,
         token_bytes=token_bytes,
+        max_in_flight=2,  # on a GPU
     )

@@ -54,7 +54,7 @@ class StepTerms:
 
     def of(self, prefill: PhaseWork, decode: PhaseWork) -> tuple[float, ...]:
         cost = self._cost
-        tokens, samples = prefill.tokens + decode.tokens, decode.rows + prefill.rows
+        tokens, samples = prefill.tokens + decode.tokens, decode.tokens + prefill.rows
         linear = tokens * (cost.flops_per_token - self._expert_flops)
         linear += samples * cost.flops_per_sample
         attended = (prefill.kv_tokens + decode.kv_tokens) * cost.flops_per_kv_token

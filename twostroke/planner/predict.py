@@ -142,7 +142,8 @@ class _Run:
         goals: Goals,
         block_tokens: int,
     ) -> None:
-        if not any(one.blocks for one in trace):  # no prompt can be found in the prefix index
+        if not any(one.blocks for one in trace) and layout.shape.offload is None:
+            # No prompt can be found in the prefix index.
             shape = layout.shape._replace(prefix_caching=False)
             layout = replace(layout, shape=shape)
         self._trace, self._layout, self._model = trace, layout, model

@@ -62,11 +62,15 @@ def show_plan(console: Console, plan: Json) -> None:
         highlight=False,
     )
     console.print(f"step times  {steps['source']}", highlight=False)
+    if found := steps["correction"]:
+        console.print(f"            {correction_line(found)}", highlight=False)
     console.print(
         f"            error of a single step ±{steps['step_error']:.0%}, of all steps together "
         f"±{steps['drift']:.0%}, which gives the intervals",
         highlight=False,
     )
+    for line in feature_lines(forecast["layout"]):
+        console.print(line, highlight=False)
     rows = Table(box=None, pad_edge=False, header_style="bold")
     rows.add_column("ms")
     for percentile in PERCENTILES:
@@ -135,6 +139,30 @@ def verdict(plan: Json) -> str:
         f"{layout} {answer}: {met['expected']:.1%} of the requests ({met['low']:.1%} to "
         f"{met['high']:.1%}), with a target of {target:.3%}".replace(".000%", "%")
     )
+
+
+def correction_line(found: Json) -> str:
+    checks = "1 check" if found["checks"] == 1 else f"{found['checks']} checks"
+    return (
+        f"corrected by {checks}, the last on {found['last']}: steps with prefill "
+        f"×{found['prefill_factor']:.2f}, others ×{found['decode_factor']:.2f}"
+    )
+
+
+def feature_lines(layout: Json) -> list[str]:
+    """Describe the speculation and the offload tier of a layout, if it has them."""
+    lines = []
+    if drafts := layout["speculation"]:
+        lines.append(
+            f"speculation {drafts['depth']} drafted tokens a row, each right with "
+            f"{drafts['rate']:.0%} if those before it are"
+        )
+    if tier := layout["offload"]:
+        lines.append(
+            f"offload     {tier['share']:.0%} of each prompt from a tier at "
+            f"{tier['bytes_per_s'] / 1e9:g} GB/s"
+        )
+    return lines
 
 
 def load_lines(figures: Json) -> list[str]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 from twostroke.planner.predict import LayoutForecast
 from twostroke.planner.steptimes import StepModel
 
 MAX_ENGINES = 64
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class EngineChoice:
     predict: Callable[[int], LayoutForecast]
     price: float | None = None  # None: not known
     predict_pools: Callable[[int, int], LayoutForecast] | None = None  # None: no pools
+    # The model, the machine and the settings, by which checks are kept.
+    server: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, int] = field(default_factory=dict)  # that the user has planned with
 
 
 @dataclass
@@ -120,10 +124,11 @@ def _fewest_in_pools(
     return fewest(decode, limit - first)
 
 
-def fewest(attempt: Callable[[int], SimulatedLayout | None], limit: int) -> SimulatedLayout | None:
+def fewest(attempt: Callable[[int], Found | None], limit: int) -> Found | None:
     """Return the result of the smallest number from 1 to `limit` that has a result. Every larger
     number has a result, too."""
-    low, high, found = 0, 1, None  # `low` has no result
+    low, high = 0, 1  # `low` has no result
+    found: Found | None = None
     while high <= limit and (found := attempt(high)) is None:
         low = high
         if high == limit:

@@ -85,7 +85,8 @@ class Simulation:
         self._engine_of = {id(one.state): one for one in engines}
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
-        self._busy: set[int] = set()
+        self._busy: set[int] = set()  # engines that plan nothing before a step or stretch ends
+        self._deferred: set[int] = set()  # engines whose next plan waits for the end of a step
         self._sent: dict[str, SimulatedRequest] = {}
         self._offers: dict[str, tuple[SimulatedEngine, int]] = {}  # by request id of the fetch
         self._ended: list[RequestRecord] = []
@@ -116,11 +117,31 @@ class Simulation:
         engine.state.note_prompt(prompt)
         engine.state.add_queued(placement.queued)
         self._sent[request.request_id] = SimulatedRequest(request, placement.queued)
-        engine.scheduler.add(replace(request, hand_over=placement.hand_over))
+        request = replace(request, hand_over=placement.hand_over)
+        now = self._clock.now
+        if engine.offload is None:
+            self._queue(engine, request)
+        elif (fetched_s := engine.offload.fetch_end_s(request, now)) > now:
+            self._at(fetched_s, self._fetched, engine, request)
+        else:
+            self._fetched(engine, request)
+
+    def _fetched(self, engine: SimulatedEngine, request: EngineRequest) -> None:
+        """The offload tier has copied its part of a prompt."""
+        assert engine.offload is not None
+        engine.offload.store(request)
+        self._queue(engine, request)
+
+    def _queue(self, engine: SimulatedEngine, request: EngineRequest) -> None:
+        if id(engine) in self._deferred:  # the engine has planned its next step already
+            self._deferred.discard(id(engine))
+            self._plan(engine)
+        engine.scheduler.add(request)
         self._begin(engine)
 
     def _end_step(self, engine: SimulatedEngine, step: StepInFlight) -> None:
         self._busy.discard(id(engine))
+        self._deferred.discard(id(engine))
         for update in engine.end(step, self._clock.now):
             sent = self._sent[update.request_id]
             if update.tokens:
@@ -135,23 +156,37 @@ class Simulation:
         self._begin(engine)
 
     def _begin(self, engine: SimulatedEngine) -> None:
-        """Start the engine's next step, unless a step is running or there is no work."""
-        if id(engine) in self._busy:
+        """Plan the engine's next steps, unless enough are planned or there is no work."""
+        if id(engine) in self._busy or id(engine) in self._deferred:
             return
-        until_s = self._arrivals[0] if self._arrivals else math.inf
-        end_s = engine.stretch(self._clock.now, until_s)
-        if end_s is not None:
-            self._busy.add(id(engine))
-            self._at(end_s, self._end_stretch, engine)
-            return
+        if not engine.scheduler.in_flight:
+            until_s = self._arrivals[0] if self._arrivals else math.inf
+            end_s = engine.stretch(self._clock.now, until_s)
+            if end_s is not None:
+                self._busy.add(id(engine))
+                self._at(end_s, self._end_stretch, engine)
+                return
+        while True:
+            if engine.scheduler.in_flight and engine.defers_plan:
+                self._deferred.add(id(engine))
+                return
+            if not self._plan(engine) or engine.full:
+                return
+
+    def _plan(self, engine: SimulatedEngine) -> bool:
+        """Plan one step; return False if there is nothing to do."""
         begun = engine.begin(self._clock.now)
         if engine.link is not None:
             self._release_fetched(engine)
         if begun is not None:
-            self._busy.add(id(engine))
             self._at(begun[0], self._end_step, engine, begun[1])
-        elif (wake_s := engine.wake_s()) is not None:
-            self._at(wake_s, self._begin, engine)
+        elif not engine.scheduler.in_flight:
+            if (wake_s := engine.wake_s()) is not None:
+                self._at(wake_s, self._begin, engine)
+            return False
+        if begun is None or engine.full:  # the engine waits for a step in flight
+            self._busy.add(id(engine))
+        return begun is not None
 
     def _end_stretch(self, engine: SimulatedEngine) -> None:
         self._busy.discard(id(engine))

@@ -50,12 +50,14 @@ class MeasuredRange(NamedTuple):
     tokens: float  # prefill tokens
     rows: float  # decode rows
     positions: float  # KV positions that decode reads
+    drafts: float = float("inf")  # drafted tokens
 
     def contains(self, prefill: PhaseWork, decode: PhaseWork) -> bool:
         return (
             prefill.tokens <= self.tokens
             and decode.rows <= self.rows
             and decode.kv_reads <= self.positions
+            and decode.tokens - decode.rows <= self.drafts
         )
 
 
@@ -76,15 +78,36 @@ class StepModel:
     range: MeasuredRange = UNLIMITED
     decode_ratios: tuple[float, ...] = (1.0,)
     prefill_ratios: tuple[float, ...] = (1.0,)
+    correction: Correction | None = None  # by kept checks; `cost` and `drift` have it
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "correction": None if self.correction is None else self.correction.as_json(),
             "source": self.source,
             "drift": self.drift,
             "step_error": self.step_error,
             "host_ms": 1e3 * self.host_s,
             "start_ms": 1e3 * self.start_s,
             "outside_ms": 1e3 * self.client_s,
+        }
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The correction of a step model by checks."""
+
+    base: StepModel  # without the correction
+    prefill: float
+    decode: float
+    checks: int
+    last: str  # date of the newest check
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "checks": self.checks,
+            "last": self.last,
+            "prefill_factor": self.prefill,
+            "decode_factor": self.decode,
         }
 
 
@@ -124,6 +147,7 @@ class FittedSteps:
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         self._times = StepTimes()
         self._factors: dict[tuple[bool, int], float] = {}
+        self._has_drafts = any(one.decode.tokens > one.decode.rows for one in steps)
         shuffled, rng = list(steps), random.Random(0)
         for _ in range(PASSES):
             rng.shuffle(shuffled)
@@ -145,17 +169,36 @@ class FittedSteps:
         return self._times.predict(*pair) is not None
 
     def seconds(self, prefill: PhaseWork, decode: PhaseWork) -> float:
+        if decode.tokens > decode.rows and not self._has_drafts:
+            prefill, decode = _drafts_as_prompts(prefill, decode)
         expected = self._times.predict(prefill, decode)
         assert expected is not None, "both phases were measured"
         return expected * self._factors.get(_size(prefill, decode), 1.0)
 
 
+def _drafts_as_prompts(prefill: PhaseWork, decode: PhaseWork) -> tuple[PhaseWork, PhaseWork]:
+    """Return the work with drafted tokens as prompt tokens: the nearest work that was measured."""
+    rows, drafts = decode.rows, decode.tokens - decode.rows
+    attended = decode.kv_tokens * rows // decode.tokens
+    return (
+        PhaseWork(
+            prefill.rows + rows,
+            prefill.tokens + drafts,
+            prefill.kv_tokens + decode.kv_tokens - attended,
+            prefill.kv_reads,
+        ),
+        PhaseWork(rows, rows, attended, decode.kv_reads),
+    )
+
+
 def _size(prefill: PhaseWork, decode: PhaseWork) -> tuple[bool, int]:
-    """Return the size class of a step, in half powers of two."""
+    """Return the size class of a step by its tokens, in half powers of two."""
     if prefill.tokens:
         return True, (prefill.tokens + decode.tokens).bit_length()
-    rows = decode.rows
-    return False, rows if rows <= 4 else 2 * rows.bit_length() + (rows >> (rows.bit_length() - 2))
+    count = decode.tokens
+    return False, count if count <= 4 else 2 * count.bit_length() + (
+        count >> (count.bit_length() - 2)
+    )
 
 
 def measured_model(records: dict[str, Any], source: str) -> StepModel:
@@ -194,6 +237,7 @@ def measured_model(records: dict[str, Any], source: str) -> StepModel:
             SLACK * max(one.prefill.tokens for one in steps),
             SLACK * max(one.decode.rows for one in steps),
             SLACK * max(one.decode.kv_reads for one in steps),
+            SLACK * max(one.decode.tokens - one.decode.rows for one in steps),
         ),
         decode_ratios=_normalised(ratios[False]),
         prefill_ratios=_normalised(ratios[True]),
@@ -225,12 +269,16 @@ def _held_out(steps: Sequence[MeasuredStep]) -> tuple[float, dict[bool, list[flo
 
 
 def _step(record: dict[str, Any]) -> MeasuredStep:
-    prefill, decode = (
-        # A decode slot reads each position that it attends to once.
-        PhaseWork(one["rows"], one["tokens"], one["kv_tokens"], one["kv_tokens"])
-        for one in (record["prefill"], record["decode"])
-    )
-    return MeasuredStep(prefill, decode, record["device_s"])
+    prefill, decode = record["prefill"], record["decode"]
+    work = [
+        PhaseWork(one["rows"], one["tokens"], one["kv_tokens"], reads)
+        for one, reads in (
+            (prefill, prefill["kv_tokens"]),
+            # A row with drafts reads each position once for all its tokens.
+            (decode, decode["kv_tokens"] * decode["rows"] // max(1, decode["tokens"])),
+        )
+    ]
+    return MeasuredStep(work[0], work[1], record["device_s"])
 
 
 def _normalised(ratios: Sequence[float]) -> tuple[float, ...]:
@@ -270,7 +318,7 @@ class RooflineSteps:
 
     def seconds(self, prefill: PhaseWork, decode: PhaseWork) -> float:
         cost = self._cost.for_step(prefill.tokens)
-        samples = decode.rows + prefill.rows
+        samples = decode.tokens + prefill.rows
         flops = cost.prefill_flops(prefill, prefill.rows) + cost.decode_flops(decode)
         tokens = prefill.tokens + decode.tokens
         moved = cost.weight_bytes(samples, tokens) + cost.kv_bytes(prefill) + cost.kv_bytes(decode)

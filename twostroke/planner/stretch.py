@@ -19,10 +19,9 @@ class SteadyScheduler(Scheduler):
 
     def steady_steps(self) -> int:
         """Return how many of the next steps give a slot to each running request and end none."""
-        kv, requests = self.kv, self._decode.requests
-        special = kv.eviction is not None or any(kv.windows) or self._retired
-        if special or self.in_flight or self._prefill.has_work or self.received.has_work:
+        if self.in_flight or self._retired or not self._plain:
             return 0
+        kv, requests = self.kv, self._decode.requests
         steps = min((request.remaining for request in requests), default=0) - 1
         short = 0
         for request in requests:
@@ -30,6 +29,19 @@ class SteadyScheduler(Scheduler):
                 0, -(-(request.kv.num_computed + steps - request.kv.capacity) // kv.block_size)
             )
         return steps if all(short <= pool.num_available for pool in kv.pools) else 0
+
+    def will_be_steady(self) -> bool:
+        """Return True if the steps after the one in flight can be a stretch of at least two, and
+        the one in flight ends no request."""
+        requests = self._decode.requests
+        return self._plain and bool(requests) and min(one.remaining for one in requests) > 3
+
+    @property
+    def _plain(self) -> bool:
+        """No work but decode, and nothing that a stretch leaves out."""
+        kv = self.kv
+        special = kv.eviction is not None or any(kv.windows) or self.speculator is not None
+        return not (special or self._prefill.has_work or self.received.has_work)
 
     @property
     def positions(self) -> int:

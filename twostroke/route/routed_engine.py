@@ -110,6 +110,9 @@ class RoutedEngine(ProcessClient):
         engines = [member.status(num_by_member[member]) for member in self.members]
         return PoolsStatus(counts, self._scaling.active, engines)
 
+    def open_requests(self) -> list[EngineRequest]:
+        return [one.request for one in self.requests.routed.values()]
+
     def join(self, started: Sequence[StartedEngine]) -> None:
         """Add started engines to the members."""
         joined = []

@@ -40,6 +40,7 @@ from twostroke.serve.pages.openapi import openapi
 from twostroke.serve.pages.static import ROOT_SUMMARY, StaticPages, wants_page
 from twostroke.serve.routes.dev_routes import DevRoutes
 from twostroke.serve.routes.info_routes import InfoRoutes
+from twostroke.serve.routes.pool_advice import advice_routes
 from twostroke.serve.routes.pool_routes import pool_routes
 from twostroke.serve.routes.profile_routes import profile_routes
 from twostroke.serve.routes.record_routes import record_routes
@@ -105,6 +106,7 @@ class App:
             *record_routes(service),
             *profile_routes(service),
             *pool_routes(service),
+            *advice_routes(service),
         ]
         routes += messages_routes(service)
         routes += ollama_routes(service)

@@ -30,6 +30,7 @@ from twostroke.serve.http.connection import connection_type
 from twostroke.serve.http.http_request import Message, Receive, Send
 from twostroke.serve.http.listening_socket import bind, close, url_of
 from twostroke.serve.monitor.stats_log import log_stats
+from twostroke.serve.routes.pool_advice import autoscale
 from twostroke.serve.settings import ServeSettings
 
 Client = TypeVar("Client", bound=EngineClient)
@@ -168,6 +169,10 @@ async def serve_forever(
             if settings.log_stats:
                 work = log_stats(client, app.service.metrics.totals)
                 logging_stats = asyncio.get_running_loop().create_task(work)
+            autoscaling = None
+            if settings.autoscale is not None:
+                work = autoscale(client, settings)
+                autoscaling = asyncio.get_running_loop().create_task(work)
             stop_reason: asyncio.Future[str] | None = getattr(client, "stop_reason", None)
             if stop_reason is not None:
                 stop_reason.add_done_callback(server.end_with_engine)
@@ -176,6 +181,8 @@ async def serve_forever(
                 stop_reason.remove_done_callback(server.end_with_engine)
             if logging_stats is not None:
                 logging_stats.cancel()
+            if autoscaling is not None:
+                autoscaling.cancel()
             await app.close()
             if server.lost:
                 raise EngineError(f"the engine has stopped ({server.lost})")

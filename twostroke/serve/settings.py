@@ -10,6 +10,7 @@ from typing import Any
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model.text.template_source import CONTENT_FORMATS
+from twostroke.route.autoscale import Bounds
 from twostroke.serve.parsers import REASONING_PARSERS, TOOL_PARSERS
 from twostroke.strict import StrictSettings
 
@@ -63,6 +64,8 @@ class ServeSettings(StrictSettings):
     enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info
     root_path: str = ""  # a prefix of all paths, for a proxy that does not remove it
     enable_request_id_headers: bool = False  # answers have X-Request-Id
+    autoscale: str | None = None  # MIN:MAX engines of each pool; None: their number is fixed
+    autoscale_interval_s: float = 60.0  # between two advices
     log_stats: bool = True  # a log line about both phases while there is work
     cors_origins: tuple[str, ...] = ()  # empty: pages of other sites may not call the server
     # Names in the Host header, in addition to this machine's. Empty: with a key, any name.
@@ -136,6 +139,9 @@ class ServeSettings(StrictSettings):
         times = ("head_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s", "drain_s")
         for name in times:
             self._check_number(name, 0.0, 1e6, "a number of seconds")
+        self._check_number("autoscale_interval_s", 1.0, 86400.0, "seconds from 1 to 86400")
+        if self.autoscale is not None:
+            Bounds.read(self.autoscale)
         self._check_number("stored_response_ttl_s", 0.0, 1e9, "a number of seconds")
         self._check_bools(*BOOLS)
         efforts = self.reasoning_effort_map

@@ -52,7 +52,7 @@ def test_a_part_of_a_trace_starts_at_its_own_time(azure: str) -> None:
     assert len(read_trace(azure, 0.0, 30.0)) == 2
     (last,) = read_trace(azure, 30.0, 60.0)
     assert last.at_s == pytest.approx(30.0)
-    with pytest.raises(ConfigError, match="no request arrives"):
+    with pytest.raises(ConfigError, match=r"has no requests after 100 s and before 101 s"):
         read_trace(azure, 100.0, 1.0)
 
 
@@ -95,6 +95,15 @@ def test_mooncakes_prompts_share_what_their_hash_ids_share(mooncake: str, shrink
             json.dumps(MOONCAKE[0] | {"timestamp": float("nan")}) + "\n",
             "line 1: .* with an ascending time",
         ),
+        (
+            AZURE + "2023-11-16 18:17:30+00:00,3,3\n",
+            "line 5: .* is not a time like that of the first request",
+        ),
+        (
+            json.dumps(MOONCAKE[0] | {"input_length": float("inf")}) + "\n",
+            "line 1: .* is not a JSON object with timestamp",
+        ),
+        (AZURE.splitlines()[0] + "\n", "has no requests after 0 s"),
         (json.dumps({"timestamp": 1}) + "\n", "line 1: .* is not a JSON object with timestamp"),
     ],
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from tests.cli.test_serve import Server, started
 from tests.tiny import tiny_llm
 from twostroke import SamplingParams
+from twostroke.cli import main
 from twostroke.kernels import cpu
 from twostroke.measure.explain.timeline import REQUESTS, timeline
 
@@ -248,3 +251,49 @@ def test_a_session_is_named_by_a_field_or_a_header(folder: Path) -> None:
     # The first turn had 120 + 40 tokens. Of what no session says, the digests of 64 and 128 know.
     cached = [re.findall(r"(\d+) of \d+ tokens cached", one["route"])[0] for one in found]
     assert cached == ["0", "160", "128"]
+
+
+def test_a_server_asks_the_planner_and_grows_as_it_advises(folder: Path) -> None:
+    """No engine meets the goal, so that the planner advises the most engines that are allowed."""
+    options = ["--num-gpu-blocks-override", "256", "--max-num-seqs", "8", "--ttft-slo-ms", "0.1"]
+    scaling = ["--autoscale", "1:2", "--autoscale-interval-s", "1"]
+    with started("twostroke", "serve", str(folder), *options, *scaling) as server:
+        status, content = server.ask("/pools/advice")
+        assert status == 400
+        assert "requests have ended in this time" in content.decode()
+        for n in range(30):
+            complete(server, [*PROMPT, 50 + n], max_tokens=8)
+        status, content = server.ask("/pools/advice?ttft_slo_ms=1e9&max_engines=4", timeout_s=240)
+        assert status == 200, content
+        advice = json.loads(content)
+        assert advice["advice"] == {"data_parallel_size": 1}
+        assert advice["requests"] == 30
+        assert "measured steps" in advice["step_times"]["source"]
+        for words in ("seconds=0", "target=2", "max_engines=x", "ttft_slo_ms=-1"):
+            assert server.ask(f"/pools/advice?{words}")[0] == 400
+        until = time.monotonic() + 240
+        while json.loads(server.ask("/pools")[1])["data_parallel_size"] != 2:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        complete(server, PROMPT)
+        status, said = server.terminate()
+        assert status == 0
+        assert "autoscale: data_parallel_size 1 → 2" in said
+        assert "are the most that are allowed" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--autoscale", "3:1"], "--autoscale 3:1: give two numbers from 1 to 64"),
+        (["--autoscale", "1:2"], "--autoscale needs a goal"),
+        (["--autoscale", "1:2", "--ttft-slo-ms", "9"], "--autoscale needs --kv-cache-memory-bytes"),
+    ],
+)
+def test_autoscaling_without_what_it_needs_is_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["serve", "model", *words]))
+    assert ended.value.code
+    assert says in " ".join(capsys.readouterr().err.split())

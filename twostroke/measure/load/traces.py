@@ -46,9 +46,8 @@ def read_trace(path: str, start_s: float = 0.0, seconds: float | None = None) ->
             at_s = request.at_s - start_s
             found.append(replace(request, at_s=at_s))
     if not found:
-        raise ConfigError(
-            f"{path}: no request arrives in the {seconds or 0:g} s from {start_s:g} s"
-        )
+        part = "" if seconds is None else f" and before {start_s + seconds:g} s"
+        raise ConfigError(f"{path} has no requests after {start_s:g} s{part}")
     return found
 
 
@@ -167,7 +166,7 @@ def _exported(path: Path, content: dict[str, Any]) -> Iterator[TraceRequest]:
             (float(at_s), int(prompt), int(output), number)
             for number, (at_s, prompt, output) in enumerate(rows_of(content))
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise ConfigError(
             f"{path}: this looks like {format_name}, but is malformed: {error}"
         ) from None
@@ -226,10 +225,12 @@ def _azure(path: Path, lines: Iterator[str]) -> Iterator[TraceRequest]:
                 words[0][:26]
             )  # Azure writes seven digits of a second; Python reads six
             prompt, output = int(words[1]), int(words[2])
+            begun = begun or at
+            at_s = (at - begun).total_seconds()
         except (ValueError, IndexError):
             raise _malformed(path, number, line, "a time and two numbers of tokens") from None
-        begun = begun or at
-        at_s = (at - begun).total_seconds()
+        except TypeError:  # one time has a time zone, and the other has none
+            raise _malformed(path, number, line, "a time like that of the first request") from None
         if at_s < last or prompt < 0 or output < 0:
             raise _malformed(
                 path, number, line, "a request with an ascending time and lengths from 0"
@@ -247,7 +248,7 @@ def _mooncake(path: Path, first: str, lines: Iterator[str]) -> Iterator[TraceReq
                 at = float(entry["timestamp"]) / 1e3
                 prompt, output = int(entry["input_length"]), int(entry["output_length"])
                 blocks = tuple(map(int, entry.get("hash_ids", ())))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 expected = "a JSON object with timestamp, input_length, output_length, hash_ids"
                 raise _malformed(path, number, line, expected) from None
             begun = at if begun is None else begun

@@ -29,7 +29,7 @@ class RecordRoute:
     def __init__(self, service: Service) -> None:
         self._records = service.client.records
         self._info = service.client.info
-        self._pacing = _pacing(service.settings.engine, self._info.device != "cpu")
+        self._pacing = pacing_of(service.settings.engine, self._info.device != "cpu")
         self._thread = ThreadPool("requests for records", 1, 4)
         self._machine = MachineReader(self._info.device.startswith("cuda"))
 
@@ -73,7 +73,7 @@ class RecordRoute:
         )
 
 
-def _pacing(config: EngineConfig | None, on_gpu: bool) -> dict[str, Any] | None:
+def pacing_of(config: EngineConfig | None, on_gpu: bool) -> dict[str, Any] | None:
     """The scheduler's settings, for simulations; None if they are unknown."""
     if config is None:
         return None
