@@ -75,7 +75,7 @@ def test_a_model_that_is_not_there(
     command: str, locked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [locked if word == DEAD else word for word in COMMANDS[command]]
-    says = r"answered 404: the model 'nope' .*which has tiny; choose a model of the server with --model"
+    says = r"answered 404: the model 'nope' .*which has tiny; choose a model .* with --model"
     refused([*words, locked, "--api-key", "sesame", "--model", "nope"], says, capsys)
 
 

@@ -121,7 +121,7 @@ def learned_model(roofline: Roofline, table: dict[str, Any] | None = None) -> St
     return StepModel(
         LearnedSteps(roofline, coefficients),
         source,
-        drift=table["error" if known else "error_elsewhere"],
+        drift=table["error"] if known else max(table["error"], table["error_elsewhere"]),
         step_error=0.0,
         host_s=0.0,  # part of the learned time of a step
         start_s=coefficients["request"],
