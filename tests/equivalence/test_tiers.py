@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.equivalence.harness import Written, make_core, run, small_spec
-from tests.equivalence.test_kv_types import TAU, assert_same
+from tests.equivalence.test_kv_dtypes import TAU, assert_same
 from tests.equivalence.test_latent_matrix import latent_spec
 from tests.equivalence.test_window_matrix import mixed_spec
 from tests.loud import Loud
