@@ -133,7 +133,7 @@ class Timed:
 
 
 def by_place(depths: list[int]) -> list[int]:
-    """How many drafts had a token at each place."""
+    """Return the number of drafts that had a token at each place."""
     return [sum(depth > place for depth in depths) for place in range(max(depths, default=0))]
 
 

@@ -85,8 +85,9 @@ def attempt(row: dict[str, str], of_row: bool, attention: str | None) -> tuple[f
 
 
 def mend_ranks(row: dict[str, str]) -> None:
-    """Where experts are split in both ways (8 × 8), the table has the product, 64, as the number of
-    GPUs; there were 8, as in `bench/plan_error/points.py`, and each has some of the experts."""
+    """Correct the number of GPUs of a row whose experts are split in both ways (8 × 8). The table
+    has the product, 64, as the number of GPUs. The measurement had 8 GPUs, as in
+    `bench/plan_error/points.py`, and each has some of the experts."""
     ways = row["moe_tp_size"], row["moe_ep_size"]
     both = len(set(ways)) == 1 and ways[0] not in ("", "1")
     if both and int(row["tp_size"]) == int(ways[0]) ** 2:

@@ -188,7 +188,7 @@ def test_without_the_package_it_is_refused_with_what_to_do(monkeypatch: pytest.M
 def test_by_itself_it_is_used_where_there_is_a_card_for_it(
     card: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where NIXL then fails, the other transports remain."""
+    """The other transports remain if NIXL then fails."""
     monkeypatch.setattr(nixl, "has_rdma", lambda: card)
     monkeypatch.setattr(nixl, "installed", lambda: "no_such_package")
     tried: list[bool] = []

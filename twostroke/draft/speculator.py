@@ -35,7 +35,7 @@ PROBE_SURVIVAL = 0.5  # of each token of such a draft
 
 
 class DraftRules(Protocol):
-    """What restricts the drafts of some requests: grammars, and reasoning that is followed."""
+    """Rules that restrict the drafts of some requests: grammars, and reasoning that is followed."""
 
     def allows_drafts(self, request_id: str) -> bool: ...
 

@@ -100,7 +100,7 @@ class EngineUsage:
 
 
 class EngineFeatures(NamedTuple):
-    """What an engine does beyond one plain step after the other."""
+    """The features of an engine that change its steps or the time between steps."""
 
     max_in_flight: int = 1  # steps that are planned and have not ended
     acceptance: Acceptance | None = None  # None: no drafts

@@ -22,7 +22,7 @@ WRONG = TOKEN + 1  # a drafted token that the model does not write
 
 
 class Acceptance(NamedTuple):
-    """How well drafts guess."""
+    """The probability that drafts are right, and their length."""
 
     rate: float  # probability that a drafted token is right, if all tokens before it are
     depth: int = DEPTH  # tokens that a drafter offers for a row

@@ -76,7 +76,7 @@ class _Fetching:
 
 
 class Destinations(NamedTuple):
-    """Where requests go from here."""
+    """The queues that get the requests whose fetch has ended."""
 
     decode: DecodeSet
     to_prefill: ToPrefill  # to compute what was not fetched

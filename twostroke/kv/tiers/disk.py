@@ -227,7 +227,8 @@ class DiskRead:
 
 
 class _Queues:
-    """What the threads share. They do not refer to the tier, so that it can be collected."""
+    """The state that the threads share. The threads do not refer to the tier, so that Python can
+    collect an unused tier."""
 
     def __init__(self, folder: DiskFolder, blocks: TierBlocks) -> None:
         self.folder, self.blocks = folder, blocks

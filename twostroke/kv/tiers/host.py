@@ -52,7 +52,8 @@ class HostRead:
 
 
 class _Arena:
-    """What the thread works on. It does not refer to the tier, so that it can be collected."""
+    """The memory that the thread copies. The arena does not refer to the tier, so that Python can
+    collect an unused tier."""
 
     def __init__(self, blocks: DeviceBlocks, capacity: int, span: int) -> None:
         self.blocks, self.span = blocks, span

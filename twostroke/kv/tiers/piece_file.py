@@ -58,7 +58,7 @@ class PieceBuffer:
 
 @dataclass(frozen=True)
 class PieceLayout:
-    """Where the parts of a piece are in its file."""
+    """The places of the parts of a piece in its file."""
 
     identity: bytes
     token_bytes: int
