@@ -532,7 +532,11 @@ def main() -> None:
         print(f"{name:36} {'BROKEN ' + broken if broken else 'ok     ' + said}", flush=True)
         if args.json:
             ordered = [rows[one] for one in CASES if one in rows]
-            result = {"bench": "faults", "machine": platform.machine(), "cores": os.cpu_count()}
+            result: dict[str, Any] = {
+                "bench": "faults",
+                "machine": platform.machine(),
+                "cores": os.cpu_count(),
+            }
             result |= {"slow": SLOW, "load": round(os.getloadavg()[2], 1)}
             Path(args.json).write_text(json.dumps(result | {"cases": ordered}) + "\n")
     sys.exit(any(rows[name]["broken"] for name in chosen if name in rows))
