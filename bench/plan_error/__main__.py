@@ -139,11 +139,12 @@ def learned_table(loops: Sequence[Loop]) -> Json:
         )
         return float(np.quantile(np.abs(1 / ratios[:, 1] - 1), COVERAGE))
 
+    of_pairs = error(lambda one: one.point.pair)
     return {
         "points": len(loops),
         "systems": sorted({one.point.system for one in loops}),
-        "error": error(lambda one: one.point.pair),
-        "error_elsewhere": error(lambda one: one.point.system),
+        "error": of_pairs,
+        "error_elsewhere": max(of_pairs, error(lambda one: one.point.system)),
         "coefficients": {
             name: {
                 column: float(f"{value:.4g}")

@@ -261,7 +261,7 @@ FOREIGN = {
     "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
     "chat_template.json", "special_tokens_map.json", "model.safetensors.index.json",
     "verdict.json", "results/gpu_checks.json", "results/gpu_checks.txt", "config.toml",
-    "FILE.yaml", "in.jsonl", "out.jsonl", "IN.jsonl", "OUT.jsonl", "llama.cpp",
+    "FILE.yaml", "plan-checks.json", "in.jsonl", "out.jsonl", "IN.jsonl", "OUT.jsonl", "llama.cpp",
     "conversion/", "vendor/", "src/models/", "src/llama-context.cpp", "src/llama-model.cpp",
 }  # fmt: skip
 

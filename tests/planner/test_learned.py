@@ -71,7 +71,7 @@ def test_the_interval_is_the_error_on_held_out_pairs() -> None:
     known, other = (learned_model(roofline(name)) for name in ("H200", "A100"))
     assert known.drift == table["error"]
     assert other.drift == max(table["error_elsewhere"], table["error"])
-    assert "not this one: the interval is wider" in other.source
+    assert "not this one" in other.source
     assert "not this one" not in known.source
 
 

@@ -112,7 +112,7 @@ def learned_model(roofline: Roofline, table: dict[str, Any] | None = None) -> St
     family = StepTerms(roofline).family
     coefficients = table["coefficients"].get(family) or table["coefficients"][""]
     known = hardware.name.lower() in table["systems"]
-    where = "" if known else " (not this one: the interval is wider)"
+    where = "" if known else " (not this one)"
     systems = ", ".join(table["systems"]).upper()
     source = (
         f"data sheet of {hardware.name}; efficiencies from {table['points']:,} measurements on "
