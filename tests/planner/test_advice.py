@@ -46,6 +46,7 @@ def test_as_many_engines_are_advised_as_the_load_needs() -> None:
     assert found[60.0]["forecast"]["met"]["low"] >= 0.9
 
 
+@pytest.mark.full
 def test_requests_that_have_not_ended_count_too() -> None:
     """In an overload few requests end, and many wait."""
     some = advise(asked(40.0, {"data_parallel_size": 1}))
@@ -54,12 +55,14 @@ def test_requests_that_have_not_ended_count_too() -> None:
     assert more["advice"]["data_parallel_size"] >= some["advice"]["data_parallel_size"]
 
 
+@pytest.mark.full
 def test_pools_are_advised_one_by_one() -> None:
     found = advise(asked(30.0, {"prefill": 1, "decode": 1}))
     assert found["advice"]["prefill"] > found["advice"]["decode"] == 1
     assert found["meets_goals"]
 
 
+@pytest.mark.full
 def test_goals_that_no_number_meets_are_told() -> None:
     found = advise(asked(30.0, {"data_parallel_size": 1}, goals={"ttft_s": 1e-3}, max_engines=3))
     assert found["advice"] == {"data_parallel_size": 3}

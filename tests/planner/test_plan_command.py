@@ -103,6 +103,7 @@ def test_a_data_sheet_gives_figures_with_intervals(capsys: pytest.CaptureFixture
     assert "1 engine (H100) meets the goals: 100.0%" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_cheapest_of_two_kinds_of_hardware_is_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -135,6 +136,7 @@ def test_settings_with_several_values_are_kinds_of_engines(
     assert "tp 1" not in {one["hardware"].partition(", ")[2] for one in found["tried"]}  # no room
 
 
+@pytest.mark.full
 def test_pools_are_searched_beside_engines_for_both_phases(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -345,6 +345,8 @@ def _write(queues: _Queues, store: Store, buffer: PieceBuffer) -> Stored:
         file = os.open(temporary, flags, 0o600)
         try:
             written = os.pwrite(file, buffer.view, 0)
+            # The system's own times are as coarse as its tick: files of one tick had no order.
+            os.utime(file, ns=(now_ns := time_ns(), now_ns))
         finally:
             os.close(file)
         if written != layout.file_bytes:
