@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from twostroke.kv.tiers.tier import Load, MissingPieceError, Store, Stored, TierSpeed
+from twostroke.kv.tiers.tier import Load, MissingPieceError, Store, StoreResult, TierSpeed
 from twostroke.kv.transfer import DamagedError
 
 Slots = dict[tuple[int, int, int], int]  # the memory of `FakeExecutor`
@@ -95,7 +95,7 @@ class FakeTier:
     def touch(self, names: Sequence[bytes]) -> None:
         assert len(set(names)) == len(names)
 
-    def finished(self) -> list[Stored]:
+    def finished(self) -> list[StoreResult]:
         """Some of the copies end here; a full disk fails."""
         ended, left = [], []
         for store in self._queue:
@@ -106,10 +106,10 @@ class FakeTier:
         self._queue = left
         return ended
 
-    def _copy(self, store: Store) -> Stored:
+    def _copy(self, store: Store) -> StoreResult:
         if store.cancelled or self.rng.random() < self.failing:
             self.cancelled += store.cancelled
-            return Stored(store, False)
+            return StoreResult(store, False)
         slots = self.slots()
         content: Content = [
             [[slots.get((g, n, at)) for at in range(self._block_size)] for n in numbers]
@@ -122,7 +122,7 @@ class FakeTier:
             content = [[block[::-1] for block in group] for group in content]
         self.pieces[store.name] = store.tokens, content
         self.stored += 1
-        return Stored(store, True, self.piece_bytes, 0.001)
+        return StoreResult(store, True, self.piece_bytes, 0.001)
 
     def lose_one(self) -> None:
         """Another server removes a piece."""

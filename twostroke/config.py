@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from twostroke.draft.speculation_config import SpeculationConfig, read_speculative_config
 from twostroke.errors import ConfigError, RequestError, shown
 from twostroke.kv.eviction import MIN_BLOCKS, MIN_SEGMENTS, SEGMENT_TOKENS
-from twostroke.kv.tiers.settings import read_disk_cache
+from twostroke.kv.tiers.disk_settings import read_disk_cache
 from twostroke.request import SamplingParams
 from twostroke.strict import StrictSettings
 

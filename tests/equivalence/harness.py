@@ -18,7 +18,7 @@ from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_native import assemble_native
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
-from twostroke.engine.tiers import OpenTiers
+from twostroke.engine.open_tiers import OpenTiers
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.cost import dense_weight_bytes
 from twostroke.model.describe.gguf_config import spec_from_gguf

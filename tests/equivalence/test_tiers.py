@@ -16,7 +16,7 @@ from tests.equivalence.test_window_matrix import mixed_spec
 from tests.loud import Loud
 from tests.support import narrow_isa
 from twostroke.engine.core import EngineCore
-from twostroke.engine.tiers import OpenTiers, host_tier
+from twostroke.engine.open_tiers import OpenTiers, host_tier
 from twostroke.kernels import cpu
 from twostroke.kernels.reference import Kernels
 from twostroke.kv.tiers.disk import DiskFolder, DiskTier

@@ -16,8 +16,8 @@ from twostroke.errors import ConfigError
 from twostroke.kv.prefix import block_key, seed_digest
 from twostroke.kv.tiers import disk
 from twostroke.kv.tiers.disk import DiskFolder, DiskRead, DiskTier
+from twostroke.kv.tiers.disk_settings import DiskSettings, disk_bytes, read_disk_cache
 from twostroke.kv.tiers.piece_file import PieceLayout, identity_of
-from twostroke.kv.tiers.settings import DiskSettings, disk_bytes, read_disk_cache
 from twostroke.kv.tiers.tier import Load, MissingPieceError, Store
 from twostroke.kv.transfer import DamagedError, HostBlocks, TransferError
 

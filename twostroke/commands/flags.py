@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from twostroke.commands.parser import Parser
 from twostroke.config import EngineConfig
 from twostroke.errors import TwostrokeError
-from twostroke.kv.tiers.settings import read_size
+from twostroke.kv.tiers.disk_settings import read_size
 from twostroke.request import SamplingParams
 
 S = TypeVar("S")

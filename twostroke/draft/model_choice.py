@@ -32,7 +32,7 @@ PROBE_STEPS, PROBE_TOKENS = 8, 4
 Seconds = Callable[[int], float | None]
 
 
-class Candidate(NamedTuple):
+class DraftCandidate(NamedTuple):
     """A row of the next step, and the offer that it has without the draft model."""
 
     request_id: str
@@ -119,7 +119,7 @@ class ModelChoice:
         self._mean_output += SMOOTHING * (num_outputs - self._mean_output)
 
     def offers(
-        self, candidates: Sequence[Candidate], num_rows: int, seconds: Seconds, max_tokens: int
+        self, candidates: Sequence[DraftCandidate], num_rows: int, seconds: Seconds, max_tokens: int
     ) -> dict[str, DraftOffer]:
         """Run the model if it is worth its time. Return its offers by request."""
         model = self.model
@@ -159,7 +159,7 @@ class ModelChoice:
 
     def _depth(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[DraftCandidate],
         able: Sequence[int],
         num_rows: int,
         seconds: Seconds,
@@ -182,7 +182,7 @@ class ModelChoice:
 
     def _catch_up(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[DraftCandidate],
         wanted: Sequence[int],
         limit_s: float,
         saved_s: float | None,
@@ -211,7 +211,7 @@ class ModelChoice:
             self.model.catch_up(chunks)
         return ready
 
-    def _probe(self, candidates: Sequence[Candidate], able: Sequence[int]) -> list[int]:
+    def _probe(self, candidates: Sequence[DraftCandidate], able: Sequence[int]) -> list[int]:
         """Return the row of the probe under way, or of one that is due."""
         probed = [n for n in able if candidates[n].request_id == self._probed]
         if not probed and self._probed:  # its request has ended
@@ -227,7 +227,7 @@ class ModelChoice:
         self._probed, self._probe_steps = one.request_id, PROBE_STEPS
         return [cheapest]
 
-    def _row(self, one: Candidate, min_survival: float) -> DraftRow:
+    def _row(self, one: DraftCandidate, min_survival: float) -> DraftRow:
         def goes_on(offer: DraftOffer) -> bool:
             survives = self._survival.of_offer(offer.keys, offer.priors, one.counts)
             (*_, key) = self.model.known_keys(one.state, len(offer.tokens) + 1)
@@ -236,7 +236,7 @@ class ModelChoice:
 
         return DraftRow(one.state, one.max_tokens, goes_on)
 
-    def _propose(self, rows: Sequence[tuple[Candidate, DraftRow]]) -> dict[str, DraftOffer]:
+    def _propose(self, rows: Sequence[tuple[DraftCandidate, DraftRow]]) -> dict[str, DraftOffer]:
         if not rows:
             return {}
         offers = self.model.propose([row for _, row in rows])

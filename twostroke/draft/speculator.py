@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from twostroke.draft.depth import choose_depths
 from twostroke.draft.drafters import NgramDrafter, PredictedDrafter, SuffixDrafter
 from twostroke.draft.interface import Drafter, DraftModel, DraftOffer, DraftRow, Text
-from twostroke.draft.model_choice import Candidate, ModelChoice
+from twostroke.draft.model_choice import DraftCandidate, ModelChoice
 from twostroke.draft.speculation_config import SpeculationConfig
 from twostroke.draft.survival import Counts, Survival
 from twostroke.draft.token_index import IndexBudget
@@ -242,7 +242,7 @@ class Speculator:
                 survivals, num_rows, seconds, max_tokens, self.config.min_depth
             ).depths
         candidates = [
-            Candidate(
+            DraftCandidate(
                 row.request_id,
                 row.followed.states.get(choice.model.name),
                 row.max_tokens,

@@ -17,7 +17,7 @@ from twostroke.engine.draft_model import (
     open_draft_model,
     plan_memories,
 )
-from twostroke.engine.tiers import OpenTiers, tiers_of
+from twostroke.engine.open_tiers import OpenTiers, tiers_of
 from twostroke.errors import ConfigError
 from twostroke.exec.grammar import Grammars
 from twostroke.exec.memory import host_memory_bytes, plan_memory

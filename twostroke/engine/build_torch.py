@@ -29,7 +29,7 @@ from twostroke.engine.draft_model import (
     open_draft_model,
     plan_memories,
 )
-from twostroke.engine.tiers import OpenTiers, tiers_of
+from twostroke.engine.open_tiers import OpenTiers, tiers_of
 from twostroke.environment import visible_gpu
 from twostroke.errors import ConfigError, ModelError
 from twostroke.exec.device_rows import DeviceRows

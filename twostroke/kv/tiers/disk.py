@@ -35,7 +35,14 @@ from twostroke.kv.tiers.piece_file import (
     PieceLayout,
     block_in,
 )
-from twostroke.kv.tiers.tier import Load, MissingPieceError, Store, Stored, TierBlocks, TierSpeed
+from twostroke.kv.tiers.tier import (
+    Load,
+    MissingPieceError,
+    Store,
+    StoreResult,
+    TierBlocks,
+    TierSpeed,
+)
 from twostroke.kv.transfer import DamagedError, TransferError
 
 log = logging.getLogger(__name__)
@@ -49,7 +56,7 @@ FLUSH_S = 5.0  # for writes at the end of the process
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-class _File(NamedTuple):
+class _PieceFile(NamedTuple):
     path: str
     num_bytes: int
     mtime_ns: int
@@ -70,7 +77,7 @@ class DiskFolder:
                 f"kv_disk_cache: the folder {path} cannot be used ({error.strerror or error}); "
                 "give a folder that this user can write to"
             ) from None
-        self.others: deque[_File] = deque()  # of other models, the oldest first
+        self.others: deque[_PieceFile] = deque()  # of other models, the oldest first
         files = self._list()
         own = [file for file in files if os.path.dirname(file.path) == str(self.own)]
         self.others.extend(sorted(set(files) - set(own), key=lambda file: file.mtime_ns))
@@ -117,7 +124,7 @@ class DiskFolder:
                     path.unlink()
         return 0
 
-    def _list(self) -> list[_File]:
+    def _list(self) -> list[_PieceFile]:
         """Return all pieces of all models. Remove temporary files of ended processes."""
         found = []
         for folder in os.scandir(self.path):
@@ -129,10 +136,10 @@ class DiskFolder:
                         _remove_stale(entry)
                     elif entry.name.endswith(SUFFIX):
                         stat = entry.stat(follow_symlinks=False)
-                        found.append(_File(entry.path, stat.st_size, stat.st_mtime_ns))
+                        found.append(_PieceFile(entry.path, stat.st_size, stat.st_mtime_ns))
         return found
 
-    def _valid(self, files: list[_File]) -> list[_File]:
+    def _valid(self, files: list[_PieceFile]) -> list[_PieceFile]:
         """Return the files of the right name and length, the least recently used first. The others
         are removed, and the oldest files beyond the limit."""
         valid = []
@@ -235,7 +242,7 @@ class _Queues:
         self.writes: queue.SimpleQueue[Store | tuple[str, Sequence[bytes]] | None]
         self.writes = queue.SimpleQueue()
         self.reads: queue.SimpleQueue[tuple[DiskRead, Load] | None] = queue.SimpleQueue()
-        self.finished: deque[Stored] = deque()
+        self.finished: deque[StoreResult] = deque()
         self.changed = threading.Event()
         self.num_own = len(folder.names)
         self.num_temporary = 0
@@ -288,7 +295,7 @@ class DiskTier:
     def touch(self, names: Sequence[bytes]) -> None:
         self._queues.writes.put(("touch", names))
 
-    def finished(self) -> list[Stored]:
+    def finished(self) -> list[StoreResult]:
         done = self._queues.finished
         return [done.popleft() for _ in range(len(done))]
 
@@ -331,11 +338,11 @@ def _write_all(queues: _Queues) -> None:
                     os.utime(queues.folder.path_of(name), ns=(now + n, now + n))
 
 
-def _write(queues: _Queues, store: Store, buffer: PieceBuffer) -> Stored:
+def _write(queues: _Queues, store: Store, buffer: PieceBuffer) -> StoreResult:
     folder, layout = queues.folder, queues.folder.layout
     began_s = monotonic()
     if not store.copy(queues.blocks, buffer.groups):
-        return Stored(store, False)
+        return StoreResult(store, False)
     queues.num_temporary += 1
     temporary = f"{folder.own}/{TEMPORARY}{queues.writer}-{queues.num_temporary}"
     try:
@@ -362,9 +369,9 @@ def _write(queues: _Queues, store: Store, buffer: PieceBuffer) -> Stored:
                 folder.own,
                 error.strerror or error,
             )
-        return Stored(store, False)
+        return StoreResult(store, False)
     queues.num_own += 1
-    return Stored(store, True, layout.file_bytes, monotonic() - began_s)
+    return StoreResult(store, True, layout.file_bytes, monotonic() - began_s)
 
 
 def _make_room(queues: _Queues) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from twostroke.errors import ConfigError
 from twostroke.kv.device_memory import DeviceBlocks, on_stream, stream_of
-from twostroke.kv.tiers.tier import Load, Store, Stored, TierSpeed
+from twostroke.kv.tiers.tier import Load, Store, StoreResult, TierSpeed
 from twostroke.kv.transfer import TransferError
 
 PROBE_BYTES = 64 << 20
@@ -65,26 +65,26 @@ class _Arena:
         ]
         self.stream = stream_of(blocks.device)
         self.work: queue.SimpleQueue[Store | HostRead | None] = queue.SimpleQueue()
-        self.finished: deque[Stored] = deque()
+        self.finished: deque[StoreResult] = deque()
         self.changed = threading.Event()
 
     def synchronize(self) -> None:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def copy_out(self, store: Store) -> Stored:
+    def copy_out(self, store: Store) -> StoreResult:
         """Copy a piece from the device to its slot."""
         began_s = monotonic()
         with store.lock:
             if store.cancelled:
-                return Stored(store, False)
+                return StoreResult(store, False)
             with torch.inference_mode(), on_stream(self.stream):
                 for group, numbers in enumerate(store.blocks):
                     words, arena = self.blocks.words[group], self.groups[group]
                     for n, number in enumerate(numbers):
                         arena[store.slot * self.span + n].copy_(words[number], non_blocking=True)
             self.synchronize()
-        return Stored(store, True, self.piece_bytes, monotonic() - began_s)
+        return StoreResult(store, True, self.piece_bytes, monotonic() - began_s)
 
     def copy_in(self, read: HostRead) -> None:
         """Copy pieces from their slots to blocks of the device."""
@@ -162,7 +162,7 @@ class HostTier:
     def touch(self, names: Sequence[bytes]) -> None:
         """The index knows the order of use."""
 
-    def finished(self) -> list[Stored]:
+    def finished(self) -> list[StoreResult]:
         done = self._arena.finished
         return [done.popleft() for _ in range(len(done))]
 
@@ -181,7 +181,7 @@ def _work(arena: _Arena) -> None:
                 arena.finished.append(arena.copy_out(work))
             except RuntimeError as error:
                 log.warning("the KV cache in host memory: a copy failed (%s)", error)
-                arena.finished.append(Stored(work, False))
+                arena.finished.append(StoreResult(work, False))
         else:
             try:
                 arena.copy_in(work)

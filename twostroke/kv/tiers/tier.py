@@ -66,7 +66,7 @@ class Store:
             return True
 
 
-class Stored(NamedTuple):
+class StoreResult(NamedTuple):
     """The end of a `Store`."""
 
     store: Store
@@ -135,7 +135,7 @@ class Tier(Protocol):
         """Note that pieces were used, the last of them most recently."""
         ...
 
-    def finished(self) -> list[Stored]:
+    def finished(self) -> list[StoreResult]:
         """Return the copies that have ended since the last call."""
         ...
 

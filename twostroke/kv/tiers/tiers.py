@@ -329,15 +329,15 @@ class Tiers:
             TierStatus(
                 tier.name,
                 self._usage(index),
-                counts.bytes_per_s,
-                counts.stored_bytes,
-                counts.store_s,
-                counts.fetched_bytes,
-                counts.fetch_s,
-                counts.dropped_stores,
-                counts.failed_stores,
-                counts.fetches,
-                counts.failed_fetches,
+                bytes_per_s=counts.bytes_per_s,
+                stored_bytes=counts.stored_bytes,
+                store_s=counts.store_s,
+                fetched_bytes=counts.fetched_bytes,
+                fetch_s=counts.fetch_s,
+                dropped_stores=counts.dropped_stores,
+                failed_stores=counts.failed_stores,
+                fetches=counts.fetches,
+                failed_fetches=counts.failed_fetches,
             )
             for tier, index, counts in zip(self.tiers, self._indexes, self._counts, strict=True)
         )

@@ -13,8 +13,8 @@ from twostroke.config import GIB, EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.kv.cache import blocks_held
 from twostroke.kv.tiers.disk import DiskFolder, DiskTier
+from twostroke.kv.tiers.disk_settings import disk_bytes, read_disk_cache
 from twostroke.kv.tiers.piece_file import PieceLayout, identity_of
-from twostroke.kv.tiers.settings import disk_bytes, read_disk_cache
 from twostroke.kv.tiers.tier import Tier, TierBlocks, piece_span
 from twostroke.kv.tiers.tiers import Tiers
 from twostroke.model.describe.spec import ModelSpec
@@ -112,11 +112,9 @@ def kv_identity(
     """Return the digest of everything that determines the contents of a block: the weights, how
     they are computed, and the layout."""
     dummy = config.seed if config.load_format == "dummy" else None
+    weights = (weights_digest(model.files.path).hex(), dummy, model.spec, model.dtype)
     return identity_of(
-        weights_digest(model.files.path).hex(),
-        dummy,
-        model.spec,
-        model.dtype,
+        weights,
         (config.dtype, config.quantization),
         (config.prefill_quantization, config.decode_quantization, config.calibration),
         (config.kernels, config.exact, config.kv_cache_dtype),
