@@ -607,7 +607,7 @@ def test_a_block_whose_command_fails_is_found(text: str, shell: Shell) -> None:
 
 @pytest.mark.full
 def test_every_series_of_the_page_about_metrics_is_exported(shell: Shell) -> None:
-    """The page also names series of GPUs, measured ceilings, several engines and drafts."""
+    """The page also names series of GPUs, ceilings, several engines, drafts and tiers."""
     shell.start_server()
     url = f"http://127.0.0.1:{shell.port}/metrics"
     text = urllib.request.urlopen(url, timeout=PATIENCE_S).read().decode()
@@ -616,5 +616,6 @@ def test_every_series_of_the_page_about_metrics_is_exported(shell: Shell) -> Non
     named = set(re.findall(r"\b((?:vllm|twostroke):[a-z_]+[a-z])\b(?!_)", prose(page)))
     series = {re.sub(r"_(sum|count|bucket)$", "", name) for name in named - exported}
     elsewhere = ("twostroke:ceiling", "twostroke:gpu_", "twostroke:kv_transfer", "vllm:spec_decode")
+    elsewhere += ("twostroke:kv_tier", "vllm:kv_offload", "vllm:external_prefix_cache")
     assert len(named & exported) > 30
     assert [one for one in sorted(series - exported) if not one.startswith(elsewhere)] == []
