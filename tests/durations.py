@@ -1,7 +1,7 @@
 """Durations of the tests, from pytest's reports, as a JSON file.
 
-    python -m pytest -n 2 --dist worksteal --junitxml core.xml
-    python -m pytest -n 2 --dist worksteal -m full --junitxml full.xml
+    python -m pytest -n 4 --dist worksteal --junitxml core.xml
+    python -m pytest -n 4 --dist worksteal -m full --junitxml full.xml
     python -m tests.durations "core=core.xml" "rest of full=full.xml" --machine WORDS --date DATE
 
 The file has for each report the numbers of tests, the duration of the run, the 60 slowest tests and

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +21,61 @@ from twostroke.model.weights.dummy import DummyWeights
 ISAS = cpu.module().isas() if cpu.available() else []
 # Slots (row, position) and chunks (row, start, size); each may end with a cache index of its own.
 Step = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+
+
+class SharedReference:
+    """A reference model. Pairs of the same model that take the same steps share its logits: the
+    reference computes once for all instruction sets. Each kind keeps the logits of one model."""
+
+    # For each kind: the key of the model, and the inputs and the logits of its steps.
+    shared: ClassVar[dict[type[Reference], tuple[object, list[tuple[list[bytes], Floats]]]]] = {}
+
+    def __init__(
+        self, kind: type[Reference], spec: ModelSpec, source: DummyWeights, int8: bool
+    ) -> None:
+        """`int8`: the KV cache."""
+        self.kind, self.make = kind, functools.partial(kind, spec, source, int8)
+        self.key: object = (spec, type(source), source.seed, int8)
+        self.steps: list[tuple[Ints, ...]] = []
+        self.model: Reference | None = None  # if it exists, it has computed all steps
+
+    def logits(self, *step: Ints) -> Floats:
+        number, inputs = len(self.steps), [part.tobytes() for part in step]
+        key, shared = self.shared.get(self.kind, (None, []))
+        if self.key != key:
+            if self.steps:
+                self.share_no_more()
+            shared = []
+            self.shared[self.kind] = self.key, shared
+        if number < len(shared) and shared[number][0] != inputs:
+            self.share_no_more()
+            shared = []
+        if number < len(shared) and self.model is None:
+            logits = shared[number][1]
+        else:
+            logits = self.computed().logits(*step)
+            if number == len(shared):
+                shared.append((inputs, logits))
+        self.steps.append(step)
+        return logits
+
+    def share_no_more(self) -> None:
+        self.key = object()
+
+    def computed(self) -> Reference:
+        """Return the model after all steps of this pair."""
+        if self.model is None:
+            self.model = self.make()
+            for step in self.steps:
+                self.model.logits(*step)
+        return self.model
+
+    def evict(self, row: int, start: int, end: int) -> None:
+        """Move what follows `end` in a row's cache to `start`."""
+        self.share_no_more()
+        for cache in self.computed().cache:
+            moved = cache[:, row, end:].copy()
+            cache[:, row, start : start + moved.shape[1]] = moved
 
 
 class Pair:
@@ -43,8 +99,11 @@ class Pair:
         source = self.source
         packing = Packing(spec, source, dtype, None, isa)
         self.native = NativeDecoder(packing, MAX_LEN, *threads, isa, exact)
-        self.reference = Reference(spec, source, int8)
-        self.rounding = None if exact else rounding_model(isa, dtype, int8)(spec, source, int8)
+        self.reference: Reference | SharedReference = SharedReference(Reference, spec, source, int8)
+        self.rounding = None
+        if not exact:
+            kind = rounding_model(isa, dtype, int8)
+            self.rounding = SharedReference(kind, spec, source, int8)
         self.block_size, groups = block_size, len(spec.kv_groups())
         per_row = -(-MAX_LEN // block_size)
         # Block numbers are each group's own: no two groups have as many.
@@ -91,7 +150,7 @@ class Pair:
         error = np.abs(self._by(self.rounding, slots, chunks) - expected).mean()
         return MARGIN * float(error)
 
-    def _by(self, model: Reference, slots: Any, chunks: Any) -> Floats:
+    def _by(self, model: Reference | SharedReference, slots: Any, chunks: Any) -> Floats:
         runs = [(row, at, 1, index) for row, at, index in with_indices(slots, 3)]
         runs += [tuple(chunk) for chunk in with_indices(chunks, 4)]
         rows = [row for row, _, size, _ in runs for _ in range(size)]
@@ -111,10 +170,9 @@ class Pair:
             freed = table[row, first:last].copy()
             table[row] = np.concatenate([table[row, :first], table[row, last:], freed])
         start, end = first * self.block_size, last * self.block_size
-        for model in filter(None, (self.reference, self.rounding)):
-            for cache in model.cache:
-                moved = cache[:, row, end:].copy()
-                cache[:, row, start : start + moved.shape[1]] = moved
+        for model in (self.reference, self.rounding):
+            if isinstance(model, SharedReference):
+                model.evict(row, start, end)
 
 
 def with_indices(given: Any, width: int) -> Ints:

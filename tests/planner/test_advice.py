@@ -35,18 +35,17 @@ def asked(rate: float, counts: dict[str, int], open_requests: int = 0, **more: A
 
 def test_as_many_engines_are_advised_as_the_load_needs() -> None:
     found = {}
-    for rate in (2.0, 30.0, 60.0):
+    for rate in (2.0, 60.0):
         found[rate] = advise(asked(rate, {"data_parallel_size": 2}))
     engines = {rate: one["advice"]["data_parallel_size"] for rate, one in found.items()}
-    assert engines[2.0] == 1
-    assert engines[2.0] < engines[30.0] < engines[60.0]
+    assert engines[2.0] == 1 < engines[60.0]
     assert "1 engine are enough" in found[2.0]["why"].replace("engines", "engine")
     assert "2 engines meet the goals for" in found[60.0]["why"]
     assert found[60.0]["forecast_now"]["met"]["expected"] < 0.9
     assert found[60.0]["forecast"]["met"]["low"] >= 0.9
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_requests_that_have_not_ended_count_too() -> None:
     """In an overload few requests end, and many wait."""
     some = advise(asked(40.0, {"data_parallel_size": 1}))
@@ -62,7 +61,7 @@ def test_pools_are_advised_one_by_one() -> None:
     assert found["meets_goals"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_goals_that_no_number_meets_are_told() -> None:
     found = advise(asked(30.0, {"data_parallel_size": 1}, goals={"ttft_s": 1e-3}, max_engines=3))
     assert found["advice"] == {"data_parallel_size": 3}

@@ -46,7 +46,12 @@ def checks_of(factors: list[tuple[float, float]], rest: float = 0.0) -> list[dic
 
 
 @pytest.mark.parametrize(
-    "truth", [(1.0, 1.0), pytest.param((1.3, 0.8), marks=pytest.mark.core), (0.7, 1.5)]
+    "truth",
+    [
+        pytest.param((1.3, 0.8), marks=pytest.mark.full),
+        pytest.param((1.0, 1.0), marks=pytest.mark.long),
+        pytest.param((0.7, 1.5), marks=pytest.mark.long),
+    ],
 )
 def test_a_check_finds_how_much_longer_steps_really_take(truth: tuple[float, float]) -> None:
     measured = figures(scaled(SHEET, Factors(*truth)))
@@ -56,7 +61,7 @@ def test_a_check_finds_how_much_longer_steps_really_take(truth: tuple[float, flo
     assert found.rest < 0.03
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_noise_that_no_factor_explains_is_told() -> None:
     measured = figures(scaled(SHEET, Factors(1.2, 1.2)))
     measured["p90_ttft_ms"] *= 2
@@ -64,7 +69,7 @@ def test_noise_that_no_factor_explains_is_told() -> None:
     assert 0.1 < found.rest < 0.2  # log(2) of one figure in five
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_next_prediction_of_the_same_servers_is_right_and_narrower(tmp_path: Path) -> None:
     truth = scaled(replace(SHEET, drift=0.0), Factors(1.35, 0.8))
     noisy = replace(truth, decode_ratios=(0.95, 1.05), prefill_ratios=(0.95, 1.05))

@@ -82,8 +82,10 @@ def test_every_random_life_with_tiers_ends_once_with_the_right_tokens(
         run(TieredLife(seed, windows, goals=seed % 4 == 3), seed)
 
 
-@pytest.mark.full  # more rounds
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(n, marks=pytest.mark.full if n == 0 else pytest.mark.long) for n in range(10)],
+)
 def test_many_more_random_lives_with_tiers_do_too(block: int) -> None:
     for seed in range(1000 + block * 60, 1000 + block * 60 + 60):
         run(TieredLife(seed, random.Random(seed).choice([(), (None, 16), (16, 64)])), seed)

@@ -13,8 +13,13 @@ from twostroke.kernels.cuda.backend import CudaKernels
 MODELS = dict(cuda_check.small_models())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["two groups", "post norm, full q/k norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("two groups", marks=pytest.mark.full),
+        pytest.param("post norm, full q/k norm", marks=pytest.mark.long),
+    ],
+)
 def test_the_tokens_are_the_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[(7 * n * n + size) % 512 for n in range(size)] for size in (5, 30)]
     ways = {"chunked and mixed": {"max_num_batched_tokens": 20, "max_num_seqs": 2}}

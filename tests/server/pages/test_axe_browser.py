@@ -23,16 +23,16 @@ from twostroke.kernels import cpu
 from twostroke.observe.ceilings import Ceilings
 from twostroke.serve.monitor.ceilings_probe import CeilingsProbe
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.network,
-]
+pytestmark = pytest.mark.network
 
 TEXT = (
     "# A heading\n\nwith [a link](https://example.org) and `code`\n\n```python\nprint(1)\n```\n\n"
     "| a | b |\n|---|--:|\n| 1 | 2 |\n\n> said\n\n- [x] done\n- open\n"
 )
-WIDTHS = pytest.mark.parametrize("width", [1200, 390])
+WIDTHS = pytest.mark.parametrize(
+    "width",
+    [pytest.param(1200, marks=pytest.mark.full), pytest.param(390, marks=pytest.mark.long)],
+)
 OPEN_ALL = "document.querySelectorAll('details').forEach(one => { one.open = true })"
 
 
@@ -85,6 +85,7 @@ def test_the_chat_in_each_of_its_states(
             check("drawer")
 
 
+@pytest.mark.full
 def test_the_chat_with_reasoning_a_tool_call_and_an_error(
     chrome: Browser, axe: str, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_every_tool_of_learn(chrome: Browser, server: Running, axe: str, width: 
         check("myths")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(1, 7))
 def test_every_screen_of_a_lesson(chrome: Browser, server: Running, axe: str, number: int) -> None:
     with learn_page(chrome, f"{server.url}/learn", f"lesson/{number}/1") as learn:
@@ -159,6 +161,7 @@ def test_every_screen_of_a_lesson(chrome: Browser, server: Running, axe: str, nu
             check(f"screen {screen}")
 
 
+@pytest.mark.full
 def test_an_experiment_that_is_refused(chrome: Browser, server: Running, axe: str) -> None:
     with learn_page(chrome, f"{server.url}/learn", "prompt") as learn:
         learn.page.value("document.querySelector('textarea').value = 'fox '.repeat(600)")
@@ -192,6 +195,7 @@ def test_the_dashboard_in_each_of_its_states(
         check("paused")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not cpu.available() or not hasattr(os, "memfd_create"), reason="native kernels on Linux only"
 )
@@ -205,6 +209,7 @@ def test_the_dashboard_with_pools(chrome: Browser, folder: Path, axe: str) -> No
             AxeCheck(page, axe, 1200)("pools")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
@@ -224,6 +229,7 @@ def test_each_page_that_asks_for_a_key(
         AxeCheck(page, axe, 1200)("key")
 
 
+@pytest.mark.full
 def test_the_list_of_routes(chrome: Browser, server: Running, axe: str) -> None:
     with chrome.page(f"{server.url}/docs") as page:
         AxeCheck(page, axe, 1200)("docs")
