@@ -70,6 +70,11 @@ class SharedReference:
                 self.model.logits(*step)
         return self.model
 
+    @property
+    def attended(self) -> dict[tuple[int, int], Floats]:
+        """Attention weights of the last step, by layer and row."""
+        return self.computed().attended
+
     def evict(self, row: int, start: int, end: int) -> None:
         """Move what follows `end` in a row's cache to `start`."""
         self.share_no_more()

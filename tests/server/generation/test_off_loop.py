@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -89,8 +90,9 @@ def test_costly_grammars_keep_nothing_else_waiting_and_too_many_are_refused(
         if answer[0] == 429:
             assert answer[1]["retry-after"] == "1"
             assert "new grammars are waiting" in message(answer)
-        else:
-            assert "the grammar is too complex (it takes" in message(answer)
+        else:  # the second text: on a busy machine the limit of the waiting time comes first
+            refused = r"the grammar (is too complex|could not be checked) \(it takes longer than"
+            assert re.search(refused, message(answer))
     assert sum(status == 400 for status, _, _ in answers) >= 18  # two at work, sixteen waiting
 
 
