@@ -51,7 +51,6 @@ class Limits:
     memory_bytes: int  # address space beyond that of a new worker
     stack_bytes: int = 4 * 1024**2
     nice: int = 0
-    idle: bool = False  # run only while no other thread needs the processor
 
 
 class LimitExceeded(Exception):  # noqa: N818
@@ -256,8 +255,6 @@ def _limit(limits: Limits) -> None:
     import resource  # not on every system
 
     os.nice(limits.nice)
-    if limits.idle:
-        run_when_idle()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     with contextlib.suppress(OSError, ValueError):

@@ -27,7 +27,7 @@ LIMITS: Final = Limits(
     wall_s=20.0,  # the worker waits while the engine and other programs need all processors
     memory_bytes=32 * 1024**2,
     stack_bytes=4 * 1024**2,  # half of what the engine compiles with
-    idle=True,  # lower priority than the engine
+    nice=10,  # a tenth of a core beside a busy engine
 )
 REMEMBERED: Final = 1024  # results, by the digests of grammars
 

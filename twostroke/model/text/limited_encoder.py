@@ -17,8 +17,8 @@ from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 
 # For a program that encodes for its own user.
 OWN_USER: Final = Limits(cpu_s=10.0, wall_s=60.0, memory_bytes=1024**3)
-# For a server: the steps of other clients come first, and the memory is a part of theirs.
-SERVER: Final = Limits(cpu_s=2.0, wall_s=60.0, memory_bytes=48 * 1024**2, idle=True)
+# For a server: low priority beside the engine, and little of the memory of all clients.
+SERVER: Final = Limits(cpu_s=2.0, wall_s=60.0, memory_bytes=48 * 1024**2, nice=10)
 # More ids are refused: they would take memory of the program.
 IDS_PER_CHAR, MIN_IDS_LIMIT = 4, 1 << 16
 IDS: Final = "I"  # the type of the array of ids in an answer
