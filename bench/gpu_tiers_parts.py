@@ -17,9 +17,11 @@ import statistics
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -89,7 +91,7 @@ def link(sizes: Sizes) -> None:
     each("copies", lambda: copies(memory.data, there))
     memory.close()
     for size in BLOCK_BYTES:
-        each(f"tier_{size}", lambda size=size: tier_alone(there, size))
+        each(f"tier_{size}", partial(tier_alone, there, size))
 
 
 def seconds_of(device: torch.device, work: Callable[[], object], times: int = 5) -> float:
@@ -109,7 +111,8 @@ def seconds_of(device: torch.device, work: Callable[[], object], times: int = 5)
 def copies(here: torch.Tensor, there: torch.Tensor) -> dict[str, Any]:
     device, found = there.device, dict[str, Any]()
     for size in (len(here), *BLOCK_BYTES):
-        pairs = list(zip(here.split(size), there.split(size), strict=True))
+        parts = (torch.split(memory, size) for memory in (here, there))
+        pairs = list(zip(*parts, strict=True))
 
         def to_device(pairs: list[tuple[torch.Tensor, torch.Tensor]] = pairs) -> None:
             for one, other in pairs:
@@ -195,7 +198,7 @@ def grown_memory(wanted: int) -> dict[str, float]:
     """Some virtual machines get their memory as they use it: use it once, a part at a time."""
     before, start = available_memory_bytes(), monotonic()
     while available_memory_bytes() < wanted and monotonic() - start < GROWTH_S:
-        parts = []
+        parts: list[torch.Tensor] = []
         with contextlib.suppress(RuntimeError, MemoryError):
             while available_memory_bytes() > 3 * GIB and len(parts) * GIB < wanted:
                 parts.append(torch.ones(GIB, dtype=torch.uint8))
@@ -526,11 +529,12 @@ async def until_written(path: Path) -> None:
 def tiers_on(device: str) -> Iterator[None]:
     """On a CPU, to try it out, the host tier too."""
     if device == "cpu":
-        build_torch.tiers_of = lambda config, model, _: tiers_of(config, model, True)
-    try:
+        with patch.object(
+            build_torch, "tiers_of", lambda config, model, on_gpu: tiers_of(config, model, True)
+        ):
+            yield
+    else:
         yield
-    finally:
-        build_torch.tiers_of = tiers_of
 
 
 def main() -> None:
