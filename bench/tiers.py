@@ -107,8 +107,8 @@ def leave_the_cache(folder: Path) -> None:
         os.close(file)
 
 
-def plain_reads(folder: Path, names: list[Path]) -> float:
-    """Return the bytes a second of reading these files, and nothing else."""
+def plain_reads(folder: Path, names: list[Path], readers: int = READERS) -> float:
+    """Return the bytes a second of reading these files by so many threads, and nothing else."""
     leave_the_cache(folder)
     left: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for path in names:
@@ -125,7 +125,7 @@ def plain_reads(folder: Path, names: list[Path]) -> float:
             os.preadv(file, [buffer], 0)
             os.close(file)
 
-    threads = [threading.Thread(target=read) for _ in range(READERS)]
+    threads = [threading.Thread(target=read) for _ in range(readers)]
     total, began = sum(path.stat().st_size for path in names), perf_counter()
     for thread in threads:
         thread.start()

@@ -96,6 +96,7 @@ def all_checks() -> list[Check]:
         check("kv", 150, "--no-times"),
         check("latent", 180, "--no-times"),
         check("packed", 300, "--no-times"),
+        check("tiers", 240),
         check("eviction", 150),
         check("formats", 120, "--no-times"),
         check("formats-int8", 120, "--type", "int8", "--no-times", file="formats"),

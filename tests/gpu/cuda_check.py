@@ -34,6 +34,7 @@ from tests.rig import Rig
 from twostroke.engine.assembly import group_limits
 from twostroke.engine.build_torch import assemble
 from twostroke.engine.core import EngineCore
+from twostroke.engine.open_tiers import OpenTiers
 from twostroke.exec.graphs import CudaRecorder, EagerReplay, Record, ladder
 from twostroke.kernels.reference import Kernels
 from twostroke.model.describe.hf_config import load_hf_config
@@ -79,7 +80,13 @@ def recorder_of(device: torch.device) -> Record:
     return CudaRecorder(device) if device.type == "cuda" else EagerReplay()
 
 
-def core_of(decoder: Decoder, graphs: bool, **settings: Any) -> EngineCore:
+def core_of(
+    decoder: Decoder,
+    graphs: bool,
+    kv_dtype: torch.dtype | None = None,
+    open_tiers: OpenTiers | None = None,
+    **settings: Any,
+) -> EngineCore:
     limits: dict[str, Any] = {
         "max_num_seqs": 16,
         "max_num_batched_tokens": 1024,
@@ -91,7 +98,15 @@ def core_of(decoder: Decoder, graphs: bool, **settings: Any) -> EngineCore:
     limits["groups"] = group_limits(decoder.spec, each)
     config = SchedulerConfig(**(limits | settings))
     sizes, record = ladder(config.max_num_seqs) if graphs else (), recorder_of(decoder.device)
-    return assemble(decoder, config, decoder.dtype, 2, graph_sizes=sizes, record=record)
+    return assemble(
+        decoder,
+        config,
+        kv_dtype or decoder.dtype,
+        2,
+        graph_sizes=sizes,
+        record=record,
+        open_tiers=open_tiers,
+    )
 
 
 def alone(decoder: Decoder) -> list[Written]:

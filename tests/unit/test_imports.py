@@ -34,7 +34,7 @@ ORDER = [
     outputs, vllm_settings
     _native, kernels, kernels.cuda
     model, model.fields, model.find, model.gguf, model.describe
-    kv.host_pool, kv.device_memory, kv.tiers.host, kv.pool
+    kv.host_pool, kv.pinned_memory, kv.device_memory, kv.tiers.host, kv.pool
     model.text, model.weights, model.load, model.formats, model.torch
     model.native_decoder, model.attention_maps
     draft
@@ -62,7 +62,8 @@ ORDER = [
 # observe.record, observe.startup_timer   records that the scheduler and the executor fill
 # draft.speculation_config   settings that `config` validates
 # kv.usage, kv.prefix, kv.transfer   the terms in which `kv.tiers` is written
-# kv.pool, kv.host_pool, kv.device_memory, kv.tiers.host   memory on a device or sized by a model
+# kv.pool, kv.host_pool, kv.pinned_memory, kv.device_memory, kv.tiers.host   memory on a device or
+#   sized by a model
 # engine.arg_utils   vLLM's name for the options of the command line
 # __version__, _native   a constant of the package, and the compiled module
 RANK = {f"twostroke.{name}": rank for rank, name in enumerate(ORDER)}

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from twostroke.config import GIB, EngineConfig
 from twostroke.errors import ConfigError
+from twostroke.exec.memory import available_memory_bytes
 from twostroke.kv.cache import blocks_held
 from twostroke.kv.tiers.disk import DiskFolder, DiskTier
 from twostroke.kv.tiers.disk_settings import disk_bytes, read_disk_cache
@@ -86,6 +87,13 @@ def host_tier(blocks: TierBlocks, span: int, num_bytes: int) -> Tier:
     from twostroke.kv.device_memory import DeviceBlocks
     from twostroke.kv.tiers.host import HostTier
 
+    available = available_memory_bytes()
+    if num_bytes > available:
+        # All of it is pinned at the start: the system would end this process, or another.
+        raise ConfigError(
+            f"kv_offloading_size: {num_bytes / GIB:.1f} GiB were asked for, and "
+            f"{available / GIB:.1f} GiB of host memory are available; lower it"
+        )
     assert isinstance(blocks, DeviceBlocks)
     return HostTier(blocks, span, num_bytes)
 

@@ -6,6 +6,7 @@ the numbers, before loading.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -219,6 +220,15 @@ def host_memory_bytes() -> int:
         return _windows_memory_bytes()
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_cgroup_limits()])
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that this process could take now, by the system's estimate."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(host_memory_bytes(), 1024 * int(line.split()[1]))
+    return host_memory_bytes()
 
 
 def _windows_memory_bytes() -> int:

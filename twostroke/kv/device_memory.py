@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from twostroke.environment import visible_gpus
+from twostroke.kv.pinned_memory import pinned
 from twostroke.kv.shared_memory import OthersMemory, SharedMemory, SharedPools
 from twostroke.kv.transfer import (
     Address,
@@ -100,10 +101,15 @@ class DeviceBlocks:
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
         with torch.inference_mode(), on_stream(self._stream):
             words = self.words[group]
-            block = torch.frombuffer(bytearray(data), dtype=words.dtype)
+            # torch has no read-only memory.
+            in_place = isinstance(data, memoryview) and not data.readonly
+            block = torch.frombuffer(data if in_place else bytearray(data), dtype=words.dtype)
             words[number].copy_(block)
             if self._stream is not None:
                 self._stream.synchronize()
+
+    def pinned(self, data: memoryview) -> contextlib.AbstractContextManager[None]:
+        return pinned(data, self.device)
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:

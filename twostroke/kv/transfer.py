@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import addressof, c_char
 from functools import cache
 from mmap import PAGESIZE
@@ -161,6 +162,9 @@ class HostBlocks:
 
     def write(self, group: int, number: int, data: bytes | memoryview) -> None:
         self._block(group, number)[:] = data
+
+    def pinned(self, data: memoryview) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def regions(self) -> list[Region]:
         starts = (addressof(c_char.from_buffer(pool)) for pool in self._pools)

@@ -323,6 +323,11 @@ def _finish(queues: _Queues, threads: Sequence[threading.Thread], timeout_s: flo
 
 def _write_all(queues: _Queues) -> None:
     buffer = PieceBuffer(queues.folder.layout)
+    with queues.blocks.pinned(buffer.view):
+        _write_until_end(queues, buffer)
+
+
+def _write_until_end(queues: _Queues, buffer: PieceBuffer) -> None:
     while (work := queues.writes.get()) is not None:
         if isinstance(work, Store):
             queues.finished.append(_write(queues, work, buffer))
@@ -389,6 +394,11 @@ def _make_room(queues: _Queues) -> None:
 
 def _read_all(queues: _Queues) -> None:
     buffer = PieceBuffer(queues.folder.layout)
+    with queues.blocks.pinned(buffer.view):
+        _read_until_end(queues, buffer)
+
+
+def _read_until_end(queues: _Queues, buffer: PieceBuffer) -> None:
     while (work := queues.reads.get()) is not None:
         read, load = work
         if read.ended:

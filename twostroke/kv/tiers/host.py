@@ -1,9 +1,12 @@
 """`HostTier`: pieces in host memory, below a pool in the memory of a GPU.
 
-    arena   [ slot 0: blocks of a piece │ slot 1 │ … ]      of each group; pinned for a GPU
+    arena    [ slot 0: blocks of a piece │ slot 1 │ … ]      of each group; pinned for a GPU
+    stores   pool ─▶ arena     a thread and a stream of its own
+    fetches  arena ─▶ pool     another thread and stream: a fetch does not wait for stores
 
-A thread copies on a stream of its own, so that no step waits for a copy. On a CPU the pool itself
-is host memory; there the tier serves tests alone.
+A block is one copy. Copies are launched in batches: the threads wait for the device once for each
+batch, and a fetch has the next batch queued meanwhile. On a CPU the pool itself is host memory;
+there the tier serves tests alone.
 """
 
 from __future__ import annotations
@@ -14,17 +17,21 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from time import monotonic
 
 import torch
 
 from twostroke.errors import ConfigError
 from twostroke.kv.device_memory import DeviceBlocks, on_stream, stream_of
+from twostroke.kv.pinned_memory import PinnedMemory
 from twostroke.kv.tiers.tier import Load, Store, StoreResult, TierSpeed
 from twostroke.kv.transfer import TransferError
 
 PROBE_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20  # 0.6 ms on PCIe 5; so long the engine may wait to cancel a copy
 LATENCY_S = 0.0005
+CLOSE_S = 10.0  # for the batches under way
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +43,10 @@ class HostRead:
         self.loads = loads
         self.num_bytes, self.seconds = 0, 0.0
         self.bad: list[bytes] = []
-        self.began_s = monotonic()
         self.error: TransferError | None = None
         self.done = self.ended = False
-        self.lock = threading.Lock()  # held while blocks are written
+        self.lock = threading.Lock()  # held while copies are launched
+        self.launched: torch.cuda.Event | None = None  # the end of the newest batch
 
     def poll(self) -> bool:
         if self.error is not None:
@@ -49,57 +56,89 @@ class HostRead:
     def abandon(self) -> None:
         with self.lock:
             self.ended = True
+        if self.launched is not None:
+            self.launched.synchronize()
 
 
 class _Arena:
-    """The memory that the thread copies. The arena does not refer to the tier, so that Python can
-    collect an unused tier."""
+    """The memory, and the copies from and to it. The arena does not refer to the tier, so that
+    Python can collect an unused tier."""
 
     def __init__(self, blocks: DeviceBlocks, capacity: int, span: int) -> None:
         self.blocks, self.span = blocks, span
         self.piece_bytes = span * sum(blocks.block_bytes)
-        pinned = blocks.device.type == "cuda"
-        self.groups = [
-            torch.empty((capacity * span, words.shape[1]), dtype=words.dtype, pin_memory=pinned)
-            for words in blocks.words
-        ]
-        self.stream = stream_of(blocks.device)
-        self.work: queue.SimpleQueue[Store | HostRead | None] = queue.SimpleQueue()
+        self.batch = max(1, BATCH_BYTES // self.piece_bytes)  # pieces
+        self.memory: list[PinnedMemory] = []
+        self.groups: list[torch.Tensor] = []  # entries of each group, as words
+        try:
+            for words, size in zip(blocks.words, blocks.block_bytes, strict=True):
+                self.memory.append(PinnedMemory(capacity * span * size, blocks.device))
+                entries = self.memory[-1].data.view(capacity * span, size)
+                self.groups.append(entries.view(words.dtype))
+        except BaseException:
+            self.unpin()
+            raise
+        self.store_stream, self.fetch_stream = stream_of(blocks.device), stream_of(blocks.device)
+        self.stores: queue.SimpleQueue[Store | None] = queue.SimpleQueue()
+        self.reads: queue.SimpleQueue[HostRead | None] = queue.SimpleQueue()
         self.finished: deque[StoreResult] = deque()
         self.changed = threading.Event()
+        self.closing = False
 
-    def synchronize(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
-
-    def copy_out(self, store: Store) -> StoreResult:
-        """Copy a piece from the device to its slot."""
+    def copy_out(self, stores: Sequence[Store]) -> list[StoreResult]:
+        """Copy pieces from the device to their slots."""
         began_s = monotonic()
-        with store.lock:
-            if store.cancelled:
-                return StoreResult(store, False)
-            with torch.inference_mode(), on_stream(self.stream):
+        copied: list[Store] = []
+        with ExitStack() as locks, torch.inference_mode(), on_stream(self.store_stream):
+            for store in stores:
+                locks.enter_context(store.lock)
+                if store.cancelled:
+                    continue
                 for group, numbers in enumerate(store.blocks):
                     words, arena = self.blocks.words[group], self.groups[group]
-                    for n, number in enumerate(numbers):
-                        arena[store.slot * self.span + n].copy_(words[number], non_blocking=True)
-            self.synchronize()
-        return StoreResult(store, True, self.piece_bytes, monotonic() - began_s)
+                    for entry, number in enumerate(numbers, store.slot * self.span):
+                        arena[entry].copy_(words[number], non_blocking=True)
+                copied.append(store)
+            if self.store_stream is not None:
+                self.store_stream.synchronize()
+        each_s = (monotonic() - began_s) / max(1, len(copied))
+        done = {id(store) for store in copied}
+        return [
+            StoreResult(store, True, self.piece_bytes, each_s)
+            if id(store) in done
+            else StoreResult(store, False)
+            for store in stores
+        ]
 
     def copy_in(self, read: HostRead) -> None:
         """Copy pieces from their slots to blocks of the device."""
-        with read.lock:
-            if read.ended:
-                return
-            with torch.inference_mode(), on_stream(self.stream):
-                for load in read.loads:
-                    for group, place, number in load.targets:
-                        entry = self.groups[group][load.slot * self.span + place]
-                        self.blocks.words[group][number].copy_(entry, non_blocking=True)
-            self.synchronize()
-            read.num_bytes = len(read.loads) * self.piece_bytes
-            read.seconds = monotonic() - read.began_s
-            read.done = True
+        began_s, loads = monotonic(), read.loads
+        for first in range(0, len(loads), self.batch):
+            before = read.launched
+            with read.lock, torch.inference_mode(), on_stream(self.fetch_stream):
+                if read.ended or self.closing:
+                    return
+                self._launch(loads[first : first + self.batch])
+                if self.fetch_stream is not None:
+                    read.launched = self.fetch_stream.record_event()
+            if before is not None:
+                before.synchronize()
+        if read.launched is not None:
+            read.launched.synchronize()
+        read.num_bytes = len(loads) * self.piece_bytes
+        read.seconds = monotonic() - began_s
+        read.done = True
+
+    def _launch(self, loads: Sequence[Load]) -> None:
+        for load in loads:
+            first = load.slot * self.span
+            for group, place, number in load.targets:
+                entry = self.groups[group][first + place]
+                self.blocks.words[group][number].copy_(entry, non_blocking=True)
+
+    def unpin(self) -> None:
+        for memory in self.memory:
+            memory.close()
 
 
 class HostTier:
@@ -116,23 +155,26 @@ class HostTier:
             )
         try:
             self._arena = _Arena(blocks, self.capacity, span)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             raise ConfigError(
                 f"kv_offloading_size: {max_bytes / 1024**3:.1f} GiB of host memory cannot be "
                 f"taken ({error}); lower it"
             ) from None
         self.speed = TierSpeed(self._probe(), LATENCY_S)
-        thread = threading.Thread(
-            target=_work, args=(self._arena,), name="twostroke-host-tier", daemon=True
-        )
-        thread.start()
-        self._close = weakref.finalize(self, _finish, self._arena, thread)
+        threads = [
+            threading.Thread(target=work, args=(self._arena,), name=name, daemon=True)
+            for work, name in (
+                (_store_all, "twostroke-host-store"),
+                (_fetch_all, "twostroke-host-fetch"),
+            )
+        ]
+        for thread in threads:
+            thread.start()
+        self._close = weakref.finalize(self, _finish, self._arena, threads)
 
     def _probe(self) -> float:
         """Return the bytes a second of copies to the null blocks, which stay zero."""
         arena = self._arena
-        for group in arena.groups:
-            group[: arena.span] = 0
         targets = tuple((group, 0, 0) for group in range(len(arena.groups)))
         load = Load(b"", 0, b"", targets)
         size = sum(arena.blocks.block_bytes)
@@ -149,11 +191,11 @@ class HostTier:
         return []
 
     def store(self, store: Store) -> None:
-        self._arena.work.put(store)
+        self._arena.stores.put(store)
 
     def fetch(self, loads: Sequence[Load]) -> HostRead:
         read = HostRead(loads)
-        self._arena.work.put(read)
+        self._arena.reads.put(read)
         return read
 
     def drop(self, names: Sequence[bytes]) -> None:
@@ -171,26 +213,44 @@ class HostTier:
             self._arena.changed.clear()
 
     def close(self, timeout_s: float) -> None:
+        """End the threads. Stores that wait are not copied: the memory goes with the process."""
         self._close()
 
 
-def _work(arena: _Arena) -> None:
-    while (work := arena.work.get()) is not None:
-        if isinstance(work, Store):
-            try:
-                arena.finished.append(arena.copy_out(work))
-            except RuntimeError as error:
-                log.warning("the KV cache in host memory: a copy failed (%s)", error)
-                arena.finished.append(StoreResult(work, False))
-        else:
-            try:
-                arena.copy_in(work)
-            except RuntimeError as error:
-                work.bad = [load.name for load in work.loads]
-                work.error = TransferError(f"a copy from host memory failed ({error})")
+def _store_all(arena: _Arena) -> None:
+    while (first := arena.stores.get()) is not None:
+        stores = [first]
+        while len(stores) < arena.batch and not arena.stores.empty():
+            store = arena.stores.get()
+            if store is None:
+                return
+            stores.append(store)
+        if arena.closing:
+            return
+        try:
+            done = arena.copy_out(stores)
+        except RuntimeError as error:
+            log.warning("the KV cache in host memory: a copy failed (%s)", error)
+            done = [StoreResult(store, False) for store in stores]
+        arena.finished.extend(done)
         arena.changed.set()
 
 
-def _finish(arena: _Arena, thread: threading.Thread) -> None:
-    arena.work.put(None)
-    thread.join(1.0)
+def _fetch_all(arena: _Arena) -> None:
+    while (read := arena.reads.get()) is not None:
+        try:
+            arena.copy_in(read)
+        except RuntimeError as error:
+            read.bad = [load.name for load in read.loads]
+            read.error = TransferError(f"a copy from host memory failed ({error})")
+        arena.changed.set()
+
+
+def _finish(arena: _Arena, threads: Sequence[threading.Thread]) -> None:
+    arena.closing = True
+    arena.stores.put(None)
+    arena.reads.put(None)
+    for thread in threads:
+        thread.join(CLOSE_S)
+    if not any(thread.is_alive() for thread in threads):
+        arena.unpin()

@@ -12,6 +12,7 @@ A tier copies in threads of its own. `store`, `drop` and `touch` return at once 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import NamedTuple, Protocol
 
@@ -30,6 +31,10 @@ class TierBlocks(Blocks, Protocol):
 
     def read_into(self, group: int, number: int, data: memoryview) -> None:
         """Copy a block to `data`."""
+        ...
+
+    def pinned(self, data: memoryview) -> AbstractContextManager[None]:
+        """Keep memory in place in this context, so that a GPU copies from and to it directly."""
         ...
 
 

@@ -19,7 +19,8 @@ from twostroke.kv.tiers.index import TierIndex
 from twostroke.kv.tiers.tier import Load, Read, Store, Tier, TierSpeed
 from twostroke.kv.usage import KVUsage
 
-QUEUED_BYTES = 2 << 30  # of stores that wait, whose blocks stay in the device's pool
+# Stores that wait for a tier: a long prompt is computed faster than a disk takes its pieces.
+QUEUED_BYTES = 8 << 30
 MIN_QUEUED, MAX_QUEUED = 64, 4096  # pieces
 MEASURED_BYTES = 1 << 20  # shorter fetches say nothing about the speed
 SMOOTHING = 0.3  # of the measured speed
@@ -111,6 +112,7 @@ class Tiers:
         self.max_queued = min(MAX_QUEUED, max(MIN_QUEUED, QUEUED_BYTES // sizes))
         self._computed: deque[Store] = deque()  # pieces of steps that have not committed
         self._stores: dict[Store, None] = {}  # all copies that have not ended
+        self._num_queued = [0] * len(self.tiers)  # of them, for each tier
         self._queued: set[tuple[int, bytes]] = set()  # their tiers and names
         # Copies that own a block, by group and block
         self._owners: dict[tuple[int, int], list[Store]] = {}
@@ -143,13 +145,14 @@ class Tiers:
     def _queue(
         self, tier: int, digest: bytes, tokens: bytes, blocks: list[list[int]], step: int
     ) -> None:
-        if len(self._stores) >= self.max_queued * len(self.tiers):
+        if self._num_queued[tier] >= self.max_queued:
             self._counts[tier].dropped_stores += 1
             return
         store = Store(self.tiers[tier].name_of(digest), tokens, blocks, step)
         store.tier = tier
         self._computed.append(store)
         self._stores[store] = None
+        self._num_queued[tier] += 1
         self._queued.add((tier, store.name))
         for group, numbers in enumerate(store.blocks):
             for number in numbers:
@@ -188,6 +191,7 @@ class Tiers:
     def _end(self, store: Store) -> None:
         """Release the blocks of a copy that has ended."""
         del self._stores[store]
+        self._num_queued[store.tier] -= 1
         self._queued.discard((store.tier, store.name))
         for group, numbers in enumerate(store.blocks):
             for number in numbers:
@@ -364,6 +368,9 @@ class Tiers:
             assert registered(group, number) or store.cancelled, (
                 f"block {number} of group {group} is copied to a tier and holds no prefix"
             )
+        of_tiers = [store.tier for store in self._stores]
+        counted = [of_tiers.count(tier) for tier in range(len(self.tiers))]
+        assert counted == self._num_queued, "the copies of a tier are miscounted"
         for index in self._indexes:
             index.check()
         for usage in (self._usage(index) for index in self._indexes):
