@@ -3,7 +3,7 @@
 import sys
 import time
 
-print("here", flush=True)
+print("ready", flush=True)
 for line in sys.stdin:
     print(line, end="", flush=True)
 time.sleep(600)

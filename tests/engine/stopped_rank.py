@@ -24,7 +24,7 @@ if __name__ == "__main__":
     match os.environ["STOP_AT"]:
         case "importing":
             rank.read_frame = after_a_stop(rank.read_frame)
-        case "meeting":
+        case "joining":
             from twostroke.engine import build_torch
 
             build_torch.join_ranks = after_a_stop(build_torch.join_ranks)

@@ -132,8 +132,8 @@ class Driver:
 @pytest.mark.parametrize(
     ("driver", "says"),
     [
-        (Driver(1), "a GPU is here, but torch is not installed; running on the CPU"),
-        (Driver(8), "8 GPUs are here, but torch is not installed; running on the CPU"),
+        (Driver(1), "this machine has a GPU, but torch is not installed; running on the CPU"),
+        (Driver(8), "this machine has 8 GPUs, but torch is not installed; running on the CPU"),
         (Driver(0), None),
         (Driver(1, starts=False), None),
     ],

@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_come_is_named(folder: Path, monkeypatch: pytest.Mo
     ("stage", "says"),
     [
         ("importing", "while importing its modules"),
-        ("meeting", "while meeting the other ranks"),
+        ("joining", "while joining the other ranks"),
         ("loading", "while loading its part of the model"),
     ],
 )

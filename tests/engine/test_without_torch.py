@@ -197,7 +197,9 @@ def test_a_gpu_without_torch_is_reported_in_one_line_and_the_cpu_computes(
     done = run(ONE_GPU + LOAD, *words, env=not_installed)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("a GPU is here, but torch is not installed; running on the CPU.")
+    assert line.startswith(
+        "this machine has a GPU, but torch is not installed; running on the CPU."
+    )
     assert line.endswith(GPU)
 
 

@@ -220,8 +220,8 @@ def test_two_formats_that_do_not_fit_are_refused_with_their_bytes(
     monkeypatch.setattr(build_torch, "host_memory_bytes", lambda: 100_000)
     monkeypatch.setattr(build_torch, "gib", str)
     said = refusal(folder, prefill_quantization="none", decode_quantization="int4")
-    assert "weights: prefill none 73728 + decode int4 10240 + what both read" in said
-    assert "but there are 100000; give one quantization for both phases" in said
+    assert "weights: prefill none 73728 + decode int4 10240 + shared by both" in said
+    assert "but the memory has 100000; give one quantization for both phases" in said
 
 
 # ── settings ────────────────────────────────────────────────────────────────────────────────

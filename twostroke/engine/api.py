@@ -1,4 +1,4 @@
-"""`EngineClient`: the interface of an engine, in this process or in another. No torch."""
+"""`EngineClient`: the interface of an engine in this process or in another. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the engine's own process must not import them
     from twostroke.engine.output_processor import RequestState
 
 
-ONE_ALONE = (
+SINGLE_ENGINE = (
     "this server has one engine; start it with --data-parallel-size of 2 or more, or with "
     "--prefill-engines and --decode-engines, for pools that grow and shrink"
 )
@@ -49,9 +49,10 @@ class EngineInfo:
     kv_tokens: int  # capacity of all KV groups together
     load_s: float
     sampling: SamplingParams  # the recommendation of the model's makers
-    weights: str = ""  # their type: "Q8_0", "int8, from bfloat16"; "": the dtype
+    weights: str = ""  # type of the weights: "Q8_0", "int8, from bfloat16"; "": the dtype
     kv_groups: tuple[GroupLimits, ...] = ()
-    state_bytes: int = 0  # measured on a GPU, like the next two
+    # Measured on a GPU:
+    state_bytes: int = 0
     activation_bytes: int = 0
     graph_bytes: int = 0
     read_bytes_per_s: float = 0.0  # the machine's ceilings, if they were measured
@@ -60,11 +61,11 @@ class EngineInfo:
     family: str = ""  # the model's architecture, as its file names it
     num_parameters: int = 0
     file_format: str = ""  # "gguf" or "safetensors"
-    kv_layout: str = ""  # of a block: the same in all engines that exchange blocks
+    kv_layout: str = ""  # the layout of a KV block; engines exchange blocks of one layout
     figures: ModelFigures = NO_FIGURES
     isa: str = ""  # instruction set of the native kernels; "": the engine does not use them
-    isas: tuple[str, ...] = ()  # that this machine has kernels for, the fastest first
-    speculative: bool = False  # drafts are verified
+    isas: tuple[str, ...] = ()  # instruction sets that kernels can use here, the fastest first
+    speculative: bool = False  # the engine uses speculative decoding
     draft_bytes: int = 0  # weights and KV cache of the draft model
 
 
@@ -85,8 +86,8 @@ class EngineStatus(Protocol):
 
     info: EngineInfo
     records: Records
-    totals: Totals | None  # only if there are several engines, like the next
-    transfers: TransferTotals | None
+    totals: Totals | None  # None for a single engine
+    transfers: TransferTotals | None  # None for a single engine
     num_restarts: int
     asleep: bool
 
@@ -96,7 +97,7 @@ class EngineStatus(Protocol):
 
     @property
     def phase(self) -> str:
-        """The phase of its pool: prefill, decode or both; "" for a single engine."""
+        """The phase of the engine's pool: prefill, decode or both; "" for a single engine."""
 
     @property
     def healthy(self) -> bool: ...
@@ -106,36 +107,36 @@ class EngineStatus(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One of several engines."""
+    """The status of one engine of several."""
 
     name: str
     phase: str  # prefill, decode, both
-    state: str  # up, leaving, down (another is being started), stopped
+    state: str  # up, leaving, down (being restarted), stopped
     host: str
     pid: int
     restarts: int
-    requests: int  # that the engine has
+    requests: int  # requests in the engine
 
 
 @dataclass(frozen=True, slots=True)
 class PoolsStatus:
-    counts: dict[str, int]  # of engines that are not leaving
+    counts: dict[str, int]  # engines of each pool, without those that are leaving
     scaling: bool  # the pools are being changed
     engines: list[MemberStatus]
 
 
 class EngineClient(ABC):
     """An engine in a thread (`AsyncEngine`), in a process (`RemoteEngine`), or several engines
-    (`RoutedEngine`). Called in one event loop, in which listeners are called, too."""
+    (`RoutedEngine`). All calls and all callbacks are in one event loop."""
 
     info: EngineInfo
     input_processor: InputProcessor
-    records: Records  # outlive the engine's process
+    records: Records  # kept when the engine's process ends
     num_restarts: int
-    totals: Totals | None = None  # only if there are several engines, like the next
-    transfers: TransferTotals | None = None
+    totals: Totals | None = None  # None for a single engine
+    transfers: TransferTotals | None = None  # None for a single engine
     phase: str = ""
-    asleep: bool = False  # its process has been ended by `sleep`
+    asleep: bool = False  # `sleep` has ended the engine's process
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -151,26 +152,26 @@ class EngineClient(ABC):
     def load(self) -> EngineLoad: ...
 
     def transfers_by_engine_pair(self) -> Mapping[tuple[str, str], TransferTotals]:
-        """KV blocks that were fetched, by the names of sender and receiver."""
+        """Return the totals of fetched KV blocks, by the names of sender and receiver."""
         return {}
 
     def engines_by_name(self) -> Mapping[str, EngineStatus]:
-        """All engines, by name."""
+        """Return all engines, by name."""
         return {"0": self}
 
     def pools(self) -> PoolsStatus:
-        """The pools of engines; raises `RequestError` if there is a single engine."""
-        raise RequestError(ONE_ALONE)
+        """Return the status of the pools; raise `RequestError` if there is a single engine."""
+        raise RequestError(SINGLE_ENGINE)
 
     def open_requests(self) -> list[EngineRequest]:
-        """Requests that several engines have, and that have not ended."""
+        """Return the requests that have not ended, if there are several engines."""
         return []
 
     async def scale(self, counts: Mapping[str, int], drain_timeout_s: float) -> None:
-        """Change the number of engines in each pool (prefill, decode, data_parallel_size); return
-        when it is done. Requests of an engine that leaves end there, or continue in another engine
-        after `drain_timeout_s`."""
-        raise RequestError(ONE_ALONE)
+        """Change the number of engines in each pool (prefill, decode, data_parallel_size), and wait
+        for the end of the change. An engine that leaves first finishes its requests. Requests that
+        run longer than `drain_timeout_s` continue in another engine."""
+        raise RequestError(SINGLE_ENGINE)
 
     @abstractmethod
     def submit(
@@ -180,15 +181,13 @@ class EngineClient(ABC):
         on_error: Callable[[Exception], None],
         request_id: str | None = None,
     ) -> RequestState:
-        """Run a request. The callbacks get its outputs, in the kind of its parameters, or the one
-        error that ends it, with no task in between.
-
-        The error is a `RequestError` if the engine refuses the request, and an `EngineError` if the
-        engine is lost."""
+        """Run a request. `on_output` gets each output in the form of `params.output_kind`.
+        `on_error` gets the error that ends the request: a `RequestError` if the engine refuses the
+        request, an `EngineError` if the engine has died."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Requests that are submitted in this context arrive together: an idle engine takes all of
-        them into its next step. The context must not await. Pools of engines do not do this."""
+        """Return a context. An idle engine plans all requests that are submitted in the context
+        for the same step. Code in the context must not await. Pools of engines ignore it."""
         return nullcontext()
 
     @abstractmethod
@@ -201,8 +200,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Drop every cached prefix, so that requests submitted from now on find none. Running
-        requests keep their blocks."""
+        """Drop every cached prefix. Running requests keep their blocks."""
 
     async def start_profile(self) -> None:
         """Start a profile; raises `RequestError` while a profile runs."""
@@ -213,8 +211,8 @@ class EngineClient(ABC):
         raise RequestError("this engine cannot be profiled")
 
     async def sleep(self, drain: bool = False) -> None:
-        """Free all memory of the engine until `wake_up`. Open requests are aborted, or waited for
-        (`drain`). Only for an engine in a process of its own."""
+        """Free all memory of the engine until `wake_up`. `drain`: wait for open requests instead of
+        aborting them. Only for an engine in a separate process."""
         raise RequestError("this engine shares its process with the server, so it cannot sleep")
 
     async def wake_up(self) -> None:
@@ -228,7 +226,7 @@ class EngineClient(ABC):
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Process a prompt and stream its outputs; a refusal is raised at once."""
+        """Process a prompt and stream its outputs. Raise at once if the prompt is refused."""
         request = self.input_processor.process(prompt, sampling_params, priority)
         return self.stream(request, request_id)
 

@@ -14,18 +14,18 @@ TYPES = {"int": int, "float": float, "str": str}
 
 
 class EngineArgs(VLLMSettings):
-    """Settings that can be changed until an engine is built from them, which checks them."""
+    """Settings that can be changed until an engine is built from them. Building checks them."""
 
     __setattr__ = object.__setattr__
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add an option for each setting. An option that is not given is not in the parsed
-        arguments, so that `LLM(**vars(args))` has the defaults."""
+        """Add an option for each setting. The parsed arguments contain only the options that were
+        given, so that `LLM(**vars(args))` has the defaults of the others."""
         own = {field.name for field in dataclasses.fields(EngineConfig)}
         others = [field for field in dataclasses.fields(VLLMSettings) if field.name not in own]
         add_engine_arguments(parser, leave_out=own - ENGINE_HELP.keys())
-        group = parser.add_argument_group("taken for vLLM's sake")
+        group = parser.add_argument_group("accepted for compatibility with vLLM")
         for field in others:
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
             type_name = str(field.type).removesuffix(" | None")

@@ -1,5 +1,5 @@
-"""The common part of the backends' builders (`build_native.py`, `build_torch.py`): their interface,
-and the scheduler's limits."""
+"""Code that both backends' builders share (`build_native.py`, `build_torch.py`): their interface,
+and the settings of the scheduler, the transports and the eviction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Started(NamedTuple):
 
 
 class Start(Protocol):
-    """Plan the memory, load the weights, start the core; in that order."""
+    """The `start` function of a backend: plans the memory, loads the weights, starts the core."""
 
     def __call__(
         self, config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars
@@ -88,7 +88,7 @@ def scheduler_config(
 
 
 def transport_config(config: EngineConfig) -> TransportConfig:
-    """The settings of the transfer of KV blocks between this engine and others."""
+    """Return the settings for the transfer of KV blocks between this engine and other engines."""
     alone = config.engines_on_host == 1 and config.kv_sharing == "none" and config.kv_host is None
     return TransportConfig(
         config.kv_sharing,
@@ -104,13 +104,13 @@ def transport_config(config: EngineConfig) -> TransportConfig:
 def eviction(
     config: EngineConfig, spec: ModelSpec, groups: Sequence[GroupLimits], native: bool
 ) -> Eviction | None:
-    """The eviction policy; raises `ConfigError` if the model or the cache rules it out."""
+    """Return the eviction policy. Raise `ConfigError` if the model or cache rules it out."""
     if config.kv_eviction is None:
         return None
     if [group.window for group in groups] != [None]:
         raise ConfigError(
             "kv_eviction is for models whose layers all have the same KV heads and see every "
-            f"position; this one has {len(groups)} KV groups, of windows "
+            f"position; this model has {len(groups)} KV groups, of windows "
             f"{', '.join(str(group.window or 'none') for group in groups)}; leave it out"
         )
     budget = config.kv_eviction_budget // config.block_size
@@ -124,14 +124,14 @@ def eviction(
         return Eviction(budget)
     if not native or spec.has_latents:
         raise ConfigError(
-            "kv_eviction heavy-hitters needs attention to tell its shares, which the native "
-            "kernels of a CPU do, for models without latents; use kv_eviction='sinks'"
+            "kv_eviction heavy-hitters needs attention weights, which only the native kernels of "
+            "a CPU report, for models without latents; use kv_eviction='sinks'"
         )
     return Eviction(budget, SEGMENT_TOKENS // config.block_size)
 
 
 def group_limits(spec: ModelSpec, group_blocks: Sequence[int]) -> tuple[GroupLimits, ...]:
-    """The KV groups of a model, with `group_blocks` blocks each."""
+    """Return the limits of a model's KV groups. `group_blocks`: the number of blocks of each."""
     layers = spec.layers
     return tuple(
         GroupLimits(

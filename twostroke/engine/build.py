@@ -1,9 +1,10 @@
-"""`build_engine`: settings → a running engine.
+"""`build_engine` makes a running engine from settings.
 
     find ─▶ describe ─▶ check ─▶ plan memory ─▶ load ─▶ start
 
-In this order, so that settings that cannot work are refused before memory is taken. The first three
-are in `_build`, the others in the `start` of a backend (`build_native.py`, `build_torch.py`).
+In this order, settings that cannot work are refused before memory is allocated. The first three
+stages are in `_build`, the others in the `start` of a backend (`build_native.py`,
+`build_torch.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DENSE = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
+UNQUANTISED = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ class Engine:
     device: str
     dtype: str
     load_s: float
-    weights: str  # their type in memory
+    weights: str  # type of the weights in memory
     file_format: str  # "gguf" or "safetensors"
-    native: bool  # the native kernels of a CPU compute, not torch
+    native: bool  # runs on the native kernels of a CPU, not on torch
     renderer: TemplateRenderer | None = None  # None: created with the first chat
 
-    # Imported here: the engine's own process does not need text processing.
+    # These properties import text processing, which the engine's own process does not need.
 
     @cached_property
     def input_processor(self) -> InputProcessor:
@@ -139,8 +140,8 @@ class Engine:
 
             from twostroke.observe.gpu_ceilings import measure_gpu_ceilings
 
-            of_one = measure_gpu_ceilings(torch.device(self.device), getattr(torch, self.dtype))
-            return Ceilings(*(self.config.tensor_parallel_size * rate for rate in of_one))
+            gpu = measure_gpu_ceilings(torch.device(self.device), getattr(torch, self.dtype))
+            return Ceilings(*(self.config.tensor_parallel_size * rate for rate in gpu))
         return measure_ceilings(self._threads())
 
     def _threads(self) -> int:
@@ -148,13 +149,13 @@ class Engine:
 
 
 def build_engine(config: EngineConfig, renderer: TemplateRenderer | None = None) -> Engine:
-    """Build an engine that reads and writes text. `renderer`: of chat templates, if it has been
-    started already."""
+    """Build an engine that reads and writes text. `renderer`: a renderer of chat templates that is
+    already running."""
     return replace(_build(config, with_text=True), renderer=renderer)
 
 
 def build_core_engine(config: EngineConfig) -> Engine:
-    """Build an engine that sees token ids only; the HTTP process has the tokenizer."""
+    """Build an engine that reads and writes token ids only: the HTTP process has the tokenizer."""
     return _build(config, with_text=False)
 
 
@@ -166,7 +167,7 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
     files = find_model(config)
     # 2. Describe the model: read its spec, and open its weights without reading them.
     model = open_model(config, files, device)
-    # 3. Check that the model and the settings go together, and that the tokenizer can be read.
+    # 3. Check that the model supports the settings, and that the tokenizer can be read.
     _check_several(config)
     _check_cache(config, model.spec)
     _log_experts(model.spec)
@@ -195,7 +196,8 @@ def _build(config: EngineConfig, with_text: bool) -> Engine:
 
 
 def _start_of_backend(native: bool) -> Start:
-    """Imported here: one backend needs torch, and the other must not import it."""
+    """Return the `start` of the backend. Imports only that backend, because the native one must not
+    import torch."""
     if native:
         from twostroke.engine import build_native
 
@@ -208,7 +210,7 @@ def _start_of_backend(native: bool) -> Start:
 def _log_experts(spec: ModelSpec) -> None:
     if spec.has_experts:
         log.info(
-            "parameters: %s, of which a token goes through %s",
+            "parameters: %s, of which a token uses %s",
             f"{spec.num_parameters():,}",
             f"{spec.num_active_parameters():,}",
         )
@@ -220,8 +222,9 @@ def _check_several(config: EngineConfig) -> None:
     if several and config.tensor_parallel_size > 1:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, and there are several "
-            "engines: KV blocks travel between engines of one rank each as yet; leave it out, or "
-            "leave out --prefill-engines, --decode-engines and --data-parallel-size"
+            "engines, which need one rank each, because KV blocks cannot be sent between engines "
+            "of several ranks; leave it out, or leave out --prefill-engines, --decode-engines and "
+            "--data-parallel-size"
         )
 
 
@@ -236,14 +239,17 @@ def _check_cache(config: EngineConfig, spec: ModelSpec) -> None:
 def _weight_types(
     model: OpenedModel, config: EngineConfig, native: bool, device: str, dtype: str
 ) -> str:
-    """The type of the weights in memory, and their type in the file if it differs."""
+    """Return the type of the weights in memory, and their type in the file if it differs."""
     stored = model.stored_as()
     quantization, triton = config.quantization, False
     if device.startswith("cuda"):
         triton = config.kernels == "auto"
     quantized = any(name in stored for name in ("fp8", "int4", "int8"))
     if native:
-        kept = quantization if stored.lower() in DENSE else model.dtype if quantized else stored
+        if stored.lower() in UNQUANTISED:
+            kept = quantization
+        else:
+            kept = model.dtype if quantized else stored
     elif config.phases_differ:
         phases = ("prefill", "decode")
         kept = " + ".join(f"{one} {config.for_phase(one).quantization or dtype}" for one in phases)

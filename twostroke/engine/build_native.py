@@ -1,4 +1,4 @@
-"""An engine on the native kernels of a CPU. Nothing on this path imports torch."""
+"""An engine on the native kernels of a CPU. Only calibration imports torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from twostroke.sched.step import SchedulerConfig
 
 
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
-    """Plan the memory, load the weights, start the core."""
+    """Plan the memory, load the weights and start the core."""
     int8 = config.kv_cache_dtype == "int8"
     packing = Packing(model.spec, model.weights, model.dtype, config.quantization, config.isa)
     if config.quantization is not None:
@@ -53,16 +53,16 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
         memory, draft_memory = plan_memories(config, needs, draft_needs, *sizes)
     limits = scheduler_config(config, model.spec, memory, on_gpu=False, native=True)
     threads = config.threads or default_threads(config.engines_on_host)
-    batch = config.threads_batch or threads
+    threads_batch = config.threads_batch or threads
     length, isa, exact = memory.max_model_len, config.isa, config.exact
     if config.calibration is not None:
         packing.importance = _importance(config, model, length)
-    decoder = NativeDecoder(packing, length, threads, batch, isa, exact, int8)
+    decoder = NativeDecoder(packing, length, threads, threads_batch, isa, exact, int8)
     sharing = transport_config(config)
     drafter = None
     if draft is not None:
         length = draft_memory.max_model_len
-        drafting = NativeDecoder(draft_packing, length, threads, batch, isa, exact, int8)
+        drafting = NativeDecoder(draft_packing, length, threads, threads_batch, isa, exact, int8)
         of_draft = draft_limits(limits, draft.spec, draft_memory)
         drafter = native_drafter(drafting, of_draft, limits, model.spec.vocab_size, int8)
     sizes_of_weights = packing.weight_bytes()
@@ -74,7 +74,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
 
 
 def _importance(config: EngineConfig, model: OpenedModel, max_len: int) -> dict[str, Floats]:
-    """Measure importances with torch, which this path imports for nothing else."""
+    """Measure the importance of the weights' inputs for calibration, with torch."""
     if not has_torch():
         raise ConfigError(
             "calibration runs the unquantised model with torch, and torch is not installed: "
@@ -97,7 +97,7 @@ def native_drafter(
     vocab_size: int,
     int8: bool = False,
 ) -> ModelDrafter:
-    """Make a drafter around the decoder of a draft model. `limits`, `vocab_size`: of the model."""
+    """Make a drafter of the decoder of a draft model. `limits` and `vocab_size` are the model's."""
     groups, size = draft_limits.groups, draft_limits.block_size
     pool = HostPool(decoder.spec, [group.num_blocks for group in groups], size, False, int8)
     state = HostRows(draft_limits.max_num_seqs, draft_limits.max_model_len, size, len(groups))
@@ -115,7 +115,7 @@ def assemble_native(
     draft_model: DraftModel | None = None,
     open_tiers: OpenTiers | None = None,
 ) -> EngineCore:
-    """Make a core around a decoder, with a KV pool in fp16 or int8."""
+    """Make a core of a decoder, with a KV pool in fp16 or int8."""
     spec, size = decoder.spec, limits.block_size
     num_blocks = [group.num_blocks for group in limits.groups]
     pool = HostPool(spec, num_blocks, size, sharing.offered, int8)

@@ -80,7 +80,7 @@ KV_TYPES = {
 
 
 class Built(NamedTuple):
-    """The executor of a rank, its memory and its number types."""
+    """The executor of a rank, its memory plan and its dtypes, and the same of a draft model."""
 
     executor: TorchExecutor
     memory: MemoryPlan
@@ -91,7 +91,7 @@ class Built(NamedTuple):
 
 
 def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Grammars) -> Started:
-    """Plan the memory, load the weights, start the core, with all ranks."""
+    """Plan the memory, load the weights and start the core, in all ranks."""
     size, spec = config.tensor_parallel_size, model.spec
     if size == 1:
         with gpu_turn(config, device):
@@ -114,8 +114,8 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
             ranks.all_gather_numbers([0])  # wait for all ranks
         executor = RanksExecutor(built.executor, others)
     on_gpu = torch.device(device).type == "cuda"
-    held = built.executor.program.decoder.spec
-    limits = scheduler_config(config, held, built.memory, on_gpu)
+    own_spec = built.executor.program.decoder.spec
+    limits = scheduler_config(config, own_spec, built.memory, on_gpu)
     if limits.speculation is not None and executor.max_in_flight > 1:
         # A step is launched before the tokens of the step before it are known.
         log.warning(
@@ -123,8 +123,8 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
             "kernels='reference'"
         )
         limits = replace(limits, speculation=None)
-    # The cost of a step is that of all ranks.
-    kv_itemsize = built.memory.sizing.token_bytes / held.kv_elements_per_token
+    # The cost model describes the work of all ranks together.
+    kv_itemsize = built.memory.sizing.token_bytes / own_spec.kv_elements_per_token
     cost = decoder_cost(spec, built.executor.program.decoder, kv_itemsize)
     transfer, sharing = None, transport_config(config)
     if size == 1 and not sharing.alone:
@@ -140,7 +140,7 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     open_tiers = tiers_of(config, model, on_gpu)
     tiers = None
     if open_tiers is not None:
-        tiers = open_tiers(built.executor.program.pool.blocks(), limits, held)
+        tiers = open_tiers(built.executor.program.pool.blocks(), limits, own_spec)
     scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=drafter)
     profile = partial(KernelProfile, built.executor, scheduler)
     core = EngineCore(scheduler, executor, cost, grammars, profile)
@@ -151,16 +151,16 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
 
 @contextlib.contextmanager
 def gpu_turn(config: EngineConfig, device: str) -> Iterator[None]:
-    """Wait until no other engine starts on this GPU: a start measures the free memory."""
+    """Wait until no other engine starts on this GPU, because a start measures the free memory."""
     if config.engines_on_host == 1 or not device.startswith("cuda"):
         yield
         return
-    import fcntl  # which Windows does not have
+    import fcntl  # not on Windows
 
     number = torch.device(device).index or 0
     folder = Path(tempfile.gettempdir())
     with (folder / f"twostroke-gpu{visible_gpu(number)}-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when this process ends, in any way
+        fcntl.flock(file, fcntl.LOCK_EX)  # also released if this process is killed
         yield
 
 
@@ -168,7 +168,7 @@ def gpu_turn(config: EngineConfig, device: str) -> Iterator[None]:
 
 
 def have_own_gpus(config: EngineConfig, device: str) -> bool:
-    """Return whether each rank has a GPU of its own. A GPU named by the config is shared by all."""
+    """Return whether each rank has its own GPU. All ranks share a GPU that the config names."""
     return device.startswith("cuda") and not config.device.startswith("cuda:")
 
 
@@ -192,8 +192,8 @@ def join_ranks(
     store_path: str,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
-    """Wait for the other ranks of an engine, which run in other processes. `check`: raises if one
-    of them has ended; called while the ranks meet."""
+    """Join the other ranks of an engine, which run in other processes. `check` is called during the
+    wait, and raises if a rank has ended."""
     from twostroke.exec.collectives import join_group
 
     found = find_device(config)
@@ -207,7 +207,7 @@ def run_rank(
     plans: Iterable[bytes],
     started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run as a rank other than the first, until the plans end. Call `started` before the first."""
+    """Run the plans on a rank other than the first. Call `started` before the first plan."""
     device = rank_device(config, find_device(config), ranks.rank)
     model = open_model(config, find_model(config), device)
     executor = build_executor(config, model, device, ranks).executor
@@ -221,7 +221,7 @@ def run_rank(
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """All that is decided about a rank before its weights are loaded."""
+    """The dtypes, weight formats and memory of a rank, chosen before its weights are loaded."""
 
     device: torch.device
     ranks: Ranks
@@ -229,7 +229,7 @@ class RankPlan:
     weight_dtype: torch.dtype
     kv_dtype: torch.dtype
     formats: PhaseFormats
-    triton: bool  # the kernels of a GPU; False: the reference kernels
+    triton: bool  # use the Triton kernels; False: the reference kernels
     weight_bytes: int
     memory: MemoryPlan
     draft_memory: MemoryPlan | None = None
@@ -242,8 +242,8 @@ def build_executor(
     ranks: Ranks = ONE_RANK,
     draft: OpenedModel | None = None,
 ) -> Built:
-    """Plan the memory of a rank, load its part of the weights, start its executor; and that of a
-    draft model, for the reference kernels."""
+    """Plan the memory of a rank, load its part of the weights, and start its executor. With the
+    reference kernels, also start the executor of a draft model."""
     config, plan = plan_rank(config, model, device, ranks, draft)
     memory, drafting = plan.memory, None
     try:
@@ -256,11 +256,11 @@ def build_executor(
             executor, memory = _start_on_gpu(config, model, plan, importance)
         else:
             executor = _start_reference(config, model, plan, importance)
-            own = draft_config(config)
-            if draft is not None and own is not None and plan.draft_memory is not None:
-                formats = phase_formats(draft.spec, draft.weights, own, keep_gguf_blocks=False)
-                own_plan = replace(plan, formats=formats, memory=plan.draft_memory)
-                drafting = _start_reference(own, draft, own_plan, {})
+            settings = draft_config(config)
+            if draft is not None and settings is not None and plan.draft_memory is not None:
+                formats = phase_formats(draft.spec, draft.weights, settings, keep_gguf_blocks=False)
+                draft_plan = replace(plan, formats=formats, memory=plan.draft_memory)
+                drafting = _start_reference(settings, draft, draft_plan, {})
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         if ranks.size == 1 or not _is_out_of_memory(error):
             raise
@@ -280,22 +280,22 @@ def plan_rank(
     ranks: Ranks,
     draft: OpenedModel | None = None,
 ) -> tuple[EngineConfig, RankPlan]:
-    """Choose the number types and plan the memory. The config that is returned has this engine's
-    share of the GPU, if several engines share it."""
+    """Choose the dtypes and plan the memory. If several engines share the GPU, the returned config
+    has this engine's share of `gpu_memory_utilization`."""
     place, size = torch.device(device), ranks.size
     on_gpu = place.type == "cuda"
     weight_dtype = _dtype(config.dtype, model.dtype if on_gpu else "float32")
     dtype = weight_dtype if on_gpu else torch.float32
     if dtype != weight_dtype and ranks.rank == 0:
-        # Few CPUs have units for narrower types, and torch's products without them take a hundred
-        # times as long.
+        # Few CPUs have instructions for narrower types. Without them torch's matrix products take
+        # a hundred times as long.
         log.warning(
             "dtype=%s: weights are rounded to it, and a CPU computes in float32", config.dtype
         )
     kv_dtype = KV_TYPES.get(config.kv_cache_dtype)
     if kv_dtype is None:
         kv_dtype = _dtype(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
-    # Ranks, and engines, on CPUs are on the same CPU.
+    # Without GPUs, all ranks and engines share the CPU.
     num_sharers = size * config.engines_on_host
     total = free_share(place, ranks) if on_gpu else host_memory_bytes() // num_sharers
     triton = on_gpu and config.kernels == "auto"
@@ -313,7 +313,7 @@ def plan_rank(
         whole = torch.cuda.mem_get_info(place)[1]
         share = config.gpu_memory_utilization / num_engines
         log.info(
-            "%s is shared by %d engines: this one takes %.3f of its memory "
+            "%s is shared by %d engines: this engine takes %.3f of its memory "
             "(gpu_memory_utilization %g, divided)",
             device,
             num_engines,
@@ -396,8 +396,8 @@ def _start_reference(
 def _start_on_gpu(
     config: EngineConfig, model: OpenedModel, plan: RankPlan, importance: Importance
 ) -> tuple[TorchExecutor, MemoryPlan]:
-    """Load the weights for the Triton kernels. The KV cache gets the memory that is measured to be
-    left."""
+    """Load the weights for the Triton kernels. The KV cache gets the memory that is free after
+    that, as measured."""
     device, ranks, estimate = plan.device, plan.ranks, plan.memory
     capability = torch.cuda.get_device_capability(device)
     if any(format.needs_fp8 for format in plan.formats.all()):
@@ -405,7 +405,7 @@ def _start_on_gpu(
     check_fp8_cache(plan.kv_dtype, capability)
     device_bytes = torch.cuda.mem_get_info(device)[1] // ranks.ranks_per_device
     estimate = replace(estimate, device_bytes=device_bytes)
-    # Hopper has dependent launches. They are not tried with collectives between the launches.
+    # Hopper has programmatic dependent launch (PDL). It is untested with collectives in between.
     dependent = capability >= (9, 0) and ranks.alone
     timer, kernels = StartupTimer(), _triton_kernels(device)
     timer.end("imports")
@@ -435,7 +435,7 @@ def _start_on_gpu(
 def rank_weight_bytes(
     spec: ModelSpec, size: int, itemsize: int, formats: Mapping[str, Format]
 ) -> int:
-    """Upper bound of the weight bytes of a rank."""
+    """Return an upper bound of the weight bytes of a rank."""
     shapes = rank_spec(spec, size).weight_shapes()
     saved = (
         itemsize * math.prod(shapes[name]) - format.num_bytes(shapes[name])
@@ -450,20 +450,20 @@ def phase_sizes(
     """Describe the bytes of two weight formats; raise `ModelError` if memory is too small."""
     message = (
         f"weights: prefill {config.prefill_quantization} {gib(prefill_bytes)} + decode "
-        f"{config.decode_quantization} {gib(decode_bytes)} + what both read "
+        f"{config.decode_quantization} {gib(decode_bytes)} + shared by both "
         f"{gib(held_bytes - prefill_bytes - decode_bytes)} = {gib(held_bytes)}"
     )
     if held_bytes > total:
         raise ModelError(
-            f"{message}, but there are {gib(total)}; give one quantization for both phases, or use "
-            "a pool of engines for each phase (prefill_engines, decode_engines), so that each "
-            "engine keeps the weights of its phase alone"
+            f"{message}, but the memory has {gib(total)}; give one quantization for both phases, "
+            "or use a pool of engines for each phase (prefill_engines, decode_engines), so that "
+            "each engine keeps only the weights of its phase"
         )
     return message
 
 
 def decoder_cost(spec: ModelSpec, decoder: Decoder, kv_itemsize: float) -> CostModel:
-    """`spec`: the decoder's, or the whole model's if there are several ranks."""
+    """Make the cost model. `spec`: of the whole model, if the decoder is one of several ranks."""
     itemsize = decoder.dtype.itemsize
     with_prefill, decode_only = (
         cost_model(spec, weight_bytes(spec, itemsize, formats), kv_itemsize)
@@ -504,8 +504,8 @@ def make_executor(
     record: Record | None = None,
     shared: bool = False,
 ) -> TorchExecutor:
-    """Give a decoder a KV pool and rows. `graph_sizes`: decode batches that run as graphs, made by
-    `record`. `shared`: other processes can fetch blocks."""
+    """Make an executor of a decoder, with a KV pool and rows. `graph_sizes`: the decode batches
+    that run as graphs, which `record` captures. `shared`: other processes can fetch blocks."""
     device, num_groups = decoder.device, len(shape.group_blocks)
     pool = KVPool(
         decoder.spec, shape.group_blocks, shape.block_size, shape.kv_dtype, device, shared
@@ -513,8 +513,8 @@ def make_executor(
     rows = DeviceRows(shape.max_num_seqs, shape.max_model_len, shape.block_size, num_groups, device)
     graphs = pieces = None
     with torch.inference_mode():
-        most = shape.max_num_seqs + shape.max_drafts
-        program = StepProgram(decoder, pool, rows, max_samples=most)
+        max_samples = shape.max_num_seqs + shape.max_drafts
+        program = StepProgram(decoder, pool, rows, max_samples=max_samples)
         if graph_sizes:
             record = record or EagerReplay()
             graphs = DecodeGraphs(program, graph_sizes, record)
@@ -564,7 +564,7 @@ def check_fp8(capability: tuple[int, int]) -> None:
 
 
 def _triton_kernels(device: torch.device) -> Kernels:
-    """Imported here: Triton is installed only for GPUs."""
+    """Make the Triton kernels. Imports them here, because Triton is installed only for GPUs."""
     try:
         from twostroke.kernels.cuda.backend import CudaKernels
     except ImportError as error:
@@ -580,8 +580,8 @@ def check_fp8_cache(kv_dtype: torch.dtype, capability: tuple[int, int]) -> None:
         raise ConfigError(
             "an fp8 KV cache needs a GPU of compute capability "
             f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, Hopper) or later, and this one has "
-            f"{capability[0]}.{capability[1]}; kv_cache_dtype='int8' takes as little memory, and "
-            "every GPU has it"
+            f"{capability[0]}.{capability[1]}; kv_cache_dtype='int8' takes as little memory and "
+            "runs on every GPU"
         )
 
 
@@ -594,6 +594,6 @@ def _dtype(setting: str, default: str) -> torch.dtype:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch raises a RuntimeError if a CPU's memory is too small."""
+    """Return whether memory is too small. On a CPU, torch raises a RuntimeError for that."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""`Child`: the server's side of one engine process (`process.py`). No torch."""
+"""`Child`: the server's handle of one engine process (`process.py`). Does not import torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from twostroke.network_auth import (
 
 log = logging.getLogger(__name__)
 
-# A process sends nothing while it imports its modules. It is not killed for that before this time.
+# A process sends nothing while it imports its modules. Until this time it is not killed for that.
 MIN_IMPORT_TIMEOUT_S = 30.0
 MAX_READ_S = 0.001  # `_read` returns to the event loop after this time
 

@@ -17,14 +17,14 @@ from time import monotonic
 from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.request import EngineRequest
 
-# The last messages that are compared. They include half a minute of heartbeats, in which clocks
-# drift by less than the time that a message takes.
+# The number of recent messages that are compared: half a minute of heartbeats. In that time clocks
+# drift by less than the transit time of a message.
 MAX_SAMPLES = 64
 
 
 @cache
 def clock_id() -> str:
-    """Return an identifier of the monotonic clock. Processes that share the clock have the same."""
+    """Return an identifier of the monotonic clock, equal in all processes that share the clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
@@ -33,8 +33,8 @@ def clock_id() -> str:
 
 
 class RemoteClock:
-    """Converts times. `ahead_s`: how far our clock is ahead of theirs, by the message that took the
-    least time to arrive."""
+    """Converts times between the clocks of two processes. `ahead_s`: the difference between our
+    clock and theirs, estimated from the message with the shortest transit time."""
 
     def __init__(self, their_clock_id: str) -> None:
         self._same = their_clock_id == clock_id()

@@ -1,11 +1,11 @@
-"""`EngineCore`: the loop. Requests of token ids in, updates of token ids out.
+"""`EngineCore`: the engine's loop. It takes requests of token ids and returns updates of token ids.
 
     plan n+1 ─▶ forward ─▶ sample ─▶ wait for n ─▶ commit n
 
 With an executor that runs one step at a time, the loop is: plan, run, commit. With an executor that
-takes several steps, a step is planned and launched while the step before it still runs. A grammar
-needs the token before. So if a step samples with a grammar, its forward is launched as usual, then
-step n is waited for and committed, and only then is step n+1 sampled, with the masks:
+accepts several steps, step n+1 is planned and launched while step n still runs. The mask of a
+grammar depends on the previous token. So if step n+1 samples with a grammar, its forward is
+launched as usual, but it is sampled after step n has been committed:
 
     plan n+1 ─▶ forward ─▶ wait for n ─▶ commit n ─▶ masks ─▶ sample
 """
@@ -31,9 +31,10 @@ from twostroke.sched.step import StepInFlight
 from twostroke.sched.updates import Update
 
 NO_REQUESTS: frozenset[str] = frozenset()
-CLOSE_S = 5.0  # for copies to tiers at the end
-TIER_POLL_S = 0.002  # how long a loop that only waits for a tier handles nothing else
-COMPILE_POLL_S = 0.005  # how long a loop that only waits for a grammar handles nothing else
+CLOSE_S = 5.0  # time limit of `close` for copies to tiers
+# How long a call of `step` waits if no request can run:
+TIER_POLL_S = 0.002  # for blocks that a tier is fetching
+COMPILE_POLL_S = 0.005  # for a grammar that is being compiled
 
 
 class EngineCore:
@@ -53,12 +54,12 @@ class EngineCore:
         self._executor = executor
         self.cost = cost
         self._grammars = grammars
-        # Requests whose grammars are not ready, by id, and how many tokens each may write.
+        # By id: requests whose grammars are not ready, and the maximum number of their tokens.
         self._compiling: dict[str, tuple[EngineRequest, int]] = {}
-        self._idle_step = False  # the last step had nothing to launch
+        self._idle_step = False  # the last call of `step` launched nothing
 
     def warm(self) -> None:
-        """Prepare what the first request with a grammar would else wait for."""
+        """Prepare grammars, so that the first request with a grammar does not wait."""
         if self._grammars is not None:
             self._grammars.warm()
 
@@ -109,7 +110,7 @@ class EngineCore:
         return ends
 
     def abort(self, request_id: str) -> Update | None:
-        if request_id in self._compiling:  # it enters the schedule to leave it, with a record
+        if request_id in self._compiling:  # scheduled first, so that the abort makes a record
             self.scheduler.add(*self._compiling.pop(request_id))
         update = self.scheduler.abort(request_id)
         if update is not None:
@@ -142,23 +143,24 @@ class EngineCore:
         self.scheduler.reset_prefixes()
 
     def take_finished_copies(self) -> None:
-        """Take note of finished copies to tiers; every step does so, too."""
+        """Register finished copies to tiers. Every step does this, too."""
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.take_finished()
 
     def close(self) -> None:
-        """Finish the copies to tiers that are under way."""
+        """Wait up to `CLOSE_S` for copies to tiers."""
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.close(CLOSE_S)
 
     def step(self) -> list[Update]:
-        """Launch a step if there is work, and collect the oldest step if it must be waited for."""
+        """Launch a step if there is work. Collect the oldest step in flight if no step was launched
+        or if the executor accepts no further step."""
         updates = self._take_compiled() if self._compiling else []
         grammars = self._grammars
-        # Requests that skip the step because other requests wait for masks.
-        held = grammars.held() if grammars is not None and grammars.active else NO_REQUESTS
-        rules = grammars if grammars is not None and grammars.active else None
-        step = self.scheduler.plan(held, rules)
+        active = grammars if grammars is not None and grammars.active else None
+        # Requests that skip this step, because the masks of all requests would take too long.
+        held = NO_REQUESTS if active is None else active.held()
+        step = self.scheduler.plan(held, active)
         self._idle_step = step is None
         tiers = self.scheduler.kv.tiers
         if tiers is not None and tiers.is_fetching and self.awaits_fetch:
@@ -174,8 +176,8 @@ class EngineCore:
         return updates
 
     def _launch(self, step: StepInFlight, updates: list[Update]) -> None:
-        """Launch a step. Appends the updates of the steps that are waited for before it can be
-        sampled."""
+        """Launch a step. If it samples with a grammar, collect the earlier steps before sampling,
+        and append their updates to `updates`."""
         grammars, in_flight = self._grammars, self.scheduler.in_flight
         step.launched_s = monotonic()
         handle = self._executor.forward(step.plan)
@@ -197,39 +199,40 @@ class EngineCore:
         self.recorder.add(step, result, committed, now)
         updates = committed.updates
         if self._grammars is not None and self._grammars.active:
-            updates = self._follow(self._grammars, updates)
+            updates = self._advance_grammars(self._grammars, updates)
         self._note_ends(updates)
         return updates
 
-    def _follow(self, grammars: Grammars, updates: list[Update]) -> list[Update]:
-        """Advance grammars by the committed tokens. A request whose grammar is complete ends there,
-        regardless of min_tokens and ignore_eos."""
-        followed = []
+    def _advance_grammars(self, grammars: Grammars, updates: list[Update]) -> list[Update]:
+        """Advance grammars by the committed tokens. Return the updates with the ends of requests
+        whose grammars are complete. Such a request ends regardless of min_tokens and ignore_eos."""
+        with_ends = []
         for update in updates:
             ended = update.finish_reason not in (None, FinishReason.PREFILLED)
             end = None
             if update.tokens:
                 end = grammars.advance(update.request_id, update.tokens, ended)
-            if end is not None and update.offer is not None:  # no engine need continue it
+            if end is not None and update.offer is not None:
+                # The request has ended, so no other engine will fetch its blocks.
                 self.scheduler.offers.release(update.offer.number)
-                followed.append(self._end(update.request_id, end, update))
+                with_ends.append(self._end(update.request_id, end, update))
                 continue
             if end is None or not ended:
-                followed.append(update)
+                with_ends.append(update)
             if end is not None:
-                followed.append(self._end(update.request_id, end, update if ended else None))
-        return followed
+                with_ends.append(self._end(update.request_id, end, update if ended else None))
+        return with_ends
 
     def _end(self, request_id: str, end: End, last: Update | None = None) -> Update:
-        """Make the final update of a request that its grammar ends. `last`: the update that ended
-        the request already, if one did."""
+        """Make the final update of a request that its grammar ends. `last`: the update that has
+        already ended the request; None: the request still runs and is aborted."""
         last = last or self.scheduler.abort(request_id)
         assert last is not None
         assert last.record is not None
         reason = FinishReason.ERROR if end.error else FinishReason.STOP
         last.record.finish_reason = reason
-        bad = bool(end.error)
-        return last._replace(finish_reason=reason, error=end.error, impossible=bad, offer=None)
+        failed = bool(end.error)
+        return last._replace(finish_reason=reason, error=end.error, impossible=failed, offer=None)
 
     def _note_ends(self, updates: list[Update]) -> None:
         for update in updates:
@@ -240,7 +243,7 @@ class EngineCore:
                     self._grammars.drop(update.request_id)
 
     def _fail(self, error: Exception) -> list[Update]:
-        """Continue after a step that could not run; `Scheduler.fail` finds the request at fault."""
+        """Continue after a step that failed. `Scheduler.fail` finds the request at fault."""
         reason = f"{type(error).__name__}: {error}"
         if not self.scheduler.in_flight:
             raise EngineError(f"the engine failed with no step running ({reason})") from error

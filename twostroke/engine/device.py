@@ -1,7 +1,7 @@
 """`find_device`: the device that an engine runs on.
 
-torch is imported only if there may be a GPU: importing it takes seconds and hundreds of megabytes,
-and the native kernels of a CPU do not need it. It may not be installed at all.
+torch is imported only if the machine may have a GPU. The import takes seconds and hundreds of
+megabytes, the native kernels of a CPU do not need torch, and torch may not be installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twostroke.config import EngineConfig
 from twostroke.environment import hides_gpus
 from twostroke.errors import ConfigError
 
-DRIVERS = {"linux": "libcuda.so.1", "win32": "nvcuda.dll"}  # torch needs them to find a GPU
+DRIVERS = {"linux": "libcuda.so.1", "win32": "nvcuda.dll"}  # torch finds no GPU without them
 AMD = "/dev/kfd"  # torch calls AMD's GPUs "cuda", too
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ def find_device(config: EngineConfig) -> str:
             )
         if num_gpus := _count_gpus():
             log.warning(
-                "%s, but torch is not installed; running on the CPU. For the GPU: "
+                "this machine has %s, but torch is not installed; running on the CPU. For the GPU: "
                 "pip install 'twostroke[gpu]'",
-                "a GPU is here" if num_gpus == 1 else f"{num_gpus} GPUs are here",
+                "a GPU" if num_gpus == 1 else f"{num_gpus} GPUs",
             )
         return "cpu"
     if _finds_gpu():
@@ -50,7 +50,7 @@ def find_device(config: EngineConfig) -> str:
 
 
 def engines_on_gpu(config: EngineConfig, device: str) -> int:
-    """Return how many engines of this machine share this GPU: engines take GPUs in turn."""
+    """Return the number of engines on this GPU. Engine n uses GPU n modulo the number of GPUs."""
     if config.engines_on_host == 1 or config.device not in ("auto", "cuda"):
         return config.engines_on_host
     number = int(device.partition(":")[2] or 0)
@@ -62,7 +62,7 @@ def has_torch() -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Return whether torch might find a GPU; False only if it certainly would not."""
+    """Return False if torch would certainly find no GPU."""
     if hides_gpus() or sys.platform not in DRIVERS:
         return False
     if os.path.exists(AMD):
@@ -87,7 +87,7 @@ def _num_gpus() -> int:
 
 
 def _count_gpus() -> int:
-    """Ask NVIDIA's driver for the number of GPUs; it may be 0."""
+    """Return the number of GPUs that NVIDIA's driver reports; 0 without a driver."""
     try:
         driver = ctypes.CDLL(DRIVERS[sys.platform])
     except (KeyError, OSError):

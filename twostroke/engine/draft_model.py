@@ -1,6 +1,7 @@
 """The draft model of an engine: its files, its vocabulary, its share of the memory, its limits.
 
-It has no settings but its name: its device, threads, cache type and kernels are those of the model.
+A user sets only the name of the draft model. It runs on the device of the model, with the same
+threads, KV cache type and kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class DraftRunner:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
-    """Return the settings of the draft model; None: there is none."""
+    """Return the settings of the draft model; None without a draft model."""
     speculation = config.speculation()
     if speculation is None or speculation.model is None:
         return None
@@ -64,29 +65,30 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
 
 
 def open_draft_model(config: EngineConfig, model: OpenedModel, device: str) -> OpenedModel | None:
-    """Find and describe the draft model, and compare its vocabulary with that of the model."""
-    own = draft_config(config)
-    if own is None:
+    """Open the draft model without reading its weights. Check that it has the same vocabulary."""
+    settings = draft_config(config)
+    if settings is None:
         return None
     try:
-        draft = open_model(own, find_model(own), device)
+        draft = open_model(settings, find_model(settings), device)
     except (ConfigError, ModelError) as error:
         raise type(error)(f"{SETTING}, the draft model: {error}") from None
-    _check_vocabulary(config, model, own, draft)
+    _check_vocabulary(config, model, settings, draft)
     return draft
 
 
 def _check_vocabulary(
-    config: EngineConfig, model: OpenedModel, own: EngineConfig, draft: OpenedModel
+    config: EngineConfig, model: OpenedModel, draft_settings: EngineConfig, draft: OpenedModel
 ) -> None:
-    """Refuse a draft model whose token ids mean other tokens. The size alone may differ: it may be
-    padded."""
-    tokenizer, drafts = open_tokenizer(config, model.files), open_tokenizer(own, draft.files)
-    if tokenizer is None or drafts is None:
+    """Refuse a draft model in which a token id means another token. The sizes of the vocabularies
+    may differ, because vocabularies may be padded."""
+    tokenizer = open_tokenizer(config, model.files)
+    draft_tokenizer = open_tokenizer(draft_settings, draft.files)
+    if tokenizer is None or draft_tokenizer is None:
         log.warning("the vocabularies of the model and the draft model are not compared")
         return
-    for token in range(min(tokenizer.vocab_size, drafts.vocab_size)):
-        ours, theirs = tokenizer.vocabulary_entry(token), drafts.vocabulary_entry(token)
+    for token in range(min(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
+        ours, theirs = tokenizer.vocabulary_entry(token), draft_tokenizer.vocabulary_entry(token)
         unused = not ours or not theirs or (ours[:4] == theirs[:4] == PADDING)
         if ours != theirs and not unused:
             raise ConfigError(
@@ -109,9 +111,10 @@ def plan_memories(
     kv_itemsize: int,
     total_bytes: int,
 ) -> tuple[MemoryPlan, MemoryPlan]:
-    """Return the memory plans of the model and of the draft model, whose caches hold the same
-    number of tokens. The size of a cache that the user sets is that of the model; otherwise both
-    caches share what the model's would take alone. `itemsize`, `kv_itemsize`: bytes per element."""
+    """Return the memory plans of the model and of the draft model. Both KV caches have room for the
+    same number of tokens. A cache size that the user sets is the size of the model's cache.
+    Otherwise both caches share the memory that the model's cache would take without a draft model.
+    `itemsize`, `kv_itemsize`: bytes per element."""
     weights = model.weight_bytes + draft.weight_bytes
     if model.weight_bytes <= total_bytes < weights:
         raise ModelError(
@@ -126,8 +129,8 @@ def plan_memories(
     if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None:
         share = memory.sizing.token_bytes / (memory.sizing.token_bytes + sizing.token_bytes)
         part = max(memory.sizing.min_bytes, int(memory.kv_bytes * share))
-        own = replace(config, kv_cache_memory_bytes=part)
-        memory = plan_memory(own, model.spec, *sizes, on_gpu=False)
+        limited = replace(config, kv_cache_memory_bytes=part)
+        memory = plan_memory(limited, model.spec, *sizes, on_gpu=False)
         length = min(length, memory.max_model_len)
     blocks = sizing.with_main(memory.group_blocks[memory.sizing.main])
     plan = MemoryPlan(total_bytes, draft.weight_bytes, sizing, blocks, length, False)
@@ -145,12 +148,12 @@ def plan_memories(
         gib(plan.kv_bytes),
         f"{memory.group_blocks[memory.sizing.main] * config.block_size:,}",
     )
-    held = plan.weight_bytes + plan.kv_bytes
-    return replace(memory, total_bytes=total_bytes, draft_bytes=held), plan
+    draft_bytes = plan.weight_bytes + plan.kv_bytes
+    return replace(memory, total_bytes=total_bytes, draft_bytes=draft_bytes), plan
 
 
 def draft_limits(limits: SchedulerConfig, spec: ModelSpec, memory: MemoryPlan) -> SchedulerConfig:
-    """Return the limits of the steps of the draft model, from those of the model."""
+    """Return the limits of the draft model's steps. `limits`: of the model's steps."""
     return replace(
         limits,
         max_model_len=memory.max_model_len,
@@ -166,7 +169,7 @@ def make_drafter(
     limits: SchedulerConfig,
     vocabularies: Vocabularies,
 ) -> ModelDrafter:
-    """Make a drafter around the executor of a draft model. `limits`: of the model."""
+    """Make a drafter of the executor of a draft model. `limits`: of the model's steps."""
     assert limits.speculation is not None
     runner, min_prob = DraftRunner(executor), limits.speculation.model_min_prob
     return ModelDrafter(draft_limits, runner, vocabularies, min_prob)

@@ -1,9 +1,9 @@
 """`GrammarCheck`: compiles users' grammars first in a process that may crash.
 
-llguidance takes minutes for some grammars, and others overflow its stack; the text of a grammar
-does not show this. A worker process compiles with the model's own tokenizer, like the engine, and
-with less stack than the engine has. The processes start with the first request that has a grammar.
-No torch.
+llguidance takes minutes to compile some grammars, and others overflow its stack; the text of a
+grammar does not show this. A worker process compiles with the model's tokenizer, like the engine,
+and with a smaller stack than the engine's. The processes start with the first request that has a
+grammar. They do not import torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LIMITS: Final = Limits(
     cpu_s=0.25,  # the schemas of real programs take 1 to 5 ms
     wall_s=20.0,  # the worker waits while the engine and other programs need all processors
     memory_bytes=32 * 1024**2,
-    stack_bytes=4 * 1024**2,  # half of what the engine compiles with
-    nice=10,  # a tenth of a core beside a busy engine
+    stack_bytes=4 * 1024**2,  # half the stack of the engine's compiler
+    nice=10,  # a tenth of a core while the engine is busy
 )
 REMEMBERED: Final = 1024  # results, by the digests of grammars
 
@@ -84,7 +84,7 @@ class GrammarCheck:
 
 
 def checker(setup: bytes) -> Work:
-    """Make the worker's function: a grammar → its error, or nothing."""
+    """Make the worker's function, which returns the error of a grammar, or nothing."""
     tokenizer = make_tokenizer(*json.loads(setup))
 
     def check(request: bytes) -> bytes:

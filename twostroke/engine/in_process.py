@@ -42,11 +42,12 @@ class SyncClient:
         self.info, self.records = engine.info(), engine.core.records
         self.totals: Totals | None = None
         self.transfers: TransferTotals | None = None
-        self.healthy, self.num_restarts = True, 0  # it lives as long as this process
+        self.healthy, self.num_restarts = True, 0  # the engine runs as long as this process
         self.asleep, self.phase = False, ""
         self.dropped: dict[str, int] = {}
         engine.output_processor.warm()
-        self._kept: dict[str, RequestOutput] = {}  # changed while another user ran the loop
+        # Outputs that changed while another user ran the loop, by request id.
+        self._kept: dict[str, RequestOutput] = {}
 
     def load(self) -> EngineLoad:
         return _load(self._engine)
@@ -59,9 +60,9 @@ class SyncClient:
         request_id: str | None = None,
         on_output: OnOutput | None = None,
     ) -> str:
-        """Queue a request; returns its id. Refusals are raised here and leave nothing behind.
+        """Queue a request and return its id. Raise an error if the request is refused.
 
-        `on_output`: called with each output while the loop runs, in the requested kind."""
+        `on_output`: called with each output while the loop runs, in the form of `output_kind`."""
         engine = self._engine
         request = engine.input_processor.process(prompt, params, priority)
         state, requests = engine.output_processor.add(request, request_id, on_output)
@@ -93,7 +94,8 @@ class SyncClient:
             yield changed
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the changed outputs of all requests. Outputs keep growing."""
+        """Run one step. Return the changed outputs of all requests; later steps change these
+        objects again."""
         engine = self._engine
         updates = engine.core.step()
         outputs, aborts = engine.output_processor.process(updates)
@@ -121,7 +123,7 @@ def _abort_all(engine: Engine, names: Iterable[str]) -> list[Update]:
 
 
 def _note_ends(engine: Engine, updates: Iterable[Update]) -> None:
-    """Tell the listeners of the records about requests that have ended."""
+    """Pass the records of requests that have ended to the listeners of the records."""
     for update in updates:
         if update.record is not None:
             engine.core.records.notify_listeners(update.record)
@@ -133,8 +135,8 @@ class AsyncEngine(RequestClient):
         async for output in engine.generate(prompt, params): ...
 
     Leaving the loop early aborts the request. The engine's thread owns the core. The lock guards
-    the output processor, since the caller's thread adds requests, and keeps the inbox in the same
-    order: each request in `_outputs` is in the inbox or in the engine.
+    the output processor, which the caller's thread uses, too. It also makes sure that each request
+    in `_outputs` is in the inbox or in the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -163,7 +165,7 @@ class AsyncEngine(RequestClient):
         self.close()
 
     def close(self) -> None:
-        """Abort what runs and stop the thread; streams that are open raise `EngineError`."""
+        """Abort running requests and stop the thread. Open streams raise `EngineError`."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -183,7 +185,7 @@ class AsyncEngine(RequestClient):
         on_error: OnError,
         request_id: str | None = None,
     ) -> RequestState:
-        """Submit from the event loop in which the callbacks are to be called."""
+        """Submit a request. The callbacks are called in the event loop of the caller."""
         loop = asyncio.get_running_loop()
         listeners = _in_loop(loop, on_output), _in_loop(loop, on_error)
         return super().submit(request, *listeners, request_id)
@@ -207,7 +209,7 @@ class AsyncEngine(RequestClient):
         return json.dumps(await self._call(self.engine.core.profiler.stop)).encode()
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """Call the function in the engine's thread; return or raise its outcome."""
+        """Call the function in the engine's thread. Return its result or raise its exception."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -272,7 +274,7 @@ class AsyncEngine(RequestClient):
     def _process(self, updates: list[Update]) -> None:
         if not updates:
             return
-        _note_ends(self.engine, updates)  # count an end before its listener is told
+        _note_ends(self.engine, updates)  # metrics count the end before the user sees it
         with self._lock:
             _, aborts = self._outputs.process(updates)
             ends = _abort_all(self.engine, aborts)
@@ -286,7 +288,7 @@ class AsyncEngine(RequestClient):
 def _in_loop(
     loop: asyncio.AbstractEventLoop, callback: Callable[[Any], None]
 ) -> Callable[[Any], None]:
-    """Return a function that has the loop call `callback`, from any thread."""
+    """Return a function that makes the loop call `callback`. Any thread may call the function."""
 
     def call(item: Any) -> None:
         # RuntimeError: the loop is closed, so its tasks have ended.

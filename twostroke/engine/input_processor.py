@@ -1,5 +1,5 @@
-"""`InputProcessor`: prompt and parameters of a user → an `EngineRequest`. Renders chats, tokenises
-and validates.
+"""`InputProcessor` makes an `EngineRequest` from a user's prompt and parameters: it renders chats,
+tokenises and validates.
 
 Where a request is checked:
 
@@ -9,11 +9,11 @@ Where a request is checked:
   model and engine   `process`: vocabulary, log-probabilities, stop strings, grammar
   schedule           `Scheduler.check`: room in the context and in the KV cache
 
-An engine in another process does not trust its messages: decoding a message constructs
-`SamplingParams` and so checks them again (`wire.py`); `Scheduler.check` holds for every request.
+An engine in another process checks the messages that it gets: decoding a message constructs
+`SamplingParams` again (`wire.py`), and `Scheduler.check` checks every request.
 
-An `InputProcessor` keeps nothing about requests, so a refusal leaves no trace and several threads
-may use it. This module imports no torch.
+An `InputProcessor` stores nothing about requests, so several threads may use it. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from twostroke.model.text.tokenizer import Tokenizer
 from twostroke.request import FIRST_MARK_TOKENS, MAX_PRIORITY, EngineRequest, SamplingParams
 
 log = logging.getLogger(__name__)
-CHARS_PER_TOKEN: Final = 8  # texts with more characters for each allowed token are counted first
-MAX_CHARS_PER_TOKEN: Final = 32  # texts with more characters for each allowed token are refused
-MIN_CHARS_LIMIT: Final = 64 * 1024  # shorter texts are never refused for their characters
-COUNTED_CHARS: Final = 16 * 1024  # size of the pieces whose tokens are counted
+# Limits of texts by their characters for each allowed token (`check_length`):
+CHARS_PER_TOKEN: Final = 8  # the tokens of longer texts are counted in pieces first
+MAX_CHARS_PER_TOKEN: Final = 32  # longer texts are refused before they are tokenised
+MIN_CHARS_LIMIT: Final = 64 * 1024  # texts up to this length are not refused by their characters
+COUNTED_CHARS: Final = 16 * 1024  # size of a piece
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -65,8 +66,8 @@ class InputProcessor:
         limits: ModelLimits,
         renderer: TemplateRenderer | None = None,
     ) -> None:
-        """`renderer`: renders chats for which no `run` is given; its process starts with the first
-        chat."""
+        """`renderer`: renders chats for which no `run` is given. Its process starts when it renders
+        the first chat."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.chat_template = chat_template
@@ -74,8 +75,8 @@ class InputProcessor:
         self._mark_key = os.urandom(16)
         if tokenizer is not None and tokenizer.vocab_size > limits.vocab_size:
             log.warning(
-                "the tokenizer has %d tokens and the model only %d: prompts with other tokens are "
-                "refused",
+                "the tokenizer has %d tokens, but the model only %d: prompts with tokens that the "
+                "model lacks are refused",
                 tokenizer.vocab_size,
                 limits.vocab_size,
             )
@@ -94,8 +95,8 @@ class InputProcessor:
         run: TemplateRunner | None = None,
         max_prompt_tokens: int | None = None,
     ) -> list[int]:
-        """Render a conversation as token ids. `run` renders with another template than the model's
-        own, or within other limits."""
+        """Render a conversation as token ids. `run`: a renderer with another template or other
+        limits; None: the model's own template."""
         tokenizer = self._need_tokenizer("a chat")
         text = self.chat_text(
             messages,
@@ -156,7 +157,7 @@ class InputProcessor:
     def template_runner(
         self, source: str | None = None, content_format: str = "auto"
     ) -> TemplateRunner:
-        """Return a renderer of the model's own template, or of `source`, given by the program."""
+        """Return a renderer of the model's own template, or of the template `source`."""
         template = self.template(source, content_format)
         return partial(self.run_template, self._renderer, template, None)
 
@@ -253,9 +254,9 @@ class InputProcessor:
     ) -> None:
         """Raise `RequestError` if a prompt is too long.
 
-        `max_prompt_tokens`: a server's limit, below max_model_len. With it, texts are measured
-        before they are tokenised: tokenising takes 100 bytes of memory a character and 260 a token.
-        """
+        `max_prompt_tokens`: a server's limit, below max_model_len. With this limit, texts are
+        measured before they are tokenised, because tokenising takes 100 bytes of memory for each
+        character and 260 bytes for each token."""
         if max_prompt_tokens is None:
             if not isinstance(prompt, str) and len(prompt) >= self.limits.max_model_len:
                 raise RequestError(
@@ -282,9 +283,9 @@ class InputProcessor:
         )
 
     def _min_tokens(self, text: str, max_prompt_tokens: int) -> int:
-        """Return a lower bound of the number of a text's tokens: half of the tokens of its pieces.
-        Cutting a text changes a few of its tokens, never half of them. Counting stops when the
-        bound exceeds `max_prompt_tokens`."""
+        """Return a lower bound of the number of tokens of a text: half the tokens of its pieces.
+        Cutting a text into pieces changes only a few tokens. Counting stops when the bound exceeds
+        `max_prompt_tokens`."""
         tokenizer, count = self._need_tokenizer("a text prompt"), 0
         for start in range(0, len(text), COUNTED_CHARS):
             count += len(tokenizer.encode(text[start : start + COUNTED_CHARS], False))
@@ -363,7 +364,7 @@ class InputProcessor:
         if len(params.allowed_token_ids or ()) > limits.vocab_size:
             raise RequestError(
                 f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, but the model "
-                f"has only {limits.vocab_size}; name each once"
+                f"has only {limits.vocab_size}; list each id once"
             )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
             for token in getattr(params, name) or ():
@@ -374,13 +375,13 @@ class InputProcessor:
                     )
 
     def _whole_vocabulary(self, params: SamplingParams) -> SamplingParams:
-        """Replace -1 by the size of the vocabulary, in the numbers of log-probabilities."""
-        every: dict[str, Any] = {
+        """Replace `logprobs` and `prompt_logprobs` of -1 by the size of the vocabulary."""
+        sizes: dict[str, Any] = {
             name: self.limits.vocab_size
             for name in ("logprobs", "prompt_logprobs")
             if getattr(params, name) == -1
         }
-        return replace(params, **every) if every else params
+        return replace(params, **sizes) if sizes else params
 
     def _check_logprobs(self, name: str, description: str, number: int) -> None:
         limit = self.limits.max_logprobs
@@ -392,17 +393,16 @@ class InputProcessor:
             )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Return the token ids that end a continuation. A tokenizer may name tokens that the model
-        lacks."""
+        """Return the token ids that end a completion, without tokens that the model lacks."""
         ids = frozenset(params.stop_token_ids or ())
         if self.tokenizer is not None and not params.ignore_eos:
             ids |= {n for n in self.tokenizer.stop_ids if n < self.limits.vocab_size}
         return ids
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each word at the start of a text, and those of the word after a
-        space: they differ in most vocabularies. A word with a token that the model lacks needs no
-        ban."""
+        """Return the token ids of each word, at the start of a text and after a space, because most
+        vocabularies have different tokens for the two. Words with tokens that the model lacks are
+        left out."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             tokenizer = self._need_tokenizer("bad_words")
@@ -432,14 +432,15 @@ class InputProcessor:
 
     @cached_property
     def grammars(self) -> GrammarCheck:
-        """Compiles grammars in a limited process. A new grammar takes milliseconds, the worst takes
-        0.25 s of CPU time, and the very first waits for the start of the process (0.5 s)."""
+        """The checker of grammars, which compiles them in a limited process. A new grammar takes
+        some milliseconds, and 0.25 s of CPU time at most. The first one also waits for the start of
+        the process (0.5 s)."""
         tokenizer = self._need_tokenizer("structured_outputs")
         end_ids = sorted(n for n in tokenizer.stop_ids if n < self.limits.vocab_size)
         return GrammarCheck(tokenizer.to_json(), end_ids)
 
     def close(self) -> None:
-        """End the helper processes; the next chat or grammar starts new processes."""
+        """End the helper processes. The next chat or grammar starts them again."""
         self._renderer.close()
         if "grammars" in self.__dict__:
             self.grammars.close()

@@ -1,7 +1,6 @@
 """`is_native`: the choice between the native kernels of a CPU and torch.
 
-The choice decides whether torch is imported: it is not for the native kernels, and need not be
-installed.
+With the native kernels torch is not imported and need not be installed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from twostroke.kernels import cpu
 
 log = logging.getLogger(__name__)
 
-NATIVE_KV = ("auto", "float16", "int8")  # types of the KV cache that the native kernels have
+NATIVE_KV = ("auto", "float16", "int8")  # types of the KV cache that the native kernels support
 GET_TORCH = "pip install 'twostroke[reference]'"
 NO_KERNELS = "this installation has no native kernels (they could not be built when it was made)"
 GET_KERNELS = "install a C++ compiler, then twostroke again (`pip install -v .` says what is wrong)"
@@ -82,14 +81,14 @@ def is_native(config: EngineConfig, device: str) -> bool:
         )
     if native and config.isa != "auto" and config.isa not in cpu.module().isas():
         raise ConfigError(
-            f"isa {config.isa!r} is not what this machine has; it has "
+            f"this machine does not support isa {config.isa!r}; use one of "
             f"{', '.join(cpu.module().isas())}"
         )
     return native
 
 
 def _needs_torch(config: EngineConfig, other_kv: bool) -> str:
-    """The reason why torch is needed, and how to get it."""
+    """Return why torch is needed, and how to install it."""
     get_torch = GET_TORCH
     if config.kernels == "reference":
         return (

@@ -1,4 +1,5 @@
-"""The tiers of an engine: what a setting asks for, and the identity of the engine's KV blocks."""
+"""Opens the tiers of the KV cache that the settings ask for. Blocks on a disk are kept under the
+identity of the engine (`kv_identity`), so that only an engine with the same weights reads them."""
 
 from __future__ import annotations
 
@@ -25,33 +26,33 @@ from twostroke.sched.step import SchedulerConfig
 
 log = logging.getLogger(__name__)
 
-SAMPLES, SAMPLE_BYTES = 256, 4096  # of a file of weights
-CONVERSATION_TOKENS = 4096  # of the conversations that the log counts
+SAMPLES, SAMPLE_BYTES = 256, 4096  # samples of a weight file for its digest
+CONVERSATION_TOKENS = 4096  # tokens of a conversation, the unit of the capacity in the log
 
 
 class OpenTiers(Protocol):
-    """Open the tiers of an engine with these blocks."""
+    """A function that opens the tiers of an engine with these blocks."""
 
     def __call__(self, blocks: TierBlocks, limits: SchedulerConfig, spec: ModelSpec) -> Tiers: ...
 
 
 def tiers_of(config: EngineConfig, model: OpenedModel, on_gpu: bool) -> OpenTiers | None:
-    """Return how to open the tiers that the settings ask for; None if they ask for none."""
-    host = config.kv_offloading_size or 0.0
-    if host and not on_gpu:
+    """Return a function that opens the tiers of the settings; None if the settings have none."""
+    host_gib = config.kv_offloading_size or 0.0
+    if host_gib and not on_gpu:
         log.warning(
             "kv_offloading_size has no effect on a CPU: the KV cache itself is in host memory; "
             "kv_cache_memory_bytes is its size, and kv_disk_cache keeps prefixes in a folder"
         )
-        host = 0.0
-    if not host and config.kv_disk_cache is None:
+        host_gib = 0.0
+    if not host_gib and config.kv_disk_cache is None:
         return None
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            "kv_offloading_size and kv_disk_cache need one rank as yet, and tensor_parallel_size "
-            f"is {config.tensor_parallel_size}; leave one of them out"
+            "kv_offloading_size and kv_disk_cache do not support several ranks yet, and "
+            f"tensor_parallel_size is {config.tensor_parallel_size}; leave one of them out"
         )
-    return partial(_open, config, model, int(host * GIB) // config.engines_on_host)
+    return partial(_open, config, model, int(host_gib * GIB) // config.engines_on_host)
 
 
 def _open(
@@ -83,7 +84,7 @@ def _open(
 
 
 def host_tier(blocks: TierBlocks, span: int, num_bytes: int) -> Tier:
-    """Imported here: only blocks on a device of torch have this tier."""
+    """Open the tier in host memory. Imports it here, because only blocks of torch have it."""
     from twostroke.kv.device_memory import DeviceBlocks
     from twostroke.kv.tiers.host import HostTier
 
@@ -103,8 +104,8 @@ def _log_capacity(tier: Tier, limits: SchedulerConfig, span: int) -> None:
     length = min(CONVERSATION_TOKENS, limits.max_model_len)
     per_conversation = -(-blocks_held(length, None, 1, limits.block_size) // span)
     log.info(
-        "KV cache on %s: %s tokens, or %s conversations of %s tokens; %s tokens are there; reads "
-        "take %.1f GB/s",
+        "KV cache on %s: %s tokens, or %s conversations of %s tokens; %s tokens are stored; reads "
+        "run at %.1f GB/s",
         {"host": "host memory", "disk": "disk"}[tier.name],
         f"{tokens:,}",
         f"{tier.capacity // per_conversation:,}",
@@ -117,8 +118,8 @@ def _log_capacity(tier: Tier, limits: SchedulerConfig, span: int) -> None:
 def kv_identity(
     config: EngineConfig, model: OpenedModel, blocks: TierBlocks, windows: Sequence[int | None]
 ) -> bytes:
-    """Return the digest of everything that determines the contents of a block: the weights, how
-    they are computed, and the layout."""
+    """Return the digest of everything that determines the contents of a block: the weights, the
+    arithmetic, and the layout."""
     dummy = config.seed if config.load_format == "dummy" else None
     weights = (weights_digest(model.files.path).hex(), dummy, model.spec, model.dtype)
     return identity_of(
@@ -132,8 +133,8 @@ def kv_identity(
 
 
 def weights_digest(path: Path) -> bytes:
-    """Return a digest of a model's files: their sizes, times of change, and samples of their
-    contents. To read large files whole would take minutes."""
+    """Return a digest of a model's files: their sizes, modification times, and samples of their
+    contents. Reading large files completely would take minutes."""
     if path.is_dir():
         files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
     else:

@@ -27,18 +27,18 @@ OnError = Callable[[Exception], None]
 
 log = logging.getLogger(__name__)
 
-MAX_HELD_TRIED = 64  # places at which a stop string may begin, compared for a piece of text
+MAX_HELD_TRIED = 64  # comparisons for a piece of text, besides one for each of its characters
 
 
 class StopStrings:
     """Finds stop strings in streamed text. Text that may begin a stop string is held back.
 
-    If the text contains several stop strings, the one with the first end counts; of those that end
-    at the same character, the longest. So the result does not depend on the pieces in which the
-    text arrives.
+    If the text contains several stop strings, the stop string that ends first counts. If several
+    end at the same character, the longest counts. So the result does not depend on the pieces in
+    which the text arrives.
 
-    All streams wait while a piece is searched, so a piece takes a bounded time: after a long text
-    that was nearly a stop string, some of it is held back longer than necessary.
+    All streams wait while a piece is searched, so the number of comparisons is limited. Because of
+    the limit, some text may be held back longer than necessary.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -85,7 +85,7 @@ class StopStrings:
 
 @dataclass(slots=True)
 class CompletionState:
-    """One of a request's n completions, which is one engine request, while it is written."""
+    """The state of one of the n completions of a request. Each completion is an engine request."""
 
     engine_request_id: str
     output: CompletionOutput
@@ -111,8 +111,8 @@ class RequestState:
 
 
 class OutputProcessor:
-    """The requests of one client. A request id is in use from `add` until the last output has been
-    delivered, or until `close`."""
+    """The requests of one client. A request id is in use from `add` until the delivery of the last
+    output, or until `close`."""
 
     def __init__(self, tokenizer: Tokenizer | None, seed: int = 0) -> None:
         self._tokenizer = tokenizer
@@ -410,8 +410,8 @@ def _engine_request_id(request_id: str, index: int, n: int) -> str:
 
 
 def _by_token(update: Update) -> Iterator[Update]:
-    """Divide an update into one for each token, so that a stop string ends the output at its token.
-    The last update has the end."""
+    """Split an update into one update for each token, so that a stop string ends the output at its
+    token. Only the last of these updates has the finish reason."""
     count, entries = len(update.tokens), update.logprobs
     for n in range(max(1, count)):
         one = update._replace(tokens=update.tokens[n : n + 1], logprobs=entries[n : n + 1])

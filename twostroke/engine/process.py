@@ -85,8 +85,8 @@ ORPHAN_CHECK_MS = 1000  # how often an idle engine checks that its parent lives
 LINGER_MS = 5000  # how long the parent may take to read the last messages
 # Poll intervals while no request can run:
 FETCHING_MS = 1  # because this engine is fetching the blocks of a request
-STALLED_MS = 20  # because other engines must fetch this engine's blocks before blocks are free
-TIDY_S = 1.0  # how often memory of ended engines is released
+STALLED_MS = 20  # because no blocks are free until other engines have fetched blocks of this one
+TIDY_S = 1.0  # the time between two calls of `_tidy`
 HANDLE_S = 0.005  # time for handling messages between two steps
 
 
@@ -139,9 +139,8 @@ class EngineServer:
         self._ended: list[Update] = []  # last updates of aborted requests, not sent yet
         self._ahead: dict[str, int] = {}  # handles of fetches ahead, by request id
         self._parent = os.getppid()
-        self._dropped = dict.fromkeys(
-            (UNREADABLE_MESSAGE, ENDLESS_MESSAGE), 0
-        )  # messages, by reason
+        # The number of messages that were dropped, by reason.
+        self._dropped = dict.fromkeys((UNREADABLE_MESSAGE, ENDLESS_MESSAGE), 0)
         self._watch: ConnectionWatch | None = None
         if is_on_network:
             self._watch = ConnectionWatch(inbox, MAX_UNFINISHED_BYTES, self._on_connection_closed)
@@ -209,7 +208,7 @@ class EngineServer:
                 if os.getppid() != self._parent:
                     return False
                 self._tidy()
-                self._send_step([])  # if the load has changed: copies to tiers have ended
+                self._send_step([])  # reports finished copies to tiers, if the load has changed
 
     def _receive(self) -> None:
         """Receive all messages. Aborts overtake other messages, so that no step computes tokens
@@ -267,6 +266,7 @@ class EngineServer:
         return True
 
     def _tidy(self) -> None:
+        """Release the memory of ended engines, and register finished copies to tiers."""
         if monotonic() - self._tidied_s > TIDY_S:
             self._core.scheduler.offers.release_memory_of_ended_engines()
             self._core.take_finished_copies()
@@ -369,7 +369,7 @@ class EngineServer:
 
 
 def main(send_to: str, builder: str) -> int:
-    # Only the parent ends this process: the parent may let running requests finish first.
+    # Signals do not end this process: the parent ends it, perhaps after the running requests.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     log_lines.configure()

@@ -13,7 +13,7 @@ from twostroke.engine.request_client import RequestClient
 
 
 class ProcessClient(RequestClient):
-    """Used in the event loop that created it; `async with`, or call `close`."""
+    """Use it in the event loop that created it, with `async with`, or call `close` at the end."""
 
     def __init__(self, input_processor: InputProcessor, seed: int) -> None:
         self.input_processor = input_processor
@@ -29,14 +29,14 @@ class ProcessClient(RequestClient):
         await self.close()
 
     async def close(self, drain: bool = False) -> None:
-        """End the engines' processes. Open requests are waited for (`drain`), or end with an
-        `EngineError`."""
+        """End the engines' processes. Open requests end with an `EngineError`. `drain`: wait for
+        them first."""
         if drain:
             await self.drain()
         await self._end_processes()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until no request is open; return False if some are after the timeout."""
+        """Wait until no request is open. Return False if requests are open after the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._outputs:

@@ -1,4 +1,4 @@
-"""`Profiler`: starts and ends the profile of an engine, at the latest after a time limit."""
+"""`Profiler`: starts and ends the profiles of an engine. A profile has limits of time and steps."""
 
 from __future__ import annotations
 

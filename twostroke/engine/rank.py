@@ -1,8 +1,8 @@
 """The process of a rank other than the first: `python -m twostroke.engine.rank`, started by
 `rank_processes.py`.
 
-It reads its part of the weights, then runs the plans that it is sent. It has no scheduler and no
-tokenizer, and ends when its stdin is closed.
+The process reads its part of the weights, then runs the plans that arrive on its stdin. It has no
+scheduler and no tokenizer, and ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from twostroke.engine.wire import pack_error
 def main() -> int:
     if hasattr(signal, "SIGUSR1"):  # sent by the first rank if a step does not end
         faulthandler.register(signal.SIGUSR1)
-    for name in (signal.SIGINT, signal.SIGTERM):  # the first rank decides
+    for name in (signal.SIGINT, signal.SIGTERM):  # only the first rank ends this process
         signal.signal(name, signal.SIG_IGN)
     log_lines.configure()
     with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(1), "w") as out:
@@ -38,25 +38,25 @@ def main() -> int:
 
         lock = threading.Lock()
 
-        def say(message: Any) -> None:
+        def send(message: Any) -> None:
             with lock:
                 out.write(json.dumps(message) + "\n")
                 out.flush()
 
-        say({"stage": IMPORTING})
-        threading.Thread(target=_beat, args=(say,), name="twostroke-heart", daemon=True).start()
+        send({"stage": IMPORTING})
+        threading.Thread(target=_beat, args=(send,), name="twostroke-heart", daemon=True).start()
         try:
-            _run(sys.stdin.buffer, say)
+            _run(sys.stdin.buffer, send)
         except Exception as error:
             kind, message = pack_error(error)
             if not kind:
                 traceback.print_exc()
-            say([kind, message])
+            send([kind, message])
     sys.stderr.flush()
     os._exit(1)  # at once, so that the other ranks notice
 
 
-def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
+def _run(stdin: BinaryIO, send: Callable[[Any], None]) -> None:
     first = read_frame(stdin)
     if not first:
         raise SystemExit("no settings on stdin; this process is started by twostroke itself")
@@ -66,17 +66,17 @@ def _run(stdin: BinaryIO, say: Callable[[Any], None]) -> None:
     from twostroke.engine.build_torch import join_ranks, run_rank  # imports torch
 
     config = EngineConfig(**settings)
-    say({"stage": "meeting the other ranks"})
-    say("here")
+    send({"stage": "joining the other ranks"})
+    send("ready")
     ranks = join_ranks(config, rank, store_path)
-    say({"stage": "loading its part of the model"})
-    run_rank(config, ranks, _taken(frames), started=partial(say, {"stage": ""}))
+    send({"stage": "loading its part of the model"})
+    run_rank(config, ranks, _frames_of(frames), started=partial(send, {"stage": ""}))
 
 
-def _beat(say: Callable[[Any], None]) -> None:
+def _beat(send: Callable[[Any], None]) -> None:
     with contextlib.suppress(OSError):  # the first rank has ended
         while True:
-            say("beat")
+            send("beat")
             sleep(HEARTBEAT_S)
 
 
@@ -86,7 +86,7 @@ def _read_frames(stdin: BinaryIO, frames: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)  # even in the middle of a step: the other ranks end, too
 
 
-def _taken(frames: queue.SimpleQueue[bytes]) -> Iterator[bytes]:
+def _frames_of(frames: queue.SimpleQueue[bytes]) -> Iterator[bytes]:
     while True:
         yield frames.get()
 

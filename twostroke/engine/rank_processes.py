@@ -3,7 +3,7 @@
 to a rank     frames on its stdin: the settings, then one plan for each step; a rank whose stdin is
               closed ends
 from a rank   lines of JSON on its stdout: "beat" (a heartbeat), {"stage": the stage of its start,
-              "" once it runs steps}, "here" (ready to join the other ranks), or [class, message] of
+              "" once it runs steps}, "ready" (to join the other ranks), or [class, message] of
               the error that ends the rank
 
 A rank that sends nothing for too long is killed, during its start and afterwards. The other ranks
@@ -37,7 +37,7 @@ START_SILENCE_S = 300.0  # a starting rank may be silent: an import can block it
 IMPORTING = "importing its modules"  # the first stage of a rank's start
 HEARTBEAT_S = 0.5  # between two heartbeats of a rank
 GRACE_S = 5.0  # a step may notice the end of a rank before its process has ended
-DUMP_STACKS_S = 0.2  # a rank's time for writing its stacks
+DUMP_STACKS_S = 0.2  # time for a rank to write its stacks
 POLL_S = 0.01  # between two checks for a rank that has ended
 
 
@@ -65,7 +65,7 @@ class RankProcess:
         for line in self._process.stdout:
             self.last_message_s = monotonic()
             match json.loads(line):
-                case "here":
+                case "ready":
                     self.ready_or_ended.set()
                 case {"stage": str(stage)}:
                     self.stage = stage

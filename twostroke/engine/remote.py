@@ -1,14 +1,14 @@
-"""`RemoteEngine`: an engine in a process of its own, so that the engine's loop and the HTTP server
-never wait for each other's Python. This process does not import torch.
+"""`RemoteEngine`: an engine in a separate process, so that the engine's loop and the HTTP server
+do not share a Python interpreter. This process does not import torch.
 
     this process     InputProcessor, OutputProcessor
     engine process   EngineCore (`process.py`), supervised (`supervised.py`)
 
-If that process dies, or hangs and is killed, another is started. A request of which nothing has
-been delivered is sent to the new process; a request that has begun ends with an `EngineError`.
-After several deaths in a row the engine has stopped for good: `lost` has the reason.
+If the engine process dies, or hangs and is killed, another is started. A request without delivered
+output is sent to the new process. A request with delivered output ends with an `EngineError`. After
+several deaths in a row no process is started, and `stop_reason` has the reason.
 
-`sleep` ends the process on purpose, which frees all its memory; `wake_up` starts another.
+`sleep` ends the process, which frees all its memory; `wake_up` starts another process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from twostroke.observe.record import RequestRecord
 from twostroke.request import EngineRequest, FinishReason
 from twostroke.sched.updates import Update
 
-MAX_ATTEMPTS = 4  # engine processes that one request is sent to: it may be what kills them
+MAX_ATTEMPTS = 4  # engine processes for one request, because the request may be what kills them
 
 
 class RemoteEngine(SupervisedEngine, ProcessClient):
@@ -107,7 +107,7 @@ class RemoteEngine(SupervisedEngine, ProcessClient):
         async with self._sleep_lock:
             if self.asleep or self._lost:
                 return
-            self.asleep = True  # the server admits nothing from here on
+            self.asleep = True  # from now on the server admits no requests
             self._wanted.clear()
             if not drain:
                 for state in list(self._outputs):
@@ -208,7 +208,8 @@ def limits_of(info: EngineInfo) -> ModelLimits:
 
 
 def open_tokenizer_and_template(config: EngineConfig) -> tuple[Tokenizer | None, str | None]:
-    """Open the tokenizer and build its detokenizer's table; return it and the chat template."""
+    """Open the tokenizer and build the table of its detokenizer. Return the tokenizer and the chat
+    template."""
     if config.skip_tokenizer_init:
         return None, None
     tokenizer = open_tokenizer(config, find_model(config))

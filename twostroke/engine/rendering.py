@@ -1,8 +1,8 @@
 """`TemplateRenderer`: renders chat templates in processes with limits on time and memory.
 
-A template is a program that came with a model or with a request. Jinja's sandbox protects the
+A template is a program that is part of a model or of a request. Jinja's sandbox protects the
 machine's files, but does not stop an endless loop or a text of gigabytes. Servers, `LLM`,
-`twostroke run` and `twostroke chat` all render here. The main process needs no Jinja.
+`twostroke run` and `twostroke chat` use this module. The main process does not import Jinja.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from twostroke.errors import RequestError
 from twostroke.model.text.template_source import template_name
 from twostroke.sandbox import LimitExceeded, Limits, SandboxPool
 
-# For a program that renders for its own user: only memory limits the conversation.
+# Limits for programs that render the chats of their own user.
 OWN_USER: Final = Limits(cpu_s=5.0, wall_s=60.0, memory_bytes=256 * 1024**2)
 
 
@@ -30,14 +30,14 @@ class Template:
 
 
 class TemplateRenderer:
-    """Thread-safe; each rendering takes a worker of its own."""
+    """Renders templates in worker processes, one template in a worker at a time. Thread-safe."""
 
     def __init__(self, workers: int = 1, limits: Limits = OWN_USER) -> None:
         work = "twostroke.model.text.chat_template:renderer"
         self._pool = SandboxPool(work, b"", workers, limits)
 
     def start(self) -> None:
-        """Start the processes without waiting; otherwise the first rendering starts them."""
+        """Start the processes without waiting. Otherwise the first call of `render` starts them."""
         self._pool.start()
 
     def render(

@@ -1,4 +1,4 @@
-"""`RequestClient`: submits, leaves and aborts requests, the same in every engine client."""
+"""`RequestClient`: the common part of all engine clients, which submits and aborts requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from twostroke.request import EngineRequest
 
 
 class RequestClient(EngineClient):
-    """The part of a client that knows requests by their `RequestState`. Subclasses carry engine
-    requests to their engines (`_send`, `_abort`) and updates back."""
+    """Submits, leaves and aborts requests, whose state is a `RequestState`. Subclasses send engine
+    requests to their engines (`_send`, `_abort`) and receive the updates."""
 
     _outputs: OutputProcessor
     # Guards `_outputs`, if a thread besides the event loop uses it.
@@ -40,7 +40,7 @@ class RequestClient(EngineClient):
 
     def leave(self, state: RequestState) -> None:
         with self._lock:
-            if state in self._outputs:  # by now the id may be another request's
+            if state in self._outputs:  # otherwise another request may have the id by now
                 state.on_output = state.on_error = None
                 self._abort_once(state)
 
@@ -58,16 +58,16 @@ class RequestClient(EngineClient):
 
     @abstractmethod
     def _why_stopped(self) -> str:
-        """The reason why no request can run any more; "": requests can run."""
+        """Return why no request can run any more; "" if requests can run."""
 
     @abstractmethod
     def _send(self, state: RequestState, requests: list[EngineRequest]) -> None:
-        """Send the continuations of a new request to an engine. Raises `RequestError` if they
-        cannot be sent."""
+        """Send the completions of a new request to an engine. Raise `RequestError` if they cannot
+        be sent."""
 
     @abstractmethod
     def _abort(self, state: RequestState) -> None:
-        """Have the engine end a request; called once for each request."""
+        """Make the engine end a request. Called once for a request at most."""
 
     def _drop(self, state: RequestState) -> None:
         """Drop a request that was not sent."""

@@ -1,8 +1,8 @@
-"""`spawn`: starts the engine's process (`process.py`). This module imports little, so that the
-process can be started first: parent and engine then import their modules at the same time.
+"""`spawn` starts the engine's process (`process.py`). This module imports little, so that it can
+start the process first: parent and engine then import their modules at the same time.
 
-Each engine has a `Launcher`: for processes of this machine here, for actors of a Ray cluster in
-`on_ray.py`.
+Each engine has a `Launcher`. `LocalLauncher` starts a process on this machine, the launcher of
+`route/on_ray.py` an actor of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class EngineProcess(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """The address at which the server must listen for messages of the process; the port may be
-        *."""
+        """The address at which the server must listen for messages of the process. The port "*" is
+        any free port."""
 
     @property
     def secret(self) -> str | None:
@@ -65,12 +65,12 @@ class EngineProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """The place of one engine: starts its process there, and another after each end."""
+    """Starts the process of one engine, and a new process after each end."""
 
     def launch(self) -> EngineProcess: ...
 
     async def close(self) -> None:
-        """Give the place back. No process is launched after this."""
+        """Release the resources of the engine. No process is launched after this."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Spawned:
 
     process: subprocess.Popen[bytes]
     endpoint: str
-    folder: OwnedFolder | None  # of the sockets, if they are files
+    folder: OwnedFolder | None  # the folder of the sockets, if they are files
     start_timeout_s: float = 0.0
     secret: str | None = None
 
@@ -115,7 +115,7 @@ class Spawned:
             self.folder.remove()
 
     def kill(self) -> None:
-        """End it and clean up."""
+        """Kill the process, wait for its end, and clean up."""
         self.end()
         self.process.wait()
         self.clean_up()
@@ -138,16 +138,17 @@ class LocalLauncher:
 
 
 def spawn(config: EngineConfig, builder: str = DEFAULT_BUILDER) -> Spawned:
-    """`builder` is "module:function": EngineConfig → an object with `core` and `info()`."""
+    """Start an engine process. `builder`: "module:function", the function that makes an object with
+    `core` and `info()` from an `EngineConfig`."""
     folder, endpoint = _endpoint()
     process = child_process.start(
         "twostroke.engine.process",
         endpoint,
         builder,
-        stdin=subprocess.PIPE,  # its end tells the process that its parent has ended
+        stdin=subprocess.PIPE,  # closed when this process ends: the engine then ends, too
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # `wait` reports that it has ended
+    with contextlib.suppress(BrokenPipeError):  # the process has ended, which `wait` reports
         process.stdin.write(json.dumps(dataclasses.asdict(config)).encode() + b"\n")
         process.stdin.flush()
     return Spawned(process, endpoint, folder, config.start_timeout_s)

@@ -84,7 +84,7 @@ class StepRecorder:
         )
 
     def _phases(self, step: StepInFlight, result: StepResult) -> tuple[PhaseRecord, PhaseRecord]:
-        """The work of both phases. In a mixed step the weights are read once, for decode."""
+        """Return the work of both phases. In a mixed step the weights count for decode only."""
         plan, cost = step.plan, self._cost
         work, slots = plan.prefill_work, plan.decode_work
         num_tokens = work.tokens + slots.tokens
@@ -102,7 +102,8 @@ class StepRecorder:
         return prefill, decode
 
     def _host_gap_s(self, step: StepInFlight, result: StepResult, now: float) -> float:
-        """The idle time of the executor before the step, measured by the executor if it can."""
+        """Return the idle time of the executor before the step, as the executor measured it if it
+        can."""
         free_s, self._device_free_s = self._device_free_s, now
         if result.idle_s is not None:
             return result.idle_s

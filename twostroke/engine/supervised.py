@@ -1,12 +1,12 @@
-"""`SupervisedEngine`: an engine's process that is started again when it dies, or when it hangs and
-is killed. No torch.
+"""`SupervisedEngine`: an engine in a child process, which is started again when it dies, or when it
+hangs and is killed. Does not import torch.
 
-    add, abort ──▶ Child ──▶ its process (`process.py`)
-    on_updates, on_refused, on_fetched ◀── its messages
-    on_death, on_restart, on_end       ◀── its life
+    add, abort_all ──▶ Child ──▶ the process (`process.py`)
+    on_updates, on_refused, on_fetched ◀── messages of the process
+    on_death, on_restart, on_end       ◀── death and restart of the process
 
-Subclasses know the requests and decide what happens to them: `remote.py` with one engine, `route/`
-with several. After several deaths in a row the engine is given up.
+Subclasses store the requests and decide how a death affects them: `remote.py` with one engine,
+`route/` with several. After `MAX_QUICK_DEATHS` deaths in a row the engine is not restarted.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from twostroke.observe.record import Records
 from twostroke.request import EngineRequest
 from twostroke.sched.updates import Update
 
-MAX_QUICK_DEATHS = 6  # in a row, each within STEADY_S of its start
+MAX_QUICK_DEATHS = 6  # deaths in a row, each within STEADY_S of the start
 STEADY_S = 30.0
 HANG_TIMEOUT_S = 30.0  # without a message; a thread of the engine sends heartbeats
 # A step hangs if it takes longer than TIMEOUTS_OF_STEP times the timeout and longer than
 # LONGEST_STEPS times the longest of the RECENT_STEPS newest steps.
 TIMEOUTS_OF_STEP, LONGEST_STEPS, RECENT_STEPS = 10, 20, 256
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
-STOP_PATIENCE_S = 10.0  # for the running step to end
+STOP_PATIENCE_S = 10.0  # time for the running step to end
 
 log = logging.getLogger(__name__)
 
 
 class SupervisedEngine(ABC):
-    """Made with a child that is ready. `watch` begins the supervision, `stop` ends it."""
+    """Takes a child process that is ready. `watch` begins the supervision, `stop` ends it."""
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class SupervisedEngine(ABC):
         restart_limit: int,
     ) -> None:
         self.info, self.pid, self.host = ready.info, ready.pid, ready.host
-        self.records = Records()  # copies of the engine's, which outlive it
+        self.records = Records()  # copies of the engine's records, kept when its process ends
         self.num_restarts = 0
         self._launcher, self._child = launcher, child
         self._load = ready.load
         self._up = True
-        self._lost: str = ""  # why no process will be started any more
+        self._lost: str = ""  # why no process will be started any more; "": it is restarted
         self._hang_timeout_s, self._restart_limit = hang_timeout_s, restart_limit
         self._step_s: deque[float] = deque([0.0], RECENT_STEPS)  # durations of recent steps
-        self._earlier_dropped: dict[str, int] = {}  # by processes that have ended
+        self._earlier_dropped: dict[str, int] = {}  # messages dropped by earlier processes
         self._next_handle = 0
-        self._together: list[Add] | None = None  # requests that are sent in one message
-        self._handles: dict[str, int] = {}  # by engine request, while the engine has it
-        self._names: dict[int, str] = {}  # engine requests by handle
+        self._together: list[Add] | None = None  # requests to send in one message
+        self._handles: dict[str, int] = {}  # handles of requests in the engine, by their ids
+        self._names: dict[int, str] = {}  # ids of engine requests, by handle
         self._ahead: set[int] = set()  # handles of fetches ahead
         self._audits: list[asyncio.Future[str]] = []
         self._profiles: list[asyncio.Future[bytes]] = []  # in the order of the answers
@@ -169,11 +169,11 @@ class SupervisedEngine(ABC):
         await self._launcher.close()
 
     def add(self, requests: Sequence[EngineRequest]) -> bool:
-        """Send the continuations of one request, all with the same prompt; False if the engine is
-        down. Raises `RequestError` if a value of the request cannot be encoded."""
+        """Send the completions of one request, all with the same prompt. Return False if the engine
+        is down. Raise `RequestError` if a value of the request cannot be encoded."""
         first = self._next_handle
-        dated = [self._child.clock.to_theirs(request) for request in requests]
-        add = pack_add(first, dated)
+        converted = [self._child.clock.to_theirs(request) for request in requests]
+        add = pack_add(first, converted)
         try:
             message = encode(add)
         except (ValueError, OverflowError, msgspec.MsgspecError) as error:
@@ -202,19 +202,19 @@ class SupervisedEngine(ABC):
                 self._child.send(AddAll(adds))
 
     def abort_all(self, names: Sequence[str]) -> None:
-        """Abort the requests that the engine has; their ends come as updates."""
+        """Abort those of the requests that are in the engine. Updates report their ends."""
         handles = [self._handles[name] for name in names if name in self._handles]
         if handles:
             self._child.send(Abort(handles))
 
     def forget(self, name: str) -> None:
-        """Abort a request and ignore its updates: it continues in another engine."""
+        """Abort a request and ignore its updates, because it continues in another engine."""
         self.abort_all([name])
         self._names.pop(self._handles.pop(name, -1), None)
 
     def fetch_ahead(self, request: EngineRequest) -> int | None:
-        """Have the engine fetch the part of a prompt that another engine has computed. Return the
-        handle for `on_fetched_ahead`; None: the engine is down."""
+        """Make the engine fetch the part of a prompt that another engine has computed. Return the
+        handle for `on_fetched_ahead`, or None if the engine is down."""
         if not self._up:
             return None
         handle = self._next_handle
@@ -233,13 +233,13 @@ class SupervisedEngine(ABC):
             self._child.send(ResetPrefixes())
 
     async def audit(self) -> None:
-        """Have the engine check its own bookkeeping; raises `EngineError` if it is wrong."""
+        """Make the engine audit its bookkeeping. Raise `EngineError` if the audit fails."""
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._audits.append(answer)
         self._child.send(Audit())
         problem = await answer
         if problem:
-            raise EngineError(f"the engine's books are wrong: {problem}")
+            raise EngineError(f"the audit of the engine failed: {problem}")
 
     async def start_profile(self) -> None:
         await self._profile(StartProfile())
@@ -337,7 +337,7 @@ class SupervisedEngine(ABC):
                 f"it died {deaths} times in a row soon after its start; the last time, {reason}"
             )
         except Exception as error:
-            log.exception("watching over the engine failed")
+            log.exception("the supervision of the engine failed")
             reason = f"{type(error).__name__}: {error}"
         self._give_up(reason)
         await self._launcher.close()

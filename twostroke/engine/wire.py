@@ -1,15 +1,16 @@
-"""The messages between the engine's process and the process it serves, as msgpack. No torch.
+"""The messages between the engine's process and its parent process, in msgpack. Does not import
+torch.
 
     Add, Abort, FetchAhead, Release, ResetPrefixes, Audit, StartProfile, StopProfile, Shutdown
         ──▶ engine
     engine ──▶ Ready | Failed; Step, Refused, FetchedOffer, Audited, Profiled, Heartbeat
 
-Messages name a request by a number (its handle) that the sender never uses again, so that a late
-message about an old request cannot reach a new request of the same id. The tokens of a step are
-sent as two columns, handles and tokens; the few updates with more fields are sent in full.
+Messages name a request by a number, its handle. A handle is never used again, so that a late
+message about an old request cannot reach a new request with the same id. The tokens of a step are
+sent as two columns, handles and tokens. The few updates with more fields are sent in full.
 
-Decoding checks types, and constructs `SamplingParams`, whose constructor checks its values: the
-engine does not rely on the sender for either.
+The engine does not trust the sender: decoding checks types and constructs `SamplingParams`, whose
+constructor checks the values.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from twostroke.sched.updates import Update
 # ── to the engine ───────────────────────────────────────────────────────────────────────────────
 
 
-class Continuation(msgspec.Struct, array_like=True, frozen=True):
-    """The fields in which a further continuation of a request differs from the first."""
+class OtherCompletion(msgspec.Struct, array_like=True, frozen=True):
+    """The fields in which another completion of a request differs from its first completion."""
 
     request_id: str
     seed: int
@@ -41,13 +42,13 @@ class Continuation(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Add the continuations of one request, all or none; their handles are `first`, `first` + 1, …
-    The fields that are the same for all are sent and checked once: a client may list thousands of
-    tokens, and all streams wait meanwhile."""
+    """Add the completions of one request, all or none; their handles are `first`, `first` + 1, …
+    Fields that all completions share are sent and checked once: a request may list thousands of
+    tokens, and all streams wait while they are checked."""
 
     first: int
     request: EngineRequest
-    others: list[Continuation]
+    others: list[OtherCompletion]
 
 
 class AddAll(msgspec.Struct, tag=10, array_like=True, frozen=True):
@@ -69,7 +70,7 @@ class Audit(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class ResetPrefixes(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """Drop every cached prefix; requests added later find none."""
+    """Drop every cached prefix."""
 
 
 class StartProfile(msgspec.Struct, tag=6, array_like=True, frozen=True):
@@ -81,13 +82,14 @@ class StopProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 
 class Release(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """Blocks that were offered to other engines are not needed any more."""
+    """Free blocks that were offered to other engines and are not needed any more."""
 
     offers: list[int]
 
 
 class FetchAhead(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """Fetch blocks of a prompt that another engine still computes; answered by `FetchedOffer`."""
+    """Fetch the first blocks of a prompt while another engine computes the others. Answered by
+    `FetchedOffer`."""
 
     handle: int
     request: EngineRequest  # the computed part of the prompt, with the offer
@@ -112,17 +114,17 @@ ToEngine = (
 class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True):
     info: EngineInfo
     load: EngineLoad
-    endpoint: str  # the address of its inbox
+    endpoint: str  # the address of the engine's inbox
     pid: int
-    host: str  # the name of its machine
-    clock: str  # see `clocks.py`
-    now_s: float
+    host: str  # the name of the engine's machine
+    clock: str  # the identifier of the engine's clock (`clocks.py`)
+    now_s: float  # by that clock
 
 
 class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """The engine could not start, or cannot continue; the process ends."""
 
-    kind: str  # the class of the error, if it is meant for the user
+    kind: str  # the class of the error; "" for an unexpected error
     message: str
 
 
@@ -205,27 +207,27 @@ class Heartbeat(msgspec.Struct, tag=6, array_like=True, frozen=True):
 
 
 class Profiled(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    kind: str  # the class of the error, if it was refused
+    kind: str  # the class of the error, if the profile was refused
     problem: str  # "" if there is none
     data: bytes  # the profile, as JSON
 
 
 class FetchedOffer(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """The fetch of an offer has ended, for a request or ahead of it: release the offer."""
+    """The fetch of an offer has ended, for a request or ahead of one. The offer can be released."""
 
     handle: int
     num_bytes: int
     seconds: float
     problem: str  # why the blocks must be recomputed; "": they were fetched
-    waited_s: float = 0.0  # for room in the receiving engine, before the fetch
+    waited_s: float = 0.0  # wait for free blocks in the receiving engine, before the fetch
     transport: str = ""  # memory, device, nixl or sockets
 
 
 FromEngine = Ready | Failed | Step | Refused | Audited | Profiled | Heartbeat | FetchedOffer
 HEARTBEAT_S = 0.5
 
-# An engine that has sent this number of steps waits until they are read. If it wrote faster than
-# the other side can deliver, messages would pile up and new requests would wait behind them.
+# An engine that has sent this number of unread steps waits. Without this limit, a slow parent would
+# get a long queue of messages, and new requests would wait behind the queue.
 STEPS_AHEAD = 8
 
 encode = msgspec.msgpack.Encoder().encode
@@ -236,23 +238,23 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def pack_add(first: int, requests: Sequence[EngineRequest]) -> Add:
-    """`requests`: the continuations of one request."""
-    one, *others = requests
-    return Add(first, one, [Continuation(other.request_id, other.seed, other.resumed)
-                            for other in others])  # fmt: skip
+    """`requests`: the completions of one request. `first`: the handle of the first of them."""
+    request, *others = requests
+    return Add(first, request, [OtherCompletion(other.request_id, other.seed, other.resumed)
+                                for other in others])  # fmt: skip
 
 
 def unpack_add(add: Add) -> list[EngineRequest]:
-    one, params = add.request, add.request.params
-    # The log-probabilities of the prompt are computed once, for the first continuation.
+    request, params = add.request, add.request.params
+    # The log-probabilities of the prompt are computed once, for the first completion.
     if add.others and params.prompt_logprobs is not None:
         params = replace(params, prompt_logprobs=None)
     others = [
-        replace(one, request_id=other.request_id, params=params, seed=other.seed,
+        replace(request, request_id=other.request_id, params=params, seed=other.seed,
                 resumed=other.resumed)
         for other in add.others
     ]  # fmt: skip
-    return [one, *others]
+    return [request, *others]
 
 
 def pack_step(
@@ -266,8 +268,8 @@ def pack_step(
     full: list[FullUpdate] = []
     for update in updates:
         (
-            name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress, bad,
-            offer,
+            name, tokens, logprobs, finish, stop, prompt_logprobs, record, error, progress,
+            impossible, offer,
         ) = update  # fmt: skip
         handle = handles[name]
         more = logprobs or progress or error or offer is not None
@@ -288,7 +290,7 @@ def pack_step(
                     record=packed,
                     error=error,
                     progress=progress,
-                    impossible=bad,
+                    impossible=impossible,
                     offer=offer,
                 )
             )
@@ -348,14 +350,14 @@ def _unpack_record(packed: PackedRecord) -> RequestRecord:
 
 
 def pack_error(error: Exception) -> tuple[str, str]:
-    """Return class name and message; the class name is "" for an unexpected error."""
+    """Return the class name and message of an error. The name is "" for an unexpected error."""
     if isinstance(error, TwostrokeError):
         return type(error).__name__, str(error)
     return "", f"{type(error).__name__}: {error}"
 
 
 def unpack_error(kind: str, message: str, otherwise: str) -> TwostrokeError:
-    """Make an error of its own class; `otherwise` introduces an unexpected error."""
+    """Make an error of the class `kind`. `otherwise`: begins the message of an unexpected error."""
     known = getattr(errors, kind, None) if kind else None
     if isinstance(known, type) and issubclass(known, TwostrokeError):
         return known(message)

@@ -339,7 +339,7 @@ def test_the_start_tells_how_many_parameters_a_token_goes_through(
     spec = LLM(model=str(tmp_path), device="cpu", max_model_len=64, **fixed).engine.spec
     total, active = spec.num_parameters(), spec.num_active_parameters()
     assert total - active == 2 * 3 * 32 * 48  # an expert in each of two layers
-    assert f"parameters: {total:,}, of which a token goes through {active:,}" in caplog.text
+    assert f"parameters: {total:,}, of which a token uses {active:,}" in caplog.text
 
 
 def test_a_step_is_expected_to_read_the_experts_that_its_tokens_choose() -> None:
