@@ -1,4 +1,4 @@
-"""twostroke: an LLM inference engine built along the line between prefill and decode.
+"""twostroke: an LLM inference engine with separate paths for prefill and decode.
 
 from twostroke import LLM, SamplingParams
 """
@@ -50,7 +50,7 @@ _MODULES = {
     "TextPrompt": "twostroke.inputs",
     "TokensPrompt": "twostroke.inputs",
 }
-# Names of vLLM that twostroke does not have.
+# Names of vLLM that twostroke does not have, and the reasons.
 _ABSENT = {
     "PoolingParams": "the engine only generates text: no embeddings, scores or classes",
     "PoolingRequestOutput": "the engine only generates text: no embeddings, scores or classes",

@@ -1,4 +1,4 @@
-"""`python -m twostroke`: the command, without an installed script."""
+"""`python -m twostroke` runs the `twostroke` command, also if the package is not installed."""
 
 import sys
 

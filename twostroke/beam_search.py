@@ -1,5 +1,5 @@
-"""Beam search with an engine that returns log-probabilities. Each step is a batch of requests for
-one token. The prefix cache holds their prompts up to the last full block."""
+"""Beam search with an engine that returns log-probabilities. Each step of the search is a batch of
+requests for one token. The engine reads most of each prompt from its prefix cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BeamSearchParams(StrictSettings):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # accepted without effect: the search uses the model's probabilities
+    temperature: float = 0.0  # has no effect: the search uses the model's probabilities
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
@@ -66,26 +66,26 @@ class _Search:
         prompt_ids: Sequence[int],
         params: BeamSearchParams,
         end_ids: frozenset[int],
-        room: int,
+        max_new_tokens: int,
     ) -> None:
         self.live = [BeamSearchSequence(list(prompt_ids))]
         self._ended: list[BeamSearchSequence] = []
         self._params, self._end_ids = params, frozenset() if params.ignore_eos else end_ids
-        self._left = min(params.max_tokens, room)
+        self._num_left = min(params.max_tokens, max_new_tokens)
 
     def extend(self, outputs: Sequence[RequestOutput]) -> None:
         """Extend the live beams by a token. `outputs` has one output for each live beam."""
-        self._left -= 1
+        self._num_left -= 1
         candidates = []
         for beam, output in zip(self.live, outputs, strict=True):
             logprobs = output.outputs[0].logprobs
             assert logprobs is not None
-            (of_token,) = logprobs
-            for token, entry in of_token.items():
+            (entries,) = logprobs
+            for token, entry in entries.items():
                 longer = replace(
                     beam,
                     tokens=[*beam.tokens, token],
-                    logprobs=[*beam.logprobs, of_token],
+                    logprobs=[*beam.logprobs, entries],
                     cum_logprob=beam.cum_logprob + entry.logprob,
                 )
                 if token not in self._end_ids:
@@ -96,7 +96,7 @@ class _Search:
                 self._ended.append(replace(longer, finish_reason="stop", stop_reason=token))
         candidates.sort(key=self._score, reverse=True)
         self.live = candidates[: self._params.beam_width]
-        if self._left == 0:
+        if self._num_left == 0:
             self._ended += [replace(beam, finish_reason="length") for beam in self.live]
             self.live = []
 
@@ -118,8 +118,8 @@ def beam_search(
 ) -> list[list[BeamSearchSequence]]:
     """Return the best sequences for each prompt. A prompt is its token ids and its cache salt."""
     searches = [_Search(ids, params, end_ids, max_model_len - len(ids)) for ids, _ in prompts]
-    # As in vLLM: of a beam's 2 * beam_width candidates, at least beam_width stay live unless more
-    # than beam_width of them are end tokens.
+    # As in vLLM, each beam has 2 * beam_width candidates, so that enough candidates remain if some
+    # of them end the text.
     one_token = SamplingParams(
         temperature=0.0,
         max_tokens=1,

@@ -3,8 +3,8 @@ if the child is stopped (SIGSTOP). On other systems a child notices the end of i
 
     start ─▶ python -m twostroke.child_process PARENT MODULE …    sets the signal ─▶ runs the module
 
-Linux sends the signal when the *thread* that started the process ends. So that thread waits for
-the process.
+Linux sends the signal when the *thread* that started the process ends. So each process is started
+in its own thread, which then waits for the process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PR_SET_PDEATHSIG: Final = 1
 def start(
     module: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE ARGUMENTS`, with options of `Popen`. The child finds modules in the
-    folders of this process and nowhere else."""
+    """Start `python -m MODULE ARGUMENTS`, with options of `Popen`. The child imports modules only
+    from the folders from which this process imports them."""
     parent = str(os.getpid())
     command = [sys.executable, "-P", "-m", "twostroke.child_process", parent, module, *arguments]
     started: queue.SimpleQueue[subprocess.Popen[bytes] | BaseException] = queue.SimpleQueue()
@@ -47,8 +47,8 @@ def start(
 
 
 def environment(base: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child that finds modules where this process finds them. `base`
-    replaces this process's environment."""
+    """Return an environment for a child, with this process's module folders. `base`: the variables
+    of the child; None: the variables of this process."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return (dict(os.environ) if base is None else base) | {"PYTHONPATH": path}
 

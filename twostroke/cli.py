@@ -1,6 +1,6 @@
 """The `twostroke` command line.
 
-Arguments are read and checked before a heavy module is imported, so that help and usage errors
+Arguments are parsed and checked before heavy modules are imported, so that help and usage errors
 appear at once. Exit status: 0 success, 1 failure (with a message, without a traceback), 2 usage
 error, 130 interrupted.
 """
@@ -41,7 +41,7 @@ COMMANDS = {
 }
 MODULES = {"run-batch": "run_batch", "import": "import_"}  # names that are not module names
 INTERRUPTED = 128 + signal.SIGINT
-PIPE_CLOSED = 128 + 13  # a shell's exit status for a program that SIGPIPE ended
+PIPE_CLOSED = 128 + 13  # the exit status of a program that SIGPIPE ended, as in a shell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args is None:
         return 0
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # characters that a terminal cannot show become ?
+        if hasattr(stream, "reconfigure"):  # "?" replaces characters that a terminal cannot show
             stream.reconfigure(errors="replace")
     try:
         status: int = args.execute(args)
@@ -119,11 +119,11 @@ def joined_values(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def make_parser(wanted: str | None = None) -> Parser:
-    """Make the parser with the options of one command, or with the options of all commands if
-    `wanted` is None, which takes longer."""
+    """Make the parser. `wanted`: the command whose options the parser gets; None: all commands get
+    their options, which takes longer."""
     parser = Parser(
         prog="twostroke",
-        description="An LLM inference engine built along the line between prefill and decode.",
+        description="An LLM inference engine with separate paths for prefill and decode.",
     )
     parser.add_argument("--version", action="version", version=f"twostroke {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)

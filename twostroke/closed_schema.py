@@ -26,7 +26,8 @@ from urllib.parse import unquote
 # are unused: the dict serves as an ordered set.
 Names = dict[tuple[str, str], None]
 
-# Keys whose schemas describe values inside the object: one schema, a list, or schemas by name.
+# Keys whose schemas describe values inside the object. A value is a schema or a list of schemas in
+# `NESTED`, and a dict of schemas in `NESTED_BY_NAME`.
 NESTED: Final = (
     "items",
     "prefixItems",
@@ -38,7 +39,7 @@ NESTED: Final = (
 )
 NESTED_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
 ALTERNATIVES: Final = ("anyOf", "oneOf")
-# A schema with one of these keys already rules on additional properties, so it is not closed.
+# A schema with one of these keys has its own rule for additional properties, so it is not closed.
 ADDITIONAL_PROPERTY_KEYS: Final = {
     "additionalProperties",
     "unevaluatedProperties",
@@ -117,8 +118,8 @@ class _Closer:
         for applicator, _ in applicators:
             inner = allowed if applicator is closer else None
             if closer is None and allowed is not None and not allowed.declared:
-                # No schema of this object has `properties`, so there is no object to close here.
-                # Schemas inside the applicator are closed as if they stood alone.
+                # No schema of this object has `properties`, so this object is not closed. The
+                # schemas inside the applicator are closed independently.
                 inner = Properties()
             if applicator.key != "$ref":
                 closed = [self._close(member, inner) for member in applicator.schemas]
@@ -170,8 +171,8 @@ class _Closer:
         return self._properties[id(schema)]
 
     def _has_additional_rule(self, schema: Any) -> bool:
-        """Return whether a schema, or an applicator that always applies, has a key that rules on
-        additional properties."""
+        """Return whether a schema, or an applicator that always applies, has a rule for additional
+        properties."""
         if not isinstance(schema, dict):
             return False
         if id(schema) not in self._rules_on_additional:
@@ -182,8 +183,8 @@ class _Closer:
         return self._rules_on_additional[id(schema)]
 
     def _inherits_rule(self, schema: dict[str, Any]) -> bool:
-        """Return whether the target of `$ref` or a member of `allOf` has such a key. A target
-        outside of the root schema may have one."""
+        """Return whether the target of `$ref` or a member of `allOf` has such a rule. A target
+        outside of the root schema counts as having one."""
         if "$ref" in schema:
             target = self._target(schema["$ref"])
             if target is None or self._has_additional_rule(target):
@@ -218,7 +219,7 @@ class _Closer:
             while (name := f"open_{number}") in self._root.get("$defs", {}) | self._copies:
                 number += 1
             self._copy_names[reference] = name
-            self._copies[name] = {}  # reserves the name while further copies are made
+            self._copies[name] = {}  # reserves the name during the recursion
             self._copies[name] = self._close(target, None)
         return f"#/$defs/{self._copy_names[reference]}"
 

@@ -1,4 +1,4 @@
-"""`EngineConfig`: the settings of an engine, under vLLM's names, validated once.
+"""`EngineConfig`: the settings of an engine, with vLLM's names. The constructor validates them.
 
 `exec/memory.py` derives the number of KV blocks and the length of the context from the settings and
 the model. `environment.py` reads settings from environment variables.
@@ -20,22 +20,23 @@ from twostroke.strict import StrictSettings
 
 GIB = 1024**3
 KV_TRANSPORTS = ("auto", "memory", "device", "nixl", "sockets")
-RDMA = ("rdma", "ucx", "mooncake")  # transports of other engines
+RDMA = ("rdma", "ucx", "mooncake")  # names of RDMA transports in other inference engines
 KV_TIMEOUT_EXPECTED = "seconds from 0.01 to 600"
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 QUANTIZATIONS = ("int8", "int4", "fp8")
 KV_8_BIT = ("fp8_e4m3", "fp8_e5m2", "int8")
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", *KV_8_BIT)  # fp8: fp8_e4m3
-# Sampling that a model's makers may recommend, and that `override_generation_config` may set.
+# The sampling parameters that generation_config.json may set, and those that
+# `override_generation_config` may set.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDDEN = (*RECOMMENDED, "presence_penalty", "frequency_penalty")
 
 
 class PerformanceMode(NamedTuple):
-    """The defaults of other settings."""
+    """A set of defaults for other settings."""
 
     max_num_seqs: int
-    budget_gpu: int  # tokens in a step
+    budget_gpu: int  # maximum number of tokens in a step
     budget_cpu: int
     # Goals in milliseconds, on a GPU and on a CPU; None: no goal.
     ttft_ms: tuple[float, float] | None = None
@@ -65,24 +66,25 @@ class EngineConfig(StrictSettings):
     device: str = "auto"  # auto: cuda if the machine has a GPU
     seed: int = 0
     max_model_len: int | None = None  # None: as long as model and KV cache allow
-    max_num_seqs: int = cast(int, None)  # None becomes 256, or a number by performance_mode
-    max_num_batched_tokens: int | None = None  # tokens in a step
+    max_num_seqs: int = cast(int, None)  # None: by performance_mode, 256 in the balanced mode
+    max_num_batched_tokens: int | None = None  # maximum number of tokens in a step
     ttft_slo_ms: float | None = None  # goal for the time to the first token
     itl_slo_ms: float | None = None  # goal for the time between two tokens of a stream
-    # Without itl_slo_ms: the longest wait of a stream for a token while prompts are prefilled, as a
-    # multiple of its steady gap; 0: no limit, None: by performance_mode.
+    # Without itl_slo_ms: the longest time between two tokens of a stream while prompts are
+    # prefilled, as a multiple of the time without prefill; 0: no limit, None: by performance_mode.
     max_decode_stall: float | None = None
     performance_mode: str = "balanced"  # interactivity, balanced, throughput
     block_size: int = 16  # tokens in a KV block
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
-    # Blocks of the KV group that keeps all positions (the first group, if all have windows).
+    # Blocks of the KV group that stores all positions (the first group, if all have windows).
     num_gpu_blocks_override: int | None = None
-    # Where prefixes go that the KV cache evicts: GiB of host memory, and a folder, "DIR[:SIZE]".
+    # Tiers for prefixes that the KV cache evicts: GiB of host memory, and a folder, "DIR[:SIZE]".
     kv_offloading_size: float | None = None
     kv_disk_cache: str | None = None
-    # Which KV blocks a decoding request evicts beyond its budget: None, sinks (all but the first
-    # and the newest blocks) or heavy-hitters (blocks between with the least attention).
+    # The KV blocks that a decoding request evicts when it exceeds its budget: None, sinks (all but
+    # the first and the newest blocks) or heavy-hitters (the blocks in between that get the least
+    # attention).
     kv_eviction: str | None = None
     kv_eviction_budget: int = 4096  # tokens that a request keeps after its prefill
     # Speculative decoding, with vLLM's keys (`draft/speculation_config.py`); None: no drafts.
@@ -90,9 +92,9 @@ class EngineConfig(StrictSettings):
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
-    max_logprobs: int = 20  # that a request may ask for; -1: the vocabulary
+    max_logprobs: int = 20  # maximum for a request; -1: the vocabulary
     override_generation_config: dict[str, Any] | None = None  # default sampling of requests
-    # Settings that replace settings of config.json (`model/describe/overrides.py`).
+    # Values that replace values of config.json (`model/describe/overrides.py`).
     hf_overrides: dict[str, Any] | None = None
     enforce_eager: bool = False  # no graphs, no compilation; the tokens stay the same
     max_cudagraph_capture_size: int | None = None  # largest decode batch that runs as a graph
@@ -101,32 +103,29 @@ class EngineConfig(StrictSettings):
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes of a CPU
     # The format to which unquantised weights are rounded: int8, int4, and with torch fp8.
     quantization: str | None = None
-    # The formats of the two phases, or "none". Validation leaves either `quantization` or two
-    # different formats for the phases: the default of a phase is `quantization`.
+    # The formats of the two phases, or "none"; the default is `quantization`. After validation
+    # these two differ, or both are None and `quantization` is the format of both phases.
     prefill_quantization: str | None = None
     decode_quantization: str | None = None
-    # A text that the unquantised model reads, to find out which inputs of a matrix matter most.
+    # The path of a text. The unquantised model reads it to measure which weights matter most.
     calibration: str | None = None
     kernels: str = "auto"  # reference, native; auto: native on a CPU that supports it
-    isa: str = "auto"  # of the native kernels: auto, amx, avx512, avx512bw, avx2, neon, portable
+    # Instruction set of the native kernels: auto, amx, avx512, avx512bw, avx2, neon, portable.
+    isa: str = "auto"
     exact: bool = False  # native kernels compute linear layers and attention in floats; slower
-    threads: int | None = None  # of a decode step on a CPU; None: one for each core
-    threads_batch: int | None = None  # of a step with prefill; None: threads
-    measure_ceilings: bool = False  # measure the device's rates at the start, for the metrics
-    # Settings of each engine that a server with several engines sets (`route/`):
+    threads: int | None = None  # threads of a decode step on a CPU; None: one for each core
+    threads_batch: int | None = None  # threads of a step with prefill; None: threads
+    measure_ceilings: bool = False  # measure the device's FLOP/s and bytes/s, for the metrics
+    # A server with several engines sets these for each engine (`route/`):
     engines_on_host: int = 1  # engines that share the machine's memory and cores
-    engine_index: int = 0  # of this engine on its machine; the engines use the GPUs in turn
+    engine_index: int = 0  # index of the engine on its machine, which selects its GPU
     kv_sharing: str = "none"  # shared: other engines may fetch KV blocks; checked: with checksums
-    kv_receives: bool = (
-        False  # the engine fetches KV blocks of others, and reserves memory for that
-    )
+    kv_receives: bool = False  # the engine reserves memory to fetch KV blocks of other engines
     kv_transport: str = "auto"  # memory, device, nixl or sockets
     kv_host: str | None = None  # this machine's address for other machines; None: there are none
     kv_transfer_timeout_s: float = 3.0  # blocks are recomputed if none has arrived for this time
-    # Limits in seconds; 0: none. A rank that is silent for longer is killed. A process that is not
-    # ready within the limit of its start is killed.
-    hang_timeout_s: float = 30.0
-    start_timeout_s: float = 3600.0
+    hang_timeout_s: float = 30.0  # a rank that is silent for this time is killed; 0: never
+    start_timeout_s: float = 3600.0  # a process that is not ready then is killed; 0: never
     # The secret of the engines' sockets (`network_auth.py`); None: sockets accept any peer.
     engine_secret: str | None = field(default=None, repr=False)
 
@@ -257,14 +256,14 @@ class EngineConfig(StrictSettings):
             return
         if self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, and a draft model runs in "
-                "one process as yet; leave one of them out, or draft with the method 'suffix'"
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but a draft model does not "
+                "support several ranks yet; leave one of them out, or use the method 'suffix'"
             )
         if self.kv_sharing != "none":
             raise ConfigError(
-                "a draft model and engines for one phase (prefill_engines, decode_engines) exclude "
-                "each other as yet: its KV cache does not travel; leave one of them out, or draft "
-                "with the method 'suffix'"
+                "a draft model does not work with engines for one phase yet (prefill_engines, "
+                "decode_engines), because its KV cache cannot be sent between engines; leave one "
+                "of them out, or use the method 'suffix'"
             )
 
     def _check_capture_sizes(self) -> None:
@@ -377,15 +376,15 @@ class EngineConfig(StrictSettings):
         return None if ttft is None else ttft / 1e3, None if itl is None else itl / 1e3
 
     def decode_stall(self) -> float | None:
-        """Return the longest wait for a token during prefill, in steady gaps; None: no limit."""
+        """Return `max_decode_stall`, or the default of the performance mode; None: no limit."""
         stall = self.max_decode_stall
         if stall is None and self.enable_chunked_prefill:
             stall = MODES[self.performance_mode].decode_stall
         return stall or None
 
     def token_budget(self, on_gpu: bool, max_model_len: int) -> int:
-        """Return the most tokens in a step: enough to use the device fully, and few enough that
-        streams do not wait long."""
+        """Return the maximum number of tokens in a step: enough to use the device fully, but so few
+        that streams do not wait long."""
         budget = self.max_num_batched_tokens
         if budget is None:
             mode = MODES[self.performance_mode]

@@ -1,4 +1,5 @@
-"""The environment variables that twostroke reads, each read here and nowhere else.
+"""The environment variables that twostroke reads. No other module reads its settings from the
+environment.
 
 | variable                                                 | setting                              |
 |----------------------------------------------------------|--------------------------------------|
@@ -12,8 +13,8 @@
 | CUDA_VISIBLE_DEVICES                                     | the GPUs that this process can use   |
 | COLUMNS                                                  | the width of the terminal            |
 
-Other modules touch the environment only on behalf of other programs: they pass it to a child
-process or set a variable that a library reads. `tests/unit/test_environment.py` lists them.
+Other modules use the environment only for other programs: they pass it to a child process or set a
+variable that a library reads. `tests/unit/test_environment.py` lists these modules.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def visible_gpu(index: int) -> int | str:
 
 
 def terminal_columns() -> int | None:
-    """Return the width that the user set; None if the variable holds no positive number."""
+    """Return the width that the user set; None if COLUMNS is not a positive number."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdigit() and int(columns) > 0 else None
 

@@ -1,7 +1,5 @@
-"""The errors that an input of the user causes.
-
-Every message says what was wrong, what was expected and what to do. Any other exception is a bug.
-"""
+"""The errors whose messages are for users. Every message says what was wrong, what was expected and
+what to do. Any other exception is a bug."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ class ModelError(TwostrokeError, ValueError):
 
 
 class RequestError(TwostrokeError, ValueError):
-    """A request is refused. No other request is affected.
-
-    `param` and `code` are further fields of an error in OpenAI's API.
-    """
+    """A request is refused. No other request is affected. `param` and `code` are fields of an error
+    in OpenAI's API."""
 
     def __init__(
         self, message: str = "", *, param: str | None = None, code: str | None = None
@@ -36,15 +32,15 @@ class RequestError(TwostrokeError, ValueError):
 
 
 class EngineError(TwostrokeError, RuntimeError):
-    """The engine failed while it was running a step."""
+    """An engine could not start, failed or was closed."""
 
 
-MAX_SHOWN_CHARS = 100  # of a user's value, in a message
+MAX_SHOWN_CHARS = 100  # characters of a user's value in a message
 MAX_SHOWN_ENTRIES = 16
 
 
 def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
-    """Return the text; the middle of a long text is left out."""
+    """Return the text, without the middle of a long text."""
     if len(text) <= max_chars:
         return text
     head = max_chars * 2 // 3

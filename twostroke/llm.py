@@ -22,24 +22,27 @@ from twostroke.vllm_settings import TEXT_ONLY, VLLMSettings
 
 OneOrMore = SamplingParams | Sequence[SamplingParams] | None
 
-ONE_PROCESS = "there are no workers: the model runs in this process (`LLM.engine`)"
-STAYS = "weights stay on the device as they were loaded"
+NO_WORKERS = "there are no workers: the model runs in this process (`LLM.engine`)"
+FIXED_WEIGHTS = "weights stay on the device as they were loaded"
 # Methods of vLLM's `LLM` that twostroke does not have, and the reasons.
 REFUSED = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), TEXT_ONLY),
-    **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "get_world_size"), ONE_PROCESS),
-    **dict.fromkeys(("sleep", "wake_up", "update_weights", "init_weight_transfer_engine"), STAYS),
+    **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine", "get_world_size"), NO_WORKERS),
+    **dict.fromkeys(
+        ("sleep", "wake_up", "update_weights", "init_weight_transfer_engine"), FIXED_WEIGHTS
+    ),
     "set_tokenizer": "give tokenizer=… to LLM(…)",
 }
 
 
 class LLM:
-    """A loaded model. `EngineConfig` has the settings, and `VLLMSettings` further settings of
-    vLLM."""
+    """A loaded model. The settings are the fields of `EngineConfig`, and those of vLLM in
+    `VLLMSettings`."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         if "performance_mode" not in settings:
-            settings.setdefault("max_decode_stall", 0)  # `generate` returns finished texts only
+            # `generate` streams no tokens, so prefill need not wait for decode.
+            settings.setdefault("max_decode_stall", 0)
         self.engine = build_engine(VLLMSettings(model=model, **settings).engine_config())
         self._client = SyncClient(self.engine)
         self._totals = Totals(self._client.info.max_model_len)
@@ -64,7 +67,7 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt, and return the outputs in the order of the prompts.
+        """Generate the outputs of all prompts, and return them in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         If a prompt is refused, no prompt is started.
@@ -88,8 +91,8 @@ class LLM:
         """Answer one conversation (a list of messages) or several (a list of such lists).
 
         `chat_template`: the text of a template that replaces the model's.
-        `chat_template_content_format`: the content of messages as the template gets it: texts
-        ("string"), lists of parts ("openai"), or by the template ("auto").
+        `chat_template_content_format`: the template gets the contents of messages as texts
+        ("string") or as lists of parts ("openai"); "auto": the engine decides by the template.
         `continue_final_message`: continue the last message.
         """
         _check_no_lora(lora_request)
@@ -128,8 +131,8 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the likeliest continuations of each prompt. `use_tqdm` and `concurrency_limit` are
-        accepted without effect."""
+        """Return the most likely outputs of each prompt. `use_tqdm` and `concurrency_limit` have no
+        effect."""
         _check_no_lora(lora_request)
         max_logprobs = self._client.info.max_logprobs
         if 2 * params.beam_width > max_logprobs:
@@ -154,7 +157,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, and yield the new part of the output after each step.
+        """Generate the output of one prompt. Yield the new part of the output after each step.
 
         Leaving the loop early aborts the request.
         """
@@ -174,7 +177,7 @@ class LLM:
         return self.engine.core.scheduler.kv.usage()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling that the model's makers recommend: the default of requests."""
+        """Return the default sampling parameters, which the model's makers recommend."""
         return self.engine.sampling.clone()
 
     def get_tokenizer(self) -> LLMTokenizer | None:
@@ -182,7 +185,7 @@ class LLM:
         return LLMTokenizer.from_input_processor(self.engine.input_processor)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics of a server's /metrics."""
+        """Return the metrics that a server has on /metrics."""
         from twostroke.serve.monitor.prometheus import Families  # needs prometheus-client
 
         families = Families(self._client.info.model_name)

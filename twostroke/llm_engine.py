@@ -1,4 +1,4 @@
-"""`LLMEngine`: an engine whose steps the caller runs, compatible with vLLM's."""
+"""`LLMEngine`: an engine whose steps the caller runs, compatible with vLLM's `LLMEngine`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> str:
-        """Add a request, which arrives now; `arrival_time` is accepted without effect."""
+        """Add a request. `arrival_time` has no effect: the request arrives now."""
         return self._client.add(prompt, params, priority, request_id, self._outputs.append)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:

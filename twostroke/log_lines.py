@@ -11,13 +11,13 @@ from time import monotonic
 from typing import Any
 
 FORMAT, DATE = "%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"
-# The logger of a server's work, which logs at INFO whatever the level of other loggers.
+# The logger of a server's work. It logs at INFO, whatever the level of other loggers.
 WORK = "twostroke.work"
 MAX_LINES_PER_S = 20  # of a `RateLimitedLog`, and of uvicorn
 
 
 def configure(level: str = "warning") -> None:
-    """Set up the log. `level` is a name of uvicorn's; `WORK` is always logged."""
+    """Set up the log. `level`: the name of a level of uvicorn. `WORK` is always logged."""
     ours = logging.getLogger("twostroke")
     if not ours.handlers:
         handler = logging.StreamHandler()

@@ -1,4 +1,5 @@
-"""vLLM's module for LoRA adapters. Its import explains that twostroke does not have them."""
+"""vLLM's module for LoRA adapters. Importing it raises an error that explains that twostroke does
+not have them."""
 
 raise ImportError(
     "LoRA adapters are not supported yet; merge the adapter into the model and give the merged "

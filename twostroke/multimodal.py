@@ -1,5 +1,5 @@
-"""vLLM's module for images, audio and video. Its import explains that twostroke does not have
-them."""
+"""vLLM's module for images, audio and video. Importing it raises an error that explains that
+twostroke does not have them."""
 
 raise ImportError(
     "models read and write text only; leave out other content",

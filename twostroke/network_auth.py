@@ -2,8 +2,8 @@
 
 The key pair of every listening socket is derived from a shared secret. A peer needs the public key
 for the handshake, and no socket sends the key. So a peer without the secret cannot complete the
-handshake, whose messages are small, and none of its messages reaches a queue. After the handshake
-libsodium encrypts and authenticates all messages.
+handshake, and none of its messages reaches a queue. After the handshake libsodium encrypts and
+authenticates all messages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from twostroke.errors import ConfigError
 
 MIN_CHARS: Final = 32
 CURVE_BYTES: Final = 64  # more than encryption adds to a part of a message
-# The largest part of a message between a server and an engine on its network. The largest parts
-# have the log-probabilities of a long prompt.
+# The maximum size of a part of a message between a server and an engine on its network. The
+# log-probabilities of a long prompt are the largest parts.
 MAX_PART_BYTES: Final = 256 << 20
-# Of messages between a server and an engine that have not been read as a whole.
+# The maximum number of bytes of an incomplete message between a server and an engine.
 MAX_UNFINISHED_BYTES: Final = 4 * MAX_PART_BYTES
 # Reasons for which messages are dropped, as in the metrics: the bytes cannot be decoded, the
 # message lacks the server's key, the message does not end.
@@ -63,9 +63,9 @@ def engine_secret() -> str:
 
 
 def protect_listener(socket: zmq.Socket[Any], secret: str | None) -> None:
-    """Prepare a socket before `bind`. It accepts messages from peers with the secret only, and no
-    part of a message beyond the socket's limit, which is `MAX_PART_BYTES` unless it is set.
-    Without a secret the socket accepts every peer."""
+    """Prepare a socket before `bind`. The socket then accepts messages only from peers with the
+    secret, and no part of a message above the socket's limit (`MAX_PART_BYTES`, unless another is
+    set). Without a secret the socket accepts every peer."""
     if secret is not None:
         if socket.getsockopt(zmq.MAXMSGSIZE) == -1:  # not set
             socket.maxmsgsize = MAX_PART_BYTES
@@ -81,7 +81,8 @@ def protect_connector(socket: zmq.Socket[Any], secret: str | None) -> None:
 
 
 def receive_parts(socket: zmq.Socket[Any], max_parts: int, flags: int = 0) -> list[zmq.Frame]:
-    """Receive a message. Of a message with more than `max_parts` parts, return one part more."""
+    """Receive a message. Return at most `max_parts + 1` of its parts, so that the caller can see
+    that it has too many."""
     parts: list[zmq.Frame] = []
     count, more = 0, True
     while more:
@@ -106,5 +107,5 @@ def add_counts(*counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def is_power_of_2(count: int) -> bool:
-    """Return whether to log a count of dropped messages: each power of 2, so ever less often."""
+    """Return whether a count is a power of 2. Only such counts of dropped messages are logged."""
     return count & (count - 1) == 0

@@ -1,4 +1,4 @@
-"""`RequestOutput` and its parts: the results for users, under vLLM's names."""
+"""`RequestOutput` and its parts: the results for users, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Logprob(NamedTuple):
 
 
 class Logprobs(Sequence[Any]):
-    """A sequence of `dict[int, Logprob]`, one a position: the most likely tokens in order of rank,
-    and the sampled token, whose rank may be lower. The first position of a prompt is None.
+    """A sequence with a `dict[int, Logprob]` for each position: the most likely tokens in order of
+    rank, and the sampled token, whose rank may be lower. The first position of a prompt is None.
 
-    Kept packed (8 bytes a token and position instead of some 150), since an answer with many
-    continuations may have a million entries; each dict is made when it is read.
+    An output with many completions may have a million entries, so entries are stored in arrays, in
+    8 bytes each instead of some 150. A dict is made when it is read.
     """
 
     __slots__ = ("_ends", "_ids", "_named", "_ranks", "_text", "_values")
@@ -32,8 +32,8 @@ class Logprobs(Sequence[Any]):
     def __init__(
         self, text: Callable[[int], str | None] | None = None, named: bool = False
     ) -> None:
-        """`named`: the entries are the tokens that the request names (`logprob_token_ids`), whose
-        ranks are unknown, instead of the most likely tokens."""
+        """`text`: returns the text of a token. `named`: the entries are the tokens of
+        `logprob_token_ids`, whose ranks are unknown, instead of the most likely tokens."""
         self._text = text
         self._named = named
         self._ids, self._values = array("i"), array("f")  # the sampled token of a position first
@@ -63,14 +63,14 @@ class Logprobs(Sequence[Any]):
         return taken
 
     def copy(self) -> Logprobs:
-        """A copy that no longer grows."""
+        """Return a copy that does not grow."""
         same = Logprobs(self._text, self._named)
         same._ids, same._values = self._ids[:], self._values[:]
         same._ends, same._ranks = self._ends[:], self._ranks[:]
         return same
 
     def plain(self) -> Iterator[TokenLogprobs | None]:
-        """Iterate over the positions as they were added; faster than dicts."""
+        """Iterate over the entries as they were added, which is faster than making dicts."""
         begin = 0
         for end, rank in zip(self._ends, self._ranks, strict=True):
             ids, values = self._ids[begin:end], self._values[begin:end]
@@ -108,7 +108,7 @@ class Logprobs(Sequence[Any]):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation. In a "delta" stream, text and ids are the new part."""
+    """One completion. In a "delta" stream, text and ids are the new part."""
 
     index: int
     text: str = ""
@@ -125,17 +125,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """The times of a request in seconds, under vLLM's names: those ending in `_ts` on the monotonic
-    clock, `arrival_time` as the time of day. 0: it has not happened."""
+    """The times of a request in seconds, with vLLM's names. Names in `_ts` are times of the
+    monotonic clock, `arrival_time` is Unix time. 0: it has not happened."""
 
-    num_generation_tokens: int  # of all continuations
+    num_generation_tokens: int  # of all completions
     arrival_time: float
     received_ts: float
     queued_ts: float
     scheduled_ts: float
-    first_token_ts: float  # the first of any continuation
+    first_token_ts: float  # the earliest of all completions
     last_token_ts: float
-    tpot_s: float  # mean over the continuations of more than one token
+    tpot_s: float  # mean over the completions with more than one token
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> RequestMetrics:
@@ -169,15 +169,15 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: Logprobs | None = None  # the first entry is None
     num_cached_tokens: int = 0
-    # One for each continuation that has ended, with the time of every token:
+    # A record for each completion that has ended, with the time of every token:
     records: list[RequestRecord] = field(default_factory=list, repr=False)
     num_prefilled: int = 0  # prompt tokens computed so far, if progress was requested
-    error: str = ""  # why the engine could not complete it
+    error: str = ""  # why the engine could not complete the request
     impossible: bool = False  # the request itself caused the error: no engine can run it
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """None while no continuation has ended."""
+        """The times of the request; None while no completion has ended."""
         return RequestMetrics.of(self.records) if self.records else None
 
 
@@ -186,13 +186,15 @@ class Deltas:
     output, not copied."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[int, int]] = {}  # continuation → token ids, characters
+        # By index of the completion: token ids and characters delivered; -1: its end was delivered.
+        self._sent: dict[int, tuple[int, int]] = {}
 
     def take(self, output: RequestOutput) -> RequestOutput:
+        """Return the part of the output that is new since the last call."""
         fresh = []
         for completion in output.outputs:
             ids, chars = self._sent.get(completion.index, (0, 0))
-            if ids < 0:  # its end has been delivered
+            if ids < 0:
                 continue
             token_ids, text = completion.token_ids[ids:], completion.text[chars:]
             if token_ids or text or completion.finish_reason is not None:
@@ -229,7 +231,7 @@ class Deltas:
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:
-    """A copy that no longer grows."""
+    """Return a copy that does not grow."""
     outputs = []
     for completion in output.outputs:
         logprobs = completion.logprobs

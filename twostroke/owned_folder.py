@@ -1,9 +1,9 @@
 """`OwnedFolder`: a temporary folder that belongs to a process.
 
-The process holds a lock on a file in the folder. The system releases the lock when the process ends
-in any way. So a folder whose lock is free is left over, and the next process that makes a folder
-removes it. Unlike a process id, a lock works between containers that share the directory, and
-cannot be confused with another process's.
+The process holds a lock on a file in the folder. The system releases the lock when the process
+ends, even if it is killed. So a folder without a lock is left over, and the next process that makes
+a folder removes it. Unlike process ids, locks work between containers that share the directory, and
+are never reused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OwnedFolder:
         parent = parent or tempfile.gettempdir()
         remove_left_over(parent)
         lock: int | None = None
-        while lock is None:  # another process may remove the folder before it is locked
+        while lock is None:  # repeated if another process removes the folder before it is locked
             self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             lock = _lock(os.path.join(self.path, LOCK), os.O_CREAT)
         self._lock: int | None = lock

@@ -1,9 +1,9 @@
-"""`StepPlan`: the work of one step, the only message from the scheduler to an executor.
+"""`StepPlan`: the work of one step. It is the only message from the scheduler to an executor.
 
 A plan is frozen, self-contained and made of plain data, so the same plan can go to every
 tensor-parallel rank or to another machine. The phase is a type: prefill work is a list of `Chunk`,
-decode work a list of `Slot`. Rows index state that the executor keeps from step to step
-(`exec/rows.py`); a plan contains only the changes.
+decode work a list of `Slot`. A row is the index of a request's state, which the executor keeps
+between steps (`exec/rows.py`). A plan contains only the changes of this state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 
 
 class NewRow(NamedTuple):
-    """A request takes a row: all that the executor needs, including the tokens so far."""
+    """A request that gets a row, with all that the executor needs."""
 
     row: int
     request_id: str
@@ -61,8 +61,8 @@ class BlockDrop(NamedTuple):
 
 
 class BlockEvict(NamedTuple):
-    """Entries [start, stop) leave a row's table after the step's appends, and the entries behind
-    them move up. Only for models with one KV group."""
+    """Entries [start, stop) are removed from a row's table after the step's appends, and the later
+    entries move up. Only for models with one KV group."""
 
     row: int
     start: int
@@ -70,8 +70,8 @@ class BlockEvict(NamedTuple):
 
 
 class TokenWrite(NamedTuple):
-    """Tokens that replace the tokens of a row from `position` on, before the step runs. The rows of
-    a draft model follow the texts of the model that verifies the drafts."""
+    """Tokens that replace the tokens of a row from `position` on, before the step runs. A draft
+    model needs this, because the model that verifies its drafts decides the text."""
 
     row: int
     position: int
@@ -88,7 +88,8 @@ class PhaseWork(NamedTuple):
     kv_reads: int = 0  # cached positions that must be read at least once
 
     def with_chunk(self, tokens: int, positions: tuple[int, int]) -> PhaseWork:
-        """Add a row with `tokens` tokens. `positions`: its `kv_tokens` and its `kv_reads`."""
+        """Return the work plus a row of `tokens` tokens. `positions`: its `kv_tokens` and its
+        `kv_reads`."""
         attended, read = positions
         return PhaseWork(
             self.rows + 1, self.tokens + tokens, self.kv_tokens + attended, self.kv_reads + read
@@ -101,7 +102,7 @@ NO_WORK = PhaseWork()
 class StepPlan(NamedTuple):
     step: int
     new: tuple[NewRow, ...]
-    retired: tuple[int, ...]  # rows given up before this step; a new row may reuse one
+    retired: tuple[int, ...]  # rows that are free from this step on; `new` may reuse them
     appended: tuple[BlockAppend, ...]
     dropped: tuple[BlockDrop, ...]
     prefill: tuple[Chunk, ...]
@@ -109,7 +110,7 @@ class StepPlan(NamedTuple):
     prefill_work: PhaseWork
     decode_work: PhaseWork
     evicted: tuple[BlockEvict, ...] = ()
-    draft_tokens: tuple[int, ...] = ()  # of all slots, in order: `Slot.drafts` each
+    draft_tokens: tuple[int, ...] = ()  # `Slot.drafts` tokens for each slot, in order
     written: tuple[TokenWrite, ...] = ()
 
     @property
@@ -144,7 +145,7 @@ class StepResult(NamedTuple):
     logprobs: dict[int, TokenLogprobs]  # by index into `tokens`, if requested
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # by row: one per position, in order
     device_s: float
-    idle_s: float | None = None  # how long the device was idle before, if known
+    idle_s: float | None = None  # idle time of the device before the step, if known
     counts: list[int] | None = None  # tokens of each slot and last chunk; None: one each
     comm_s: float = 0.0  # part of `device_s` in collectives with other ranks
     comm_bytes: float = 0.0  # bytes sent for collectives by a rank, the mean over the ranks

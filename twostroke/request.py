@@ -1,4 +1,4 @@
-"""`SamplingParams`: the parameters of a user. `EngineRequest`: a request as the engine gets it."""
+"""`SamplingParams`: the parameters that a user sets. `EngineRequest`: a validated request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from twostroke.kv.transfer import Offer
 from twostroke.strict import StrictSettings
 
 MAX_SEED = 2**63 - 1
-MAX_PRIORITY = 1000  # either way
-FIRST_MARK_TOKENS = 64  # of a prompt's first prefix mark; each further mark covers twice as many
+MAX_PRIORITY = 1000  # priorities go from -1000 to 1000
+FIRST_MARK_TOKENS = 64  # tokens of the first prefix mark; each next mark has twice as many
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the division would overflow
 
 
@@ -26,12 +26,12 @@ class StructuredOutputs(StrictSettings):
 
     error = RequestError
 
-    json: str | dict[str, Any] | None = None  # a JSON schema; kept as its text
+    json: str | dict[str, Any] | None = None  # a JSON schema; stored as a text
     regex: str | None = None  # the whole text matches
     choice: Sequence[str] | None = None
     grammar: str | None = None  # Lark or GBNF
     json_object: bool = False  # any JSON object
-    # Objects of a schema have no names but those in `properties`, unless the schema sets
+    # Objects have only the properties that the schema lists, unless the schema itself sets
     # `additionalProperties`.
     disable_additional_properties: bool = True
 
@@ -65,7 +65,7 @@ class StructuredOutputs(StrictSettings):
 
 
 class RequestOutputKind(enum.StrEnum):
-    """The content of a stream's outputs: all so far, the new part, or only the end."""
+    """The content of the outputs of a stream: all so far, the new part, or only the end."""
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
@@ -208,32 +208,32 @@ def _token_id(key: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The marks of a model's reasoning, by which the engine follows it. A budget limits the
-    reasoning; a grammar applies after it."""
+    """The texts that start and end a model's reasoning, by which the engine finds it. A budget
+    limits the reasoning. A grammar applies after the reasoning."""
 
-    starts: tuple[bytes, ...]  # any of these opens it at the beginning of the output
+    starts: tuple[bytes, ...]  # each of these starts it at the beginning of the output
     ends: tuple[bytes, ...]
-    start_ids: tuple[int, ...] = ()  # tokens that open it, allowed before a grammar's text
-    forced_ids: tuple[int, ...] = ()  # tokens that end it when the budget is spent
-    is_open: bool = False  # from the first token on
-    budget: int | None = None  # tokens
+    start_ids: tuple[int, ...] = ()  # tokens that start it, allowed before a grammar's text
+    forced_ids: tuple[int, ...] = ()  # tokens that end it when the budget is used up
+    is_open: bool = False  # the prompt has started the reasoning
+    budget: int | None = None  # maximum number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The state of a request that another engine has begun; the next engine continues from it."""
+    """The state of a request that another engine has begun and this engine continues."""
 
     tokens: tuple[int, ...]  # written and delivered so far
-    last_s: float  # time of the last of them, on the monotonic clock
-    offer: Offer | None = None  # of its KV blocks; None: they are recomputed
+    last_s: float  # time of the last token, on the monotonic clock
+    offer: Offer | None = None  # offers its KV blocks; None: they are recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A valid request (`engine/input_processor.py`) with its prompt as token ids.
 
-    When accepted, it stands for all `n` continuations and has no id yet. The engine is sent one for
-    each continuation, with id and seed (`engine/output_processor.py`), without the text.
+    The input processor makes one object for all `n` completions, without an id. The engine gets a
+    copy for each completion, with id and seed, without the text (`engine/output_processor.py`).
     """
 
     request_id: str
@@ -247,7 +247,7 @@ class EngineRequest:
     received_s: float = 0.0  # on the monotonic clock
     progress: bool = False  # report after each chunk how much of the prompt has been computed
     gap_causes: bool = False  # record the causes of each gap between two of its tokens
-    family: str = ""  # common name of the continuations of an `n > 1` request: they share blocks
+    family: str = ""  # common name of the completions of an `n > 1` request: they share blocks
     prompt: str | None = None  # the text, if one was given
     tokenised_s: float = 0.0  # when the prompt had become token ids
     thinking: Thinking | None = None  # None: the engine does not follow reasoning
@@ -256,7 +256,7 @@ class EngineRequest:
     hand_over: bool = False  # end as PREFILLED after the next token, with an offer of its blocks
     resumed: Resumed | None = None
     owner: int | None = None  # the number of its API key
-    prediction: tuple[int, ...] = ()  # the output that the client expects: drafts
+    prediction: tuple[int, ...] = ()  # the output that the client expects, used as drafts
 
 
 class FinishReason(enum.StrEnum):

@@ -1,13 +1,13 @@
-"""`SandboxPool`: processes with limits on time and memory, for work that an input can make endless.
+"""`SandboxPool`: processes with limits on time and memory, for work that some inputs make endless.
 
     ask ── socket pair ─▶ worker: reads a request, works within the limits, answers, reads the next
                             │ dies
         ◀── reason ───── zygote: reaps the worker, answers for it, forks a new worker
 
-The zygote imports modules and prepares the work once. A worker is a fork of the zygote, so that a
-dead worker is replaced in milliseconds. Zygote and workers have none of the server's sockets,
-environment variables or keys. They end when the program closes its ends of the sockets or ends
-itself. The module does not import torch.
+The zygote is a process that imports modules and prepares the work once. A worker is a fork of the
+zygote, so that a dead worker is replaced in milliseconds. Zygote and workers have none of the
+server's sockets, environment variables or keys. They end when the program ends or closes its ends
+of the sockets. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from twostroke import child_process
 from twostroke.errors import EngineError, RequestError
 
 Work = Callable[[bytes], bytes]
-START_S: Final = 60.0  # for the zygote to be ready on a busy machine
+START_S: Final = 60.0  # time limit for the start of the zygote, on a busy machine
 # Variables that Python or the clock need. Keys stay out of the sandbox.
 INHERITED_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL", "TZ")
 DONE, REFUSED, DIED = b"+", b"-", b"!"
@@ -54,7 +54,8 @@ class Limits:
 
 
 class LimitExceeded(Exception):  # noqa: N818
-    """The worker died of a request. `transient`: the request may succeed at another time."""
+    """A request exceeded a limit, and its worker died. `transient`: the request may succeed at
+    another time."""
 
     def __init__(self, reason: str, transient: bool) -> None:
         super().__init__(reason)
@@ -65,17 +66,16 @@ class SandboxPool:
     """Workers for requests. Several threads may use the pool; each request has its own worker."""
 
     def __init__(self, factory: str, setup: bytes, workers: int, limits: Limits) -> None:
-        """`factory` is the "module:function" that makes a function for requests from `setup`. The
-        zygote calls the factory once. A `RequestError` of the factory is the answer to every
-        request. Each new worker answers an empty request first, which warms it up."""
+        """`factory`: "module:function", a function that makes the workers' function from `setup`.
+        The zygote calls the factory once. If it raises a `RequestError`, this error is the answer
+        to every request. Each new worker first answers an empty request, as a warm-up."""
         self._factory, self._setup, self._limits = factory, setup, limits
         self._num_workers = workers
         self._lock = threading.Lock()
         self._zygote: _Zygote | None = None
 
     def start(self) -> None:
-        """Start the processes without waiting until they are ready. Else the first `ask` starts
-        them."""
+        """Start the processes without waiting. Otherwise the first call of `ask` starts them."""
         self._started()
 
     def _started(self) -> _Zygote:
@@ -117,7 +117,7 @@ class SandboxPool:
 
 
 class _Zygote:
-    """The program's handle of the processes."""
+    """The program's handle of the zygote and its workers."""
 
     def __init__(self, factory: str, setup: bytes, workers: int, limits: Limits) -> None:
         pairs = [socket.socketpair() for _ in range(workers)]
@@ -128,7 +128,7 @@ class _Zygote:
             "twostroke.sandbox",
             *arguments,
             pass_fds=files,
-            # Without this, glibc gives each thread an arena of 64 MiB of the limited addresses.
+            # Otherwise glibc reserves 64 MiB of the limited address space for each thread.
             env=inherited | {"MALLOC_ARENA_MAX": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -177,7 +177,7 @@ def _receive_bytes(source: socket.socket, count: int) -> bytes:
 
 
 def run_when_idle() -> None:
-    """Let this thread run only while no other thread needs the processor (Linux). Else the threads
+    """Run this thread only while no other thread needs the processor (Linux). Otherwise the threads
     of a step, which wait for each other at barriers, would lose a time slice at each barrier."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ def _address_space_bytes() -> int:
 
 
 def main(factory: str, limits_json: str, *files: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the program
+    for number in (signal.SIGINT, signal.SIGTERM):  # only the program handles these signals
         signal.signal(number, signal.SIG_IGN)
     limits = Limits(**json.loads(limits_json))
     sockets = [socket.socket(fileno=int(file)) for file in files]

@@ -1,7 +1,7 @@
 """Converts `StructuredOutputs` to a grammar of llguidance. The module does not import torch.
 
-The size of a grammar does not tell how long llguidance compiles it or how deep llguidance recurses,
-and llguidance's own limits bound neither. So a user's grammar is first compiled in a sandbox
+The size of a grammar says nothing about the time and the stack that llguidance needs to compile it,
+and llguidance has no limits for them. So a user's grammar is first compiled in a sandbox
 (`engine/grammar_check.py`).
 """
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 MAX_BYTES: Final = 128 * 1024  # of a schema, a regular expression or a grammar
 TOO_DEEP: Final = "it is too deeply nested"
 PARSED_TOO_DEEP: Final = "recursion limit exceeded"  # an error of llguidance's JSON parser
-# White space between the parts of a JSON text: a space, or a new line and its indentation. Without
-# a limit small models generate white space without end.
+# The white space that a JSON text may have between its parts: a space, or a new line and up to 12
+# spaces. Without a limit small models generate white space without end.
 JSON_SPACE: Final = r"\x20|\n\x20{0,12}"
-# In a Lark grammar: the start of a schema, the name of a token, or text that may look like either
-# (a string, a comment, a regular expression).
+# Finds the starts of schemas and the names of tokens in a Lark grammar. The other alternatives
+# skip strings, comments and regular expressions, which may contain similar text.
 LARK: Final = re.compile(
     r"(?P<schema>%json\s*(?=\{))|(?P<token><[^<>\s]+>)"
     r'|"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/'
@@ -53,7 +53,7 @@ def check_size(outputs: StructuredOutputs) -> None:
 
 
 def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
-    """Return the grammar. Raises `RequestError` if it cannot be parsed; `compile_grammar` finds
+    """Return the grammar. Raise `RequestError` if it cannot be parsed. `compile_grammar` finds
     other errors."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -61,7 +61,7 @@ def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     if outputs.regex is not None:
         return str(LLMatcher.grammar_from_regex(outputs.regex))
     if outputs.choice is not None:
-        # One lexeme, which llguidance matches faster than a rule for each choice.
+        # One lexeme is faster in llguidance than a rule for each choice.
         words = " | ".join(json.dumps(text) for text in outputs.choice)
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
     closed = outputs.disable_additional_properties
@@ -83,8 +83,8 @@ def to_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
 
 
 def _prepare_lark(lark: str, tokenizer: LLTokenizer, closed: bool) -> str:
-    """Close the JSON schemas in a grammar, and replace names of tokens such as `<tool_call>` by
-    their ids, because llguidance knows the names of special tokens only."""
+    """Close the JSON schemas in a grammar, and replace the names of tokens such as `<tool_call>` by
+    ids, because llguidance accepts only the names of special tokens."""
     parts, end = [], 0
     while match := LARK.search(lark, end):
         parts.append(lark[end : match.start()])
@@ -103,7 +103,7 @@ def compile_grammar(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMat
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compile a grammar of `to_grammar`. llguidance releases the GIL meanwhile."""
+    """Compile a grammar of `to_grammar`. llguidance releases the GIL while it compiles."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**LIMITS)

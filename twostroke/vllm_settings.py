@@ -1,8 +1,8 @@
-"""`VLLMSettings`: settings of vLLM that `EngineConfig` does not have, so that programs for vLLM
-run.
+"""`VLLMSettings` accepts settings of vLLM that `EngineConfig` does not have, so that programs for
+vLLM run.
 
-The defaults describe what twostroke does. Other values have no effect: they cause a warning if they
-would not change the output (`NOTICES`), and an error if they would (`REFUSED`).
+The defaults describe what twostroke does. Another value causes a warning if it would not change the
+output (`NOTICES`), and an error if it would (`REFUSED`).
 """
 
 from __future__ import annotations

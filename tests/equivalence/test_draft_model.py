@@ -249,9 +249,9 @@ def test_a_draft_model_that_cannot_work_is_refused(
     assert "foreign has another vocabulary than model" in message
     same = {"model": str(folders["same"])}
     ranks = refused(folders, speculative_config=same, tensor_parallel_size=2)
-    assert "a draft model runs in one process" in ranks
+    assert "a draft model does not support several ranks yet" in ranks
     pools = refused(folders, speculative_config=same, kv_sharing="shared")
-    assert "its KV cache does not travel" in pools
+    assert "its KV cache cannot be sent between engines" in pools
     from twostroke.engine import build_native, build_torch
 
     for build in (build_native, build_torch):

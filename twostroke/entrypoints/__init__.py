@@ -1,1 +1,1 @@
-"""Modules for launch lines of vLLM: only the name of the package differs."""
+"""Modules with which vLLM's start commands work: only the name of the package differs."""

@@ -1,4 +1,4 @@
-"""vLLM's package of small tools."""
+"""The part of vLLM's package `utils` that programs import."""
 
 from twostroke.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,1 +1,1 @@
-"""vLLM's package of engine parts."""
+"""The part of vLLM's package `v1` that programs import."""

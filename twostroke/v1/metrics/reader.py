@@ -29,7 +29,7 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """A counter of speculative decoding for each place in a draft."""
+    """A counter of speculative decoding for each position in a draft."""
 
     values: list[int]
 
@@ -41,7 +41,7 @@ class Histogram(Metric):
     buckets: dict[str, int]  # upper limit → number of values up to the limit; the last is +Inf
 
 
-PER_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def metric_objects(families: Iterable[Family]) -> list[Metric]:
@@ -52,7 +52,7 @@ def metric_objects(families: Iterable[Family]) -> list[Metric]:
         for sample in family.samples:
             labels = tuple(item for item in sample.labels.items() if item[0] != "le")
             samples.setdefault(labels, []).append(sample)
-        if family.name == PER_PLACE:
+        if family.name == PER_POSITION:
             found += _vectors(family)
             continue
         for labels, group in samples.items():
@@ -61,15 +61,15 @@ def metric_objects(families: Iterable[Family]) -> list[Metric]:
 
 
 def _vectors(family: Family) -> list[Metric]:
-    places: dict[tuple[tuple[str, str], ...], dict[int, int]] = {}
+    counts: dict[tuple[tuple[str, str], ...], dict[int, int]] = {}
     for sample in family.samples:
         labels = tuple(item for item in sample.labels.items() if item[0] != "position")
         if "position" in sample.labels and not sample.name.endswith("_created"):
-            place = int(sample.labels["position"])
-            places.setdefault(labels, {})[place] = int(sample.value)
+            position = int(sample.labels["position"])
+            counts.setdefault(labels, {})[position] = int(sample.value)
     return [
         Vector(family.name, dict(labels), [values.get(n, 0) for n in range(max(values) + 1)])
-        for labels, values in places.items()
+        for labels, values in counts.items()
     ]
 
 
