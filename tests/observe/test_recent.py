@@ -82,7 +82,7 @@ def test_after_a_pause_a_window_leaves_out_earlier_work() -> None:
     window = recent.window(101.0, 10.0)
     assert window.seconds == 10.0
     assert (window.work.prefill_tokens, window.work.generated_tokens) == (64, 1)
-    assert window.firsts.count == 1
+    assert window.ttfts.count == 1
     assert window.gaps.count == 0
     assert recent.window(200.0, 60.0).work.generated_tokens == 0
     assert recent.window(200.0, None).work.generated_tokens == 81

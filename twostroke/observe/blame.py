@@ -6,14 +6,14 @@
                   │        └── steps of a draft model
                   └── planning, committing, stalls
 
-Nearly every stream that writes in step n wrote in step n-1 too, so one split of the time between
-the two commits is the gap of all of them. Time of ranks in collectives is subtracted from both
-phases in proportion to their tokens. Streams that were preempted, or that had no free block for a
-while, are handled one by one: the executor's time in steps without a slot for them counts as
-preemption. The parts of a gap always add up to the gap.
+Nearly all streams with a token in step n also had one in step n-1. They share one gap, the time
+between the two commits, which is split once for all of them. The time of ranks in collectives is
+subtracted from both phases in proportion to their times. Streams that were preempted, or that had
+no free block for a while, are handled one by one: the executor's time in steps without a slot for
+them counts as preemption. The causes of a gap always add up to the gap.
 
-Sums since the engine's start are kept for the last `KEPT` steps, so that the total of a stream is
-one subtraction, whatever its length. No torch here.
+For each of the last `KEPT` steps the ledger has the sums since the engine's start. So the total of
+a stream is one subtraction, however long the stream is. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from twostroke.plan import StepResult
 from twostroke.sched.step import StepInFlight
 from twostroke.sched.steptime import StepTimes
 
-KEPT = 1 << 16  # steps; earlier steps count as the oldest of them
+KEPT = 1 << 16  # steps whose sums are kept; an earlier step counts as the oldest of these
 
 
 @dataclass(slots=True)
 class StreamAccount:
-    """A running stream: the sums at its first token, and the time lost to preemption since."""
+    """The account of a running stream: the sums at its first token, and the time that preemption
+    has taken since."""
 
     decode: float
     prefill: float
@@ -57,7 +58,7 @@ class GapLedger:
         self._decode, self._prefill, self._host, self._communication, self._drafting = (
             self._sums
         ) = tuple(array("d", bytes(8 * KEPT)) for _ in range(5))
-        self._step = -1  # the newest that has committed
+        self._step = -1  # the newest step that has committed
         self._committed_s = 0.0
 
     def add_step(
@@ -67,31 +68,33 @@ class GapLedger:
         committed_s: float,
         decode_share: float,
     ) -> Causes:
-        """Return the time since the step before committed, by cause. `decode_share`: the share of
-        decode in a mixed step, used while no step without prefill has been timed."""
+        """Return the time since the previous commit, by cause. `decode_share`: the share of decode
+        in a mixed step, used until a step without prefill has been timed."""
         plan, device_s = step.plan, result.device_s
-        gap = committed_s - (self._committed_s or step.planned_s)
-        busy = min(device_s, gap)
-        own = busy
+        gap_s = committed_s - (self._committed_s or step.planned_s)
+        busy_s = min(device_s, gap_s)
+        decode_s = busy_s
         if plan.prefill_work.tokens:
-            decode, own = plan.decode_work, 0.0
+            decode, decode_s = plan.decode_work, 0.0
             if decode.rows:
-                alone = self.times.decode_only(decode)
-                own = busy * decode_share if alone is None else min(alone, busy)
+                alone_s = self.times.decode_only(decode)
+                decode_s = busy_s * decode_share if alone_s is None else min(alone_s, busy_s)
+        prefill_s = busy_s - decode_s
         model_s = 0.0 if step.drafts is None else step.drafts.model_s
-        drafting = min(model_s, gap - busy)
-        causes = Causes(own, busy - own, 0.0, gap - busy - drafting, drafting=drafting)
-        if result.comm_s and busy > 0.0:
+        drafting_s = min(model_s, gap_s - busy_s)
+        host_s = gap_s - busy_s - drafting_s
+        causes = Causes(decode_s, prefill_s, 0.0, host_s, drafting=drafting_s)
+        if result.comm_s and busy_s > 0.0:
             share = min(result.comm_s / device_s, 1.0)
             rest = 1.0 - share
             causes = causes._replace(
-                decode=own * rest, prefill=(busy - own) * rest, communication=busy * share
+                decode=decode_s * rest, prefill=prefill_s * rest, communication=busy_s * share
             )
-        self._keep(plan.step, causes)
+        self._add_sums(plan.step, causes)
         self._committed_s = committed_s
         return causes
 
-    def _keep(self, step: int, causes: Causes) -> None:
+    def _add_sums(self, step: int, causes: Causes) -> None:
         last = self._step
         at, before = step % KEPT, last % KEPT
         for skipped in range(max(last + 1, step - KEPT), step):  # steps that failed
@@ -112,8 +115,8 @@ class GapLedger:
         self._accounts[record.request_id] = account
 
     def late(self, record: RequestRecord, has_slot: bool) -> Causes:
-        """Return the causes of a stream's newest gap, if the step before wrote no token of it, or
-        if it was recomputed. `has_slot`: the stream decoded in the newest step."""
+        """Return the causes of the newest gap of a stream that got no token from the previous step,
+        or that was recomputed. `has_slot`: the stream decoded in the newest step."""
         step = record.token_step[-1]
         at = bisect_left(record.token_step, step)  # the first of the newest step's tokens
         before = record.token_step[at - 1]
@@ -131,7 +134,7 @@ class GapLedger:
         comm = self._communication[at] - self._communication[last]
         drafting = self._drafting[at] - self._drafting[last]
         host = self._host[at] - self._host[first]
-        # Time that is too long ago to tell counts as preemption, the reason of such long gaps.
+        # Time whose sums are no longer kept counts as preemption, the reason for such long gaps.
         lost = max(0.0, gap - sum(own) - host - comm - drafting)
         causes = Causes(*own, lost, host, comm, drafting)
         account.late[step] = causes

@@ -1,6 +1,5 @@
-"""`measure_ceilings`: the measured maximum rates of a CPU, with which steps are compared.
-
-`python -m twostroke.observe.ceilings THREADS` prints them as JSON.
+"""`measure_ceilings` measures the maximum rates of a CPU. Metrics compare the rates of steps with
+them. `python -m twostroke.observe.ceilings THREADS` prints the rates as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Ceilings(NamedTuple):
 
 
 def measure_ceilings(threads: int) -> Ceilings:
-    """Takes about a second, and all of the CPU."""
+    """Measure the rates. This uses the whole CPU for about a second."""
     from twostroke.kernels import cpu
 
     rate = float(cpu.module().dot_rate("auto", threads)) if cpu.available() else 0.0
@@ -46,7 +45,7 @@ def _read_rate(threads: int) -> float:
 
 
 def main() -> None:
-    with contextlib.suppress(OSError):  # if memory is short, the kernel kills this process first
+    with contextlib.suppress(OSError):  # Linux kills this process first if memory is short
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     print(json.dumps(measure_ceilings(int(sys.argv[1]))._asdict()))
 

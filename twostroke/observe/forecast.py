@@ -2,8 +2,8 @@
 
 A forecast simulates the schedule of requests that arrive together at an idle engine. Each simulated
 step has all decode slots and then prefill chunks in order, up to the token budget of a step. The
-step-time model (`sched/steptime.py`) predicts the time of each step. The model learns from the step
-records of the server, which are read only when a forecast is requested.
+step-time model (`sched/steptime.py`) predicts the time of each step. It learns from the server's
+step records, which are read only when a forecast is requested.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 from twostroke.sched.work import visible_positions
 
-RECENT_STEPS = 256  # for the host time of a step
-RECENT_REQUESTS = 16
+RECENT_STEPS = 256  # newest steps, for the host time of a step
+RECENT_REQUESTS = 16  # newest requests, for the time before the first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Forecast:
         self._learnt_until_s = 0.0  # commit time of the newest step that was used
 
     def predict(self, workload: Workload) -> Prediction | None:
-        """Predict the times of a workload; None until steps of both phases have been seen."""
+        """Predict the times of a workload; None until there are records of both phases."""
         steps = list(self._records.steps)
         self._learn(steps)
         host_s = _host_s(steps)

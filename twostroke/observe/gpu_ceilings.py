@@ -1,4 +1,5 @@
-"""`measure_gpu_ceilings`: the measured maximum rates of a GPU, with which steps are compared."""
+"""`measure_gpu_ceilings` measures the maximum rates of a GPU. Metrics compare the rates of steps
+with them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Timer = Callable[[Callable[[], object]], float]  # seconds on the device
 
 
 def measure_gpu_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Takes about 0.1 s, and the memory of its buffers meanwhile."""
+    """Measure the rates in about 0.1 s."""
     free = torch.cuda.mem_get_info(device)[0]
     with torch.cuda.device(device), torch.inference_mode():
         found = best_rates(device, dtype, min(READ_BYTES, free // 4), WIDTH, _seconds)

@@ -1,7 +1,7 @@
 """`MachineReader`: counters of the machine that a server runs on, for `/records` and the doctor.
 
-Times and counts grow, and the doctor compares two readings. A counter that the machine does not
-have is None. The processes of the server are one process and its descendants.
+Times and counts only grow, and the doctor compares two readings. A counter that the machine does
+not have is None. The server's processes are one process and its descendants.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPU_THROTTLES = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "th
 
 class MachineReading(NamedTuple):
     at_s: float
-    cpus: int  # that the server may use
+    cpus: int  # CPUs that the server may use
     own_s: float  # CPU time of the server's processes
     own_wait_s: float | None  # time in which their threads were ready and had no CPU
     busy_s: float | None  # CPU time of all programs on these CPUs
@@ -58,7 +58,7 @@ class MachineReader:
 
     def read(self) -> MachineReading:
         cpus = _cpus(self._pid)
-        pids = self._family(self._pid)
+        pids = self._process_tree(self._pid)
         own_s, waits_s, swapped, faults, resident = 0.0, [], 0, 0, 0
         for pid in pids:
             with suppress(OSError, ValueError, IndexError):
@@ -97,7 +97,7 @@ class MachineReader:
 
     # ── processes ───────────────────────────────────────────────────────────────────────────
 
-    def _family(self, pid: int) -> list[int]:
+    def _process_tree(self, pid: int) -> list[int]:
         """Return a process and its descendants."""
         found = [pid]
         for one in found:
@@ -139,7 +139,7 @@ class MachineReader:
         return None
 
     def _quota(self) -> tuple[float | None, float | None]:
-        """Return the CPUs and the time throttled of the cgroup, of version 2 or 1."""
+        """Return the CPU quota and the throttled time of the cgroup, of version 2 or 1."""
         for folder, stat, unit in self._cgroups():
             quota = None
             with suppress(OSError, ValueError):
@@ -155,8 +155,8 @@ class MachineReader:
         return None, None
 
     def _cgroups(self) -> list[tuple[Path, str, float]]:
-        """Return the folders that may have the quota, the field of the time, and its units a
-        second."""
+        """Return the folders that may have the quota, and for each the field of the throttled time
+        and the field's units per second."""
         found = []
         with suppress(OSError):
             for line in (self._proc / str(self._pid) / "cgroup").read_text().splitlines():
@@ -172,15 +172,15 @@ class MachineReader:
         return found
 
     def _clocks(self, cpus: set[int]) -> tuple[float | None, float | None]:
-        now, most = [], []
+        now, maxima = [], []
         for cpu in cpus:
             folder = self._sys / f"devices/system/cpu/cpu{cpu}/cpufreq"
             with suppress(OSError, ValueError):
                 now.append(int((folder / "scaling_cur_freq").read_text()) / 1e3)
-                most.append(int((folder / "cpuinfo_max_freq").read_text()) / 1e3)
-        if not now or len(now) != len(most):
+                maxima.append(int((folder / "cpuinfo_max_freq").read_text()) / 1e3)
+        if not now or len(now) != len(maxima):
             return None, None
-        return sum(now) / len(now), sum(most) / len(most)
+        return sum(now) / len(now), sum(maxima) / len(maxima)
 
     def _heat_throttles(self, cpus: set[int]) -> int | None:
         counts = []
@@ -208,7 +208,7 @@ class MachineReader:
 
     @staticmethod
     def _fields(path: Path, separator: str = ":") -> dict[str, str]:
-        """Return a file of names and values."""
+        """Return the contents of a file with a name and a value on each line."""
         with suppress(OSError):
             pairs = (line.partition(separator) for line in path.read_text().splitlines())
             return {name.strip(): value.strip() for name, _, value in pairs}
@@ -216,7 +216,7 @@ class MachineReader:
 
 
 def listening_process(port: int, proc: Path = PROC) -> int | None:
-    """Return the process that listens on a TCP port of this machine, if it can be seen."""
+    """Return the process that listens on a TCP port of this machine, if this user can see it."""
     sockets = set()
     for name in ("net/tcp", "net/tcp6"):
         with suppress(OSError, ValueError, IndexError):

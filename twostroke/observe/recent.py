@@ -1,14 +1,14 @@
-"""`Recent`: the last minute and hour, for dashboards.
+"""`Recent`: the figures of the last minute and the last hour, for dashboards.
 
-It keeps a snapshot of `Totals` for each second of the last minute and for each 15 seconds of the
-last hour, so that the growth in any window is one subtraction, and the spread of times in each of
-these slices.
+The last minute is divided into slices of one second, the last hour into slices of 15 seconds. Each
+slice has a snapshot of `Totals` at its start, so that the growth in any window is one subtraction,
+and histograms of its gaps and TTFTs.
 
     Records ──▶ Recent.add_step ──▶ Totals.add_step
-                  │ a new slice: a snapshot of the totals before this step
-                  └ always: the step's gaps and first tokens, into bins 2 % wide
+                  │ at a new slice: take a snapshot of the totals before this step
+                  └ always: add the step's gaps and TTFTs to bins 2 % wide
 
-A second without events costs nothing. No torch here.
+A second without events costs nothing. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.observe.totals import Totals
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
-# For a minute and an hour: the seconds of a slice, and how many slices are kept. The four extra
-# slices show where the window begins.
+# For a minute and an hour: the seconds of a slice, and the number of slices that are kept. The four
+# extra slices show where the window begins.
 FINE, COARSE = (1.0, 64), (15.0, 244)
 BINS = 32  # for each doubling; a bin is 2.2 % wide
 MIN_S = 1e-7
@@ -46,7 +46,7 @@ class Spread:
         self.counts[at] = self.counts.get(at, 0) + times
 
     def quantiles(self, shares: Sequence[float]) -> list[float | None]:
-        """Quantiles at increasing `shares`; None if nothing was added."""
+        """Return the quantiles at increasing `shares`; None if nothing was added."""
         bins = sorted(self.counts.items())
         total = sum(count for _, count in bins)
         if not total:
@@ -69,7 +69,7 @@ def merged(spreads: Iterable[Spread]) -> Spread:
     whole = Spread()
     counts = whole.counts
     for spread in spreads:
-        for at, count in list(spread.counts.items()):  # another thread may add to it
+        for at, count in list(spread.counts.items()):  # a copy: another thread may add counts
             counts[at] = counts.get(at, 0) + count
     return whole
 
@@ -129,22 +129,22 @@ class Window(NamedTuple):
     seconds: float
     work: TotalsSnapshot
     gaps: Spread
-    firsts: Spread
+    ttfts: Spread
 
 
 class Point(NamedTuple):
     """The measurements of a slice of time. None: nothing was measured in it."""
 
-    began_s: float  # ago
-    ended_s: float  # ago
-    prefill_rate: float | None  # prompt tokens computed a second
-    written_rate: float | None
+    began_s: float  # seconds ago
+    ended_s: float  # seconds ago
+    prefill_rate: float | None  # prompt tokens computed per second
+    written_rate: float | None  # tokens generated per second
     # Maxima over the steps, of all engines together.
     running: int | None
     waiting: int | None
     kv_share: float | None  # the share of the KV cache in use
-    ended_rate: float  # requests that ended, a second
-    error_rate: float  # requests that failed or were refused, a second
+    ended_rate: float  # requests that ended, per second
+    error_rate: float  # requests that failed or were refused, per second
     first_p50_s: float | None
     first_p95_s: float | None
     gap_p50_s: float | None
@@ -178,12 +178,12 @@ class Slice:
     before: TotalsSnapshot
     from_s: float | None = None  # when its first step began; None: no step yet
     gaps: Spread = field(default_factory=Spread)
-    firsts: Spread = field(default_factory=Spread)
+    ttfts: Spread = field(default_factory=Spread)
     load: StepLoad = NO_LOAD  # maxima
     quantiles: tuple[float | None, ...] | None = None  # once the slice has ended
 
     def find_quantiles(self) -> tuple[float | None, ...]:
-        spreads = (self.firsts, self.gaps)
+        spreads = (self.ttfts, self.gaps)
         return tuple(q for one in spreads for q in one.quantiles(SERIES_QUANTILES))
 
     def joined(self, newer: Slice) -> Slice:
@@ -194,26 +194,27 @@ class Slice:
             self.before,
             newer.from_s if self.from_s is None else self.from_s,
             merged((self.gaps, newer.gaps)),
-            merged((self.firsts, newer.firsts)),
+            merged((self.ttfts, newer.ttfts)),
             self.load.maxima(newer.load),
         )
 
 
 class Recent:
-    """A listener that must be told of each step and request before `totals`.
+    """A listener of the records. It must get each step and request before `totals` gets it.
 
-    The newest second is in `fine` alone. When it has ended, it is joined to the last slice of
-    `coarse` and to the slice since the start."""
+    The slice of the newest second is only in `fine`. When the second has ended, the slice is joined
+    to the last slice of `coarse` and to the slice since the start."""
 
     def __init__(self, totals: Totals, started_s: float) -> None:
         self.totals = totals
         self.started_s = started_s
-        self.num_steps = 0  # so far, of all engines
+        self.num_steps = 0  # since the start, of all engines
         self.fine: deque[Slice] = deque(maxlen=FINE[1])
         self.coarse: deque[Slice] = deque(maxlen=COARSE[1])
         self._loads: dict[str, StepLoad] = {}  # of each engine, at its last step
         self._whole = Slice(started_s, started_s, NOTHING)
-        # By the seconds of a window: where its first and last ended slices begin, their spreads.
+        # By the length of a window: the starts of its first and last ended slices, and the merged
+        # spreads of all its ended slices.
         self._merged: dict[float, tuple[float, float, Spread, Spread]] = {}
 
     def add_step(self, record: StepRecord) -> None:
@@ -226,7 +227,7 @@ class Recent:
         for late in record.late:
             current.gaps.add(late.total_s)
         for first in record.first:
-            current.firsts.add(first.ttft_s)
+            current.ttfts.add(first.ttft_s)
         kv = record.kv
         load = StepLoad(record.running, record.waiting, kv.used, kv.reserved)
         self._loads[record.engine] = load
@@ -237,7 +238,8 @@ class Recent:
         self.before_change(record.finished_s)
 
     def before_change(self, now: float) -> None:
-        """Call before the totals change without a step: an end, an answer."""
+        """Must be called before a change of the totals without a step: the end of a request, or an
+        HTTP answer."""
         self._slice(now)
 
     def _slice(self, now: float) -> Slice:
@@ -260,18 +262,19 @@ class Recent:
         return fine[-1]
 
     def _slices(self, seconds: float) -> list[Slice]:
-        """Return the finest slices for so many seconds; the last of them has not ended."""
+        """Return the slices for a window of this length. The last slice has not ended."""
         if seconds <= MINUTE_S or not self.fine:
             return list(self.fine)
         ended = list(self.coarse)
         return [*ended[:-1], ended[-1].joined(self.fine[-1])]
 
     def window(self, now: float, seconds: float | None) -> Window:
-        """The last `seconds`, at most an hour, to within a slice; None: since the start."""
+        """Return the window of the last `seconds` (at most an hour, accurate to a slice), or since
+        the start if `seconds` is None."""
         whole, up_s = totals_snapshot(self.totals), max(now - self.started_s, 1e-9)
         if seconds is None:
             spreads = self._whole.joined(self.fine[-1]) if self.fine else self._whole
-            return Window(up_s, whole, spreads.gaps, spreads.firsts)
+            return Window(up_s, whole, spreads.gaps, spreads.ttfts)
         began, before = now - seconds, None
         inside = []
         for one in self._slices(seconds):
@@ -286,33 +289,33 @@ class Recent:
         return Window(covered_s, work, *self._spreads(seconds, inside))
 
     def _spreads(self, seconds: float, inside: list[Slice]) -> tuple[Spread, Spread]:
-        """The gaps and first tokens of slices. Sums of ended slices are kept."""
+        """Return the merged gaps and TTFTs of slices. Those of ended slices are cached."""
         if len(inside) < 2:
-            return merged(one.gaps for one in inside), merged(one.firsts for one in inside)
+            return merged(one.gaps for one in inside), merged(one.ttfts for one in inside)
         *ended, current = inside
         ends = ended[0].began_s, ended[-1].began_s
         known = self._merged.get(seconds)
         if known is None or known[:2] != ends:
-            spreads = merged(one.gaps for one in ended), merged(one.firsts for one in ended)
+            spreads = merged(one.gaps for one in ended), merged(one.ttfts for one in ended)
             known = self._merged[seconds] = (*ends, *spreads)
         return merged((known[2], current.gaps)), merged((known[3], current.firsts))
 
     def series(self, now: float, seconds: float) -> list[Point]:
-        """Points of the slices of the last `seconds`, at most an hour, oldest first."""
+        """Return the points of the last `seconds`, at most an hour, the oldest first."""
         slices = self._slices(seconds)
         length_s = (FINE if seconds <= MINUTE_S else COARSE)[0]
         after = [*(one.before for one in slices[1:]), totals_snapshot(self.totals)]
+        # Not strict: without slices, `after` still has one snapshot.
         return [
             _point(one, snapshot.since(one.before), now, length_s)
-            for one, snapshot in zip(
-                slices, after, strict=False
-            )  # `after` has one more if there is no slice
+            for one, snapshot in zip(slices, after, strict=False)
             if now - one.last_s <= seconds
         ]
 
 
 def _point(one: Slice, work: TotalsSnapshot, now: float, length_s: float) -> Point:
-    """`work`: the growth of the totals in a slice of at most `length_s` seconds."""
+    """Return the point of a slice. `work`: the growth of the totals in it. `length_s`: the maximum
+    length of the slice."""
     over_s = max(FINE[0], min(length_s, now - one.began_s))
     ended = work.ended_stop + work.ended_length + work.ended_abort + work.ended_error
     errors = work.ended_error + work.answered_429 + work.answered_4xx + work.answered_5xx

@@ -1,4 +1,4 @@
-"""`StartupTimer`: the duration of each stage of a start, as a line of text."""
+"""`StartupTimer`: measures the stages of a start, and lists them in a line of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StartupTimer:
         self._clock, self._last_s = clock, clock()
 
     def end(self, stage: str) -> None:
-        """Name the stage that lasted from the previous call, or the beginning, until now."""
+        """End a stage. It began at the previous call, or when the timer was made."""
         now = self._clock()
         self.stages.append((stage, now - self._last_s))
         self._last_s = now

@@ -1,9 +1,9 @@
-"""`Totals`: the sums of all records since the start. Plain numbers: no torch, no Prometheus.
+"""`Totals`: the sums of all records since the start, without torch and without Prometheus.
 
     Records ──▶ add_step, add_request ──▶ counters, histograms ──▶ serve/monitor/metrics.py
 
-A server keeps its totals beside the records that it mirrors, so they outlive the engine's process.
-A program with an `LLM` can do the same:
+A server has its totals in its own process, so they are kept when the engine's process ends. A
+program with an `LLM` can add totals, too:
 
     totals = Totals(max_model_len)
     llm.engine.core.records.listeners.append(totals)
@@ -41,6 +41,8 @@ PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20)
 
 
 class BucketCounts:
+    """A histogram."""
+
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -58,7 +60,7 @@ class BucketCounts:
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, … up to `max_tokens`."""
+    """Return 1, 2, 5, 10, 20, 50, … up to `max_tokens`."""
     buckets, unit = [], 1
     while unit <= max_tokens:
         buckets += [unit * m for m in (1, 2, 5) if unit * m <= max_tokens]
@@ -74,7 +76,7 @@ class PhaseTotals:
     def __init__(self) -> None:
         self.tokens = 0
         self.flops = self.num_bytes = self.device_s = 0.0
-        self.comm_s = self.comm_bytes = 0.0  # in mixed steps divided by tokens
+        self.comm_s = self.comm_bytes = 0.0  # in mixed steps divided in proportion to tokens
 
 
 class TransferTotals:
@@ -94,7 +96,7 @@ class TransferTotals:
 
 
 class DraftTotals:
-    """Speculative decoding: drafts, and their tokens."""
+    """The totals of speculative decoding."""
 
     __slots__ = (
         "accepted",
@@ -108,7 +110,7 @@ class DraftTotals:
     )
 
     def __init__(self) -> None:
-        self.steps = self.offers = 0  # steps with an offer, and rows that had one
+        self.steps = self.offers = 0  # steps and rows for which a drafter offered drafts
         self.drafts = self.tokens = self.accepted = 0
         self.accepted_per_pos: list[int] = []
         self.expected = 0.0  # accepted tokens, as expected before each step
@@ -128,7 +130,7 @@ class DraftTotals:
 
 
 class Totals:
-    """Written by one thread; other threads may read at any time."""
+    """The sums. One thread adds records; other threads may read at any time."""
 
     def __init__(self, max_model_len: int) -> None:
         tokens = token_buckets(max_model_len)
@@ -157,9 +159,10 @@ class Totals:
         self.request_prompt, self.request_computed, self.request_generated = (
             BucketCounts(tokens) for _ in range(3)
         )
-        self.most_generated, self.max_tokens = BucketCounts(tokens), BucketCounts(tokens)
+        self.max_generated, self.max_tokens = BucketCounts(tokens), BucketCounts(tokens)
         self.n = BucketCounts(N_BUCKETS)
-        self._families: dict[str, tuple[int, int]] = {}  # ended continuations, longest of them
+        # By family: the completions that have ended, and the tokens of the longest of them.
+        self._families: dict[str, tuple[int, int]] = {}
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────
 
@@ -245,18 +248,18 @@ class Totals:
             self.refused["429" if status == 429 else f"{status // 100}xx"] += 1
 
     def _add_family(self, record: RequestRecord, written: int) -> None:
-        """Count a request once, when the last of its continuations has ended."""
+        """Count a request once, when the last of its completions has ended."""
         ended, longest = self._families.pop(record.family, (0, 0)) if record.n > 1 else (0, 0)
         ended, longest = ended + 1, max(longest, written)
         if ended < record.n:
             self._families[record.family] = ended, longest
         else:
             self.n.add(record.n)
-            self.most_generated.add(longest)
+            self.max_generated.add(longest)
 
 
 def _decode_s(since: Causes) -> float:
-    """The part of decode in a mixed step, with its share of the communication."""
+    """Return the time of decode in a mixed step, with its share of the communication."""
     if not since.communication:
         return since.decode
     rest = since.decode + since.prefill

@@ -318,7 +318,7 @@ def _window_json(window: Window) -> Json:
         "seconds": window.seconds,
         **window.work._asdict(),
         "gap": _spread_json(window.gaps),
-        "first": _spread_json(window.firsts),
+        "first": _spread_json(window.ttfts),
     }
 
 

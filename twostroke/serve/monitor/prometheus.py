@@ -35,7 +35,7 @@ VLLM_HISTOGRAMS = {
     "request_prompt_tokens": ("request_prompt", "Prompt tokens of a request."),
     "request_prefill_kv_computed_tokens": ("request_computed", "Prompt tokens not cached."),
     "request_generation_tokens": ("request_generated", "Tokens written for a request."),
-    "request_max_num_generation_tokens": ("most_generated", "Tokens of the longest of n."),
+    "request_max_num_generation_tokens": ("max_generated", "Tokens of the longest of n."),
     "request_num_preemptions": ("request_preemptions", "How often a request was sent back."),
     "request_params_n": ("n", "The parameter n."),
     "request_params_max_tokens": ("max_tokens", "The parameter max_tokens, where given."),
