@@ -30,8 +30,8 @@ DESCRIPTION = (
 OPERANDS = ""
 LOST, INCONCLUSIVE = 4, 5
 EXAMPLE_EFFECT = 0.05
-# Lengths vary by default. With equal lengths the users of a closed loop synchronise, in another way
-# for each server but in the same way in all runs of a server.
+# Lengths vary by default. With equal lengths the users of a closed loop would synchronise,
+# differently for each server, but in the same way in all runs of a server.
 LOAD: dict[str, Any] = {
     "num_prompts": 40,
     "random_input_len": 256,
@@ -106,11 +106,11 @@ def execute(args: argparse.Namespace) -> int:
         **(LOAD | load | chosen),
     )
     console = Console(stderr=args.json)
-    watcher = TrialCallbacks(
+    callbacks = TrialCallbacks(
         lambda pilot: show_pilot(console, pilot, args.pairs),
         lambda pair, arm, figures: _show_run(console, pair, arm, figures),
     )
-    trial = run_ab(arms, options, args.pairs, args.pilot, watcher)
+    trial = run_ab(arms, options, args.pairs, args.pilot, callbacks)
     prediction = None if experiment is None else outcome_of(experiment, trial.a, trial.b)
     if args.json:
         print(json.dumps(trial_json(trial, arms, options, prediction)))
@@ -136,7 +136,7 @@ def status(verdict: str, aa: bool = False, prediction: PredictionOutcome | None 
 def _chosen(
     args: argparse.Namespace,
 ) -> tuple[tuple[str, str], dict[str, Any], ProposedExperiment | None]:
-    """Return the arms, the load that shows the change best, and the experiment of a doctor."""
+    """Return the two arms, the load of the playbook, and the experiment of the doctor."""
     from twostroke.measure.compare.arms import is_url
     from twostroke.measure.compare.playbook import play
     from twostroke.measure.compare.prediction import arms_of, read_experiment
@@ -165,7 +165,7 @@ def _chosen(
 
 
 def show_pilot(console: Console, pilot: Pilot, pairs: int) -> None:
-    """Print what the trial can detect, before it begins."""
+    """Print the smallest changes that the trial can detect, before it begins."""
     from rich.text import Text
 
     from twostroke.measure.compare.ab_report import METRIC_TITLES

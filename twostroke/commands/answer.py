@@ -1,4 +1,4 @@
-"""One request to an engine in this process: the answer as it is generated, and its times."""
+"""Runs one request on an engine in this process: streams the answer and measures its times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.engine.input_processor import Prompt
     from twostroke.outputs import RequestOutput
 
-# A model's text may contain escape sequences. The control characters are not sent to a terminal.
+# A model's text may contain escape sequences, so control characters are not sent to a terminal.
 CONTROL = dict.fromkeys([*range(32), *range(127, 160)]) | {ord("\n"): "\n", ord("\t"): "\t"}
 
 
@@ -167,7 +167,7 @@ def _record(records: Records, request_id: str) -> RequestRecord:
 
 
 def _most_used(records: Records, first_step: int) -> KVUsage:
-    """Return the highest use over the steps of the run. After the last step all blocks are free."""
+    """Return the highest use in the steps of the run: after the last step all blocks are free."""
     usages = [record.kv for record in records.steps if record.step >= first_step]
     return max(usages, key=lambda usage: usage.used)
 

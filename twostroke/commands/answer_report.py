@@ -17,7 +17,8 @@ Row = Sequence[str]
 
 
 def report_stream() -> TextIO:
-    """Return stdout on a terminal, else stderr, so that stdout has only the answer."""
+    """Return stdout if it is a terminal. Otherwise return stderr, so that stdout has only the
+    answer."""
     return sys.stdout if sys.stdout.isatty() else sys.stderr
 
 
@@ -99,7 +100,7 @@ def answer_json(engine: Engine, answer: Answer, load_s: float) -> dict[str, Any]
 
 
 def length_hint(engine: Engine, answer: Answer, max_tokens: int | None) -> str:
-    """Return the limit that cut the answer off, and what to do; empty if the model ended it."""
+    """Return a message about the limit that ended the answer; "" if the model ended it."""
     if answer.finish_reason != "length":
         return ""
     if len(answer.token_ids) == max_tokens:

@@ -1,7 +1,4 @@
-"""The five lines that `serve` prints when it is ready: model, memory, KV cache, address and keys.
-
-The numbers come from the engine.
-"""
+"""The five lines that `serve` prints when it is ready: model, memory, KV cache, address, keys."""
 
 from __future__ import annotations
 

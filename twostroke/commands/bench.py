@@ -118,13 +118,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests each second; inf: at once",
     )
-    add("--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; less: burstier")
+    add("--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; lower: burstier")
     add("--max-concurrency", type=int, metavar="N", help="without a rate: N users, closed loop")
     add("--ramp-up-strategy", choices=("linear", "exponential"))
     add("--ramp-up-start-rps", type=float, metavar="R")
     add("--ramp-up-end-rps", type=float, metavar="R")
-    add("--trace-start", type=float, default=0.0, metavar="S", help="seconds into the trace")
-    add("--trace-seconds", type=float, metavar="S", help="seconds of the trace")
+    add("--trace-start", type=float, default=0.0, metavar="S", help="skip S seconds of the trace")
+    add("--trace-seconds", type=float, metavar="S", help="replay S seconds of the trace")
     add("--trace-speed", type=float, default=1.0, metavar="X", help="replay X times as fast")
     add("--trace-shrink", type=float, default=1.0, metavar="X", help="divide lengths by X")
     add("--trace-keep", type=int, default=1, metavar="N", help="replay one of N requests")

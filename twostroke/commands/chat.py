@@ -45,8 +45,8 @@ OPERANDS = " [MODEL]"
 COLLECT_ERRORS = True
 COMMANDS = {
     "/clear": "forget the conversation",
-    "/system": "TEXT  set the system message; - removes it, no text shows it",
-    "/set": "NAME VALUE  set a sampling parameter, such as temperature 0.7; no name shows all",
+    "/system": "TEXT  set the system message; - removes it; without TEXT: show it",
+    "/set": "NAME VALUE  set a sampling parameter, such as temperature 0.7; without NAME: show all",
     "/save": "FILE  write the conversation to a file, as JSON",
     "/exit": "leave (Ctrl-D too)",
     "/help": "show this list",
@@ -115,7 +115,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The messages and the settings of the next answer. A failed turn does not change them."""
+    """The messages of a conversation, and the settings of the next answer. A failed turn does not
+    change the messages."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine, self._params = engine, params

@@ -11,7 +11,8 @@ from twostroke.commands.parser import Parser
 
 
 def file_words(path: Path, parser: Parser) -> list[str]:
-    """Return the options of a file as words. Errors in the file are added to the parser's."""
+    """Return the options of a file as words of a command line. Errors are added to the parser's
+    problems."""
     import yaml
 
     try:

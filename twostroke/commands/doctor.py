@@ -1,4 +1,4 @@
-"""`twostroke doctor`: judge a running server, and name the cause if the server is slow."""
+"""`twostroke doctor`: judges a running server, and names the cause if the server is slow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=0.0,
         metavar="S",
-        help="wait so long for a server that is starting",
+        help="wait up to S seconds for a server that is starting",
     )
     add("--model", help="default: the first model of the server")
     add("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if set")

@@ -34,14 +34,14 @@ ENGINE_HELP = {
     "tokens",
     "device": "auto, cpu or cuda",
     "seed": "seed of random sampling",
-    "max_model_len": "longest sequence of prompt and answer (default: what model and KV cache "
-    "allow)",
-    "max_num_seqs": "requests that run at the same time (default: 256, or by performance_mode)",
-    "max_num_batched_tokens": "tokens in a step (default: by device)",
+    "max_model_len": "maximum length of prompt and answer together (default: what model and KV "
+    "cache allow)",
+    "max_num_seqs": "maximum number of running requests (default: 256, or by performance_mode)",
+    "max_num_batched_tokens": "maximum number of tokens in a step (default: by device)",
     "ttft_slo_ms": "goal for the time to the first token: prompts are ordered by the time left",
     "itl_slo_ms": "goal for the time between two tokens: prefill uses the rest of a step's time",
-    "max_decode_stall": "longest wait of a stream for a token during prefill, as a multiple of its "
-    "usual gap; 0: no limit (default: 8, or by performance_mode)",
+    "max_decode_stall": "longest time between two tokens of a stream during prefill, as a multiple "
+    "of the time without prefill; 0: no limit (default: 8, or by performance_mode)",
     "performance_mode": "interactivity (latency goals), balanced (streams continue during long "
     "prompts) or throughput (larger steps): defaults of other settings",
     "block_size": "tokens in a KV block",
@@ -54,7 +54,7 @@ ENGINE_HELP = {
     "/var/cache/kv:20GiB: prefixes survive eviction and restarts (default size: half of the free "
     "space)",
     "kv_eviction": "sinks: while a request decodes it keeps its first and its newest KV blocks, up "
-    "to kv_eviction_budget; heavy-hitters: it also keeps the blocks between that got the most "
+    "to kv_eviction_budget; heavy-hitters: it also keeps the blocks in between that get the most "
     "attention (default: it keeps all blocks)",
     "kv_eviction_budget": "tokens that a request keeps with kv_eviction",
     "speculative_config": "draft several tokens and verify them in one step, as JSON, such as "
@@ -68,7 +68,7 @@ ENGINE_HELP = {
     "hf_overrides": "settings that replace settings of config.json, as JSON, such as "
     '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; a GGUF file accepts the settings of '
     "the rope and the context, and entries of its metadata by their full names",
-    "max_logprobs": "most log-probabilities that a request may ask for",
+    "max_logprobs": "maximum number of log-probabilities that a request may ask for",
     "enforce_eager": "use no CUDA graphs and no compilation; the tokens stay the same",
     "max_cudagraph_capture_size": "largest decode batch that runs as a graph (default: all)",
     "cudagraph_capture_sizes": "sizes of decode batches that run as graphs; other batches are "
@@ -97,22 +97,22 @@ ENGINE_HELP = {
     "and /dash",
 }
 SAMPLING_HELP = {
-    "max_tokens": "most tokens of the answer; the model may stop before",
-    "temperature": "0 selects the likeliest token; higher values are more random",
-    "top_p": "sample from the likeliest tokens that together have this probability",
-    "top_k": "sample from this many of the likeliest tokens; 0: all",
-    "min_p": "leave out tokens below this share of the likeliest token's probability",
+    "max_tokens": "maximum number of tokens of the answer; the model may stop before",
+    "temperature": "0 selects the most likely token; higher values are more random",
+    "top_p": "sample from the most likely tokens that together have this probability",
+    "top_k": "sample from this many of the most likely tokens; 0: all",
+    "min_p": "leave out tokens below this share of the most likely token's probability",
     "repetition_penalty": "above 1 avoids tokens of the prompt and the answer",
     "presence_penalty": "above 0 avoids tokens of the answer",
     "frequency_penalty": "above 0 avoids tokens of the answer, more with every repetition",
     "stop": "end the answer at this text; may be given several times",
     "ignore_eos": "continue when the model would stop",
-    "min_tokens": "fewest tokens of the answer",
+    "min_tokens": "minimum number of tokens of the answer",
 }
-# Settings without an option in `run` and `chat`, which need a tokenizer and have options of
-# sampling.
+# Settings that are no options of `run` and `chat`, because these commands need a tokenizer and have
+# sampling options.
 SERVER_ONLY = {"skip_tokenizer_init", "override_generation_config"}
-# Settings of each engine that a server sets.
+# Settings that a server sets for each engine, and that are no options.
 ROUTER_ONLY = {
     "engines_on_host",
     "engine_index",
@@ -181,14 +181,14 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def settings(
     parser: Parser, cls: type[S], values: dict[str, Any], flags: dict[str, str] | None = None
 ) -> S | None:
-    """Make a settings object; None after errors, which are added to the parser's problems.
+    """Make a settings object. Add errors to the parser's problems, and return None after errors.
 
-    `flags` has the settings whose flags have other names."""
+    `flags`: the flags of settings that have another name than their flag."""
     try:
         return cls(**values)
     except TwostrokeError as error:
         found = [str(error)]
-    for name, value in values.items():  # each alone, to report every invalid value
+    for name, value in values.items():  # one at a time, to report every invalid value
         try:
             cls(**{name: value})
         except TwostrokeError as error:
@@ -227,8 +227,8 @@ def require_engine_config(args: argparse.Namespace) -> EngineConfig:
 def sampling_params(
     args: argparse.Namespace, recommended: SamplingParams | None = None
 ) -> SamplingParams:
-    """Return the user's sampling over the recommendation of the model's makers. Without a
-    recommendation the likeliest token is selected."""
+    """Return the recommendation of the model's makers with the user's parameters. Without a
+    recommendation the temperature is 0."""
     if recommended is None or recommended == SamplingParams():
         recommended = SamplingParams(temperature=0)
     chosen = {"max_tokens": MAX_TOKENS} | chosen_settings(args, SamplingParams)
@@ -272,7 +272,7 @@ class MergeJson(argparse.Action):
 
 
 def merged(one: Any, other: Any) -> Any:
-    """Merge objects by key, and append lists; another value replaces `one`."""
+    """Merge objects by key, and join lists. Any other value replaces `one`."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {**one, **{key: merged(one.get(key), value) for key, value in other.items()}}
     return [*one, *other] if isinstance(one, list) and isinstance(other, list) else other

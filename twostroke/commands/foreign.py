@@ -1,11 +1,12 @@
-"""Options of other servers that the parser of `serve` knows and its help leaves out.
+"""Options of other servers that the parser of `serve` accepts or refuses by name. The help does not
+show them.
 
 A table maps a reason to flags. A flag is written `--flag` (a switch), `--flag=` (with a value),
 `--flag=?` (with an optional value) or `--flag=+` (with several values). There are four tables:
 
     REFUSED     twostroke does not have the feature: an error with the reason and an alternative
-    RESTRICTED  accepted with the values that describe what twostroke does, else refused
-    IGNORED     the option changes how a server works, but no answer: accepted without effect
+    RESTRICTED  accepted with the values that describe what twostroke does, otherwise refused
+    IGNORED     the option does not change answers: accepted without effect
     REDUNDANT   twostroke works that way without the option: accepted without effect
 
 The log names every option that is accepted without effect, with the reason.
@@ -43,7 +44,7 @@ def table(flags_of_reason: Mapping[str, str]) -> Table:
 
 
 def negations(refused: Table, ignored: Table) -> Table:
-    """Return `--no-x` for every switch `--x`. It is redundant."""
+    """Return a table with `--no-x` for every switch `--x`, as redundant options."""
     found: Table = {}
     for flags, reason in ((refused, "it is off"), (ignored, None)):
         for flag, option in flags.items():
@@ -71,7 +72,7 @@ class ForeignOption(argparse.Action):
 
 
 class RefusedOption(ForeignOption):
-    """An option that is an error."""
+    """An option whose use is an error."""
 
     is_refused = True  # never suggested for an unknown option
 
@@ -112,7 +113,7 @@ class RestrictedOption(ForeignOption):
 def add_hidden(
     parser: Parser, flags: Iterable[str], action: type[argparse.Action], **options: Any
 ) -> None:
-    """Add options that the help leaves out. Options that the parser has stay as they are."""
+    """Add options that the help does not show, except options that the parser has already."""
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     for flag in set(flags) - parser._option_string_actions.keys():
         parser.add_argument(flag, action=action, dest="foreign", **hidden, **options)
@@ -122,7 +123,7 @@ class ForeignTables(NamedTuple):
     """The tables of the options of other servers."""
 
     refused: Table
-    ignored: Table  # with the redundant ones
+    ignored: Table  # with the redundant options
     restricted: Restrictions
     dropped: frozenset[str]  # flags that current versions of the other server do not have
 

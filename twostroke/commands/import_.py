@@ -1,4 +1,4 @@
-"""`twostroke import`: result files of other benchmarks, side by side in one set of definitions."""
+"""`twostroke import`: shows result files of several benchmark tools in one table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`twostroke learn`: opens the page `/learn` of a local server, or writes it to a file with
+"""`twostroke learn`: opens the page `/learn` of a local server, or writes the page to a file with
 recorded data."""
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The flags of llama-server. A flag with the same meaning is accepted, another is refused by name.
+"""The flags of llama-server. A flag that twostroke supports is accepted. Another flag is refused or
+ignored, with the reason. These two commands start the same server:
 
 llama-server -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7
-twostroke serve -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7     the same server
+twostroke serve -m model.gguf -c 4096 -np 8 -t 4 --temp 0.7
 
 `foreign.py` explains the tables.
 """
@@ -29,7 +30,7 @@ from twostroke.commands.foreign import (
 from twostroke.commands.parser import Parser
 
 ALL_LAYERS = 99  # -ngl 99 or more means all layers
-DEFAULT_QUANT = "Q4_K_M"  # of a repository of GGUF files
+DEFAULT_QUANT = "Q4_K_M"  # the file of a GGUF repository that is used by default
 KV_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8"}
 METADATA_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 SAMPLING = {
@@ -45,12 +46,12 @@ SAMPLING = {
 
 
 def _number(text: str) -> int | None:
-    """Return a number; None for 0 or less, with which the server chooses."""
+    """Return a number; None for 0 or less, so that the server chooses the number."""
     return int(text) if int(text) > 0 else None
 
 
 def _cache_ram(text: str) -> float:
-    """Return GiB for a size in MiB; -1, no limit, is half of the machine's memory."""
+    """Return GiB for a size in MiB. -1 (no limit) means half of the machine's memory."""
     if int(text) < -1:
         raise argparse.ArgumentTypeError("expected MiB of memory, 0 for none, or -1 for no limit")
     if int(text) == -1:
@@ -95,7 +96,7 @@ def _kv_type(text: str) -> str:
 
 
 def _layers(text: str) -> str | None:
-    """Return the device for a number of layers on the GPU: the CPU for 0, else the default."""
+    """Return the device for a number of layers on the GPU: the CPU for 0, otherwise the default."""
     if text in ("auto", "all") or int(text) != 0:
         return None
     return "cpu"
@@ -131,7 +132,7 @@ def _reasoning_format(text: str) -> str:
 def _rope(
     name: str, read: Callable[[str], float] = float, inverse: bool = False
 ) -> Callable[[str], dict[str, Any] | None]:
-    """Return a reader of one setting of the rope. 0 or less means the model's setting."""
+    """Return a function that reads one setting of the rope. 0 or less means the model's setting."""
 
     def setting(text: str) -> dict[str, Any] | None:
         value = read(text)
@@ -165,8 +166,9 @@ def _effort(text: str) -> dict[str, Any] | None:
     return None if text == "default" else {"reasoning_effort": text}
 
 
-# Flags, the setting of ours that they set, and the reader of the value. If the reader returns None
-# the setting stays as it is. A list is appended to an earlier value, an object merged with it.
+# Flags, the setting of twostroke that they set, and the function that reads the value. If the
+# function returns None, the setting is not changed. A list is appended to an earlier value, and an
+# object is merged with it.
 _RENAMED: list[tuple[str, str, Callable[[str], Any]]] = [
     ("-cram --cache-ram", "kv_offloading_size", _cache_ram),
     ("-c --ctx-size", "max_model_len", _number),
@@ -399,8 +401,8 @@ class _DraftOption(ForeignOption):
 
 
 class _SpeculationType(ForeignOption):
-    """llama-server's drafters: a draft model, and those that search texts. The latter are n-gram
-    drafters here."""
+    """llama-server's drafters: a draft model, or drafters that search texts. twostroke has one
+    n-gram drafter for the latter."""
 
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         names = ["ngram-mod"] if flag == SPEC_DEFAULT else _words(value)
@@ -410,8 +412,8 @@ class _SpeculationType(ForeignOption):
         for name in names:
             if name != DRAFT_SIMPLE and not name.startswith("ngram-"):
                 parser.problem(
-                    f"{flag} {name}: not supported yet; {DRAFT_SIMPLE} drafts with a model of its "
-                    "own, and ngram-mod without one"
+                    f"{flag} {name}: not supported yet; {DRAFT_SIMPLE} drafts with a draft model, "
+                    "and ngram-mod without a model"
                 )
                 return
             methods["draft_model" if name == DRAFT_SIMPLE else "ngram"] = None

@@ -53,14 +53,14 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser. With `collects_errors` it collects the errors of a line until `finish`
-    reports them; else it stops at the first. It also collects notes on options for the log
-    (`notice`)."""
+    """An argument parser. With `collects_errors` it collects the errors of a command line until
+    `finish` reports them; otherwise it ends the program at the first error. It also collects notes
+    on options for the log (`notice`)."""
 
     collects_errors = False
     command_line_options: tuple[str, ...] = ()  # options whose values are command lines
     usual_options: tuple[str, ...] = ()  # the options that --help shows; empty: all options
-    group_aliases: Mapping[str, str] = MappingProxyType({})  # vLLM's names of groups → ours
+    group_aliases: Mapping[str, str] = MappingProxyType({})  # vLLM's group names → twostroke's
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
             flags.append(flag)
 
     def notice(self) -> str:
-        """Return all notes in one line and forget them. Without notes the line is empty."""
+        """Return all notes in one line and delete them. Without notes the line is empty."""
         groups = [f"{', '.join(flags)} ({why})" for why, flags in self.without_effect.items()]
         found = [f"{flag}: {text}" for flag, text in self.notes.items()]
         if groups:
@@ -183,7 +183,7 @@ class Parser(argparse.ArgumentParser):
 
     def did_you_mean(self, flag: str) -> str:
         """Return `; did you mean --x?`. Options that the help shows go before hidden options. A
-        refused option is named only if the flag abbreviates it and few others."""
+        refused option is named only if the flag is an abbreviation of few options."""
         full = [option for option in self._option_string_actions if option.startswith(f"{flag}-")]
         if 0 < len(full) <= MAX_MEANINGS:
             return f"; did you mean {' or '.join(full)}?"

@@ -11,7 +11,7 @@ from twostroke.commands.output import add_result_arguments, check_output, show_r
 DESCRIPTION = (
     "Send one controlled request (fixed prompt, fixed output, no other requests) to any server "
     "with OpenAI's API, and report the time in queue, prefill and decode, with the source of the "
-    "figures: client only, /metrics, per request, or step records. Exit status 3 if the figures "
+    "figures: client only, /metrics, per request, or step records. Exit status: 3 if the figures "
     "are not valid. Example: twostroke phases http://localhost:8000 --prompt-tokens 2000"
 )
 OPERANDS = " URL"

@@ -10,9 +10,9 @@ from twostroke.draft.speculation_config import MAX_DEPTH
 from twostroke.errors import ConfigError
 
 AUTO = "auto"
-DEPTH, GBYTES_PER_S = 4, 20.0  # defaults of the planner's modules, which import numpy
+DEPTH, GBYTES_PER_S = 4, 20.0  # copies of the planner's defaults, because its modules import numpy
 
-MOST = {
+MAXIMA = {
     "prefill_engines": 1024,
     "decode_engines": 1024,
     "tensor_parallel_size": 256,
@@ -32,7 +32,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input-len", type=int, metavar="N", help="without a trace: mean prompt tokens")
     add("--output-len", type=int, metavar="N", help="without a trace: mean output tokens")
     add("--rate", type=float, metavar="R", help="requests a second; scales the times of a trace")
-    add("--trace-start", type=float, default=0.0, metavar="S", help="seconds into the trace")
+    add("--trace-start", type=float, default=0.0, metavar="S", help="skip S seconds of the trace")
     add("--trace-seconds", type=float, metavar="S", help="seconds of the trace; default: all")
     add("--trace-shrink", type=float, default=1.0, metavar="X", help="divide lengths by X")
     add("--trace-keep", type=int, default=1, metavar="N", help="use one of N requests")
@@ -43,7 +43,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-steps", metavar="FILE", help="write the records to a file for --steps")
     add("--api-key", metavar="KEY", help="key of the server; default: OPENAI_API_KEY, if set")
     add("--model", metavar="MODEL", help="without step records: a name, folder or file")
-    add("--hardware", nargs="+", metavar="H", help="without step records: such as A100 H100; here")
+    add("--hardware", nargs="+", metavar="H", help="without step records: A100, H100, here, …")
     add(
         "--price-per-hour",
         type=float,
@@ -51,7 +51,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="price of a GPU of each --hardware",
     )
-    several = "several values are tried with --engines auto"
+    several = "--engines auto tries several values"
     add(
         "--tensor-parallel-size", "-tp", type=int, nargs="+", default=[1], metavar="N", help=several
     )
@@ -71,7 +71,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines",
         default="1",
         metavar="N",
-        help="engines that share the requests; auto: the fewest",
+        help="engines that share the requests; auto: the fewest that meet the goals",
     )
     add("--pools", action="store_true", help="with --engines auto: try prefill and decode pools")
     add("--prefill-engines", type=int, metavar="P", help="engines that only prefill")
@@ -131,7 +131,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-kept-checks",
         dest="kept_checks",
         action="store_false",
-        help="neither use nor keep results of --check",
+        help="neither use nor store results of --check",
     )
     add("--save-plan", metavar="FILE", help="write the plan as JSON, for `twostroke serve --plan`")
     add(
@@ -166,11 +166,12 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
         )
     if args.engines != AUTO and not (args.engines.isdecimal() and 0 < int(args.engines) <= 1024):
         raise ConfigError(f"--engines {args.engines}: give a number from 1 to 1024, or auto")
-    for name, most in MOST.items():
+    for name, maximum in MAXIMA.items():
         given = getattr(args, name)
         for value in given if isinstance(given, list) else [given]:
-            if value is not None and value > most:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number up to {most}")
+            if value is not None and value > maximum:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} {value}: give a number up to {maximum}")
     if (args.prefill_engines is None) is not (args.decode_engines is None):
         raise ConfigError("--prefill-engines and --decode-engines need each other: give both")
     if args.prefill_engines is not None and args.engines != "1":

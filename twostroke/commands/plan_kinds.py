@@ -1,5 +1,5 @@
-"""The kinds of engines that `twostroke plan` simulates: step times, capacity, price and forecasts
-of each combination of hardware and settings."""
+"""The kinds of engines that `twostroke plan` simulates. A kind is a combination of hardware and
+settings, with its step times, capacity, price and forecasts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Kind(NamedTuple):
     """One combination of hardware and settings. `args` has one value for each setting."""
 
     name: str
-    price: float | None  # of an engine an hour
+    price: float | None  # price of an engine per hour
     args: argparse.Namespace
     hardware: str = ""
     records: dict[str, Any] | None = None  # the step records, instead of a data sheet
@@ -95,13 +95,13 @@ def _server(kind: _Kind, model: StepModel, shape: EngineShape) -> dict[str, Any]
     else:
         names = ("model", "weights", "decode_weights", "kv_cache_dtype", "tensor_parallel_size")
         found = {name: getattr(args, name) for name in names} | {"hardware": kind.hardware}
-        found["efficiencies"] = model.source  # checks of other efficiencies say nothing
+        found["efficiencies"] = model.source  # a check applies only to the same efficiencies
     settings = ("max_num_seqs", "max_num_batched_tokens", "max_in_flight")
     found |= {name: getattr(shape, name) for name in settings}
     return found | {"speculation": bool(shape.acceptance), "offload": bool(shape.offload)}
 
 
-SETTINGS = (  # name of the argument, and how the name of a kind tells its value
+SETTINGS = (  # name of the argument, and the format of its value in the name of a kind
     ("tensor_parallel_size", "tp {}"),
     ("weights", "{}"),
     ("kv_cache_dtype", "KV {}"),
@@ -252,7 +252,7 @@ def _data_sheet(args: argparse.Namespace, name: str) -> tuple[StepModel, EngineS
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's settings of the command line; of several values, the first."""
+    """Return the engine settings of the command line; the first of several values."""
     found = {}
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         value = getattr(args, name)
@@ -288,7 +288,7 @@ def _with_features(shape: EngineShape, args: argparse.Namespace) -> EngineShape:
 
 
 def trace_block(args: argparse.Namespace) -> int:
-    """Return the tokens of a block of the trace."""
+    """Return the number of tokens in a block of the trace."""
     from twostroke.measure.load.traces import block_tokens
 
     return block_tokens(args.trace_shrink)

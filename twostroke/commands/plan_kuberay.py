@@ -49,10 +49,10 @@ def with_counts(manifest: str, counts: dict[str, int], path: str) -> str:
                 f"--kuberay {path} is not {NEEDED}: it has no group {phase} with replicas and "
                 f"maxReplicas, or no argument --{phase}-engines=N"
             )
-        most = max(count, int(numbers[1]))
+        maximum = max(count, int(numbers[1]))
         changed = re.sub(r"(?m)^( *replicas: )\d+$", rf"\g<1>{count}", group[0])
         changed = re.sub(r"(?m)^( *minReplicas: )(\d+)$", _at_most(count), changed)
-        changed = re.sub(r"(?m)^( *maxReplicas: )\d+$", rf"\g<1>{most}", changed)
+        changed = re.sub(r"(?m)^( *maxReplicas: )\d+$", rf"\g<1>{maximum}", changed)
         manifest = manifest[: group.start()] + changed + manifest[group.end() :]
         manifest = re.sub(option, rf"\g<1>{count}", manifest)
     return manifest

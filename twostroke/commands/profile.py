@@ -12,7 +12,7 @@ from twostroke.commands.output import add_result_arguments, check_output, show_r
 DESCRIPTION = (
     "Profile a running twostroke server for some seconds, without a restart: on a CPU the stages "
     "of every step, on a GPU (and with --kernels reference) torch's kernels, for steps that only "
-    "prefill, only decode, or do both. The server needs requests meanwhile. Example: "
+    "prefill, only decode, or do both. Send requests to the server during the profile. Example: "
     "twostroke profile http://localhost:8000 --seconds 5 -o profile.json"
 )
 OPERANDS = " URL"

@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     from twostroke.measure.quality.quality import Setup
 
 DESCRIPTION = (
-    "Measure perplexity, KL divergence of next-token distributions and the share of equal "
-    "likeliest tokens of a model in one or more formats, against a base, on a text that twostroke "
-    "includes. MODEL with the given options is one row of the table, each --try another; the base "
-    "is MODEL as stored, or --against. Example: twostroke quality MODEL --try '--quantization "
+    "Measure perplexity, KL divergence of next-token distributions and the share of equal most "
+    "likely tokens of a model in one or more formats, against a base, on a text that twostroke "
+    "includes. The table has a row for MODEL with the given options, and a row for each --try. The "
+    "base is MODEL as stored, or --against. Example: twostroke quality MODEL --try '--quantization "
     "int8' --try '--quantization int4' --html quality.html"
 )
 OPERANDS = " [MODEL]"
-# Settings of how an engine runs, which hold for the base and for every row. Other settings belong
-# to one row.
+# Settings that apply to the base and to every row. Other settings belong to one row.
 SHARED = {
     "device",
     "threads",
@@ -45,7 +44,7 @@ SHARED = {
     "num_gpu_blocks_override",
     "enforce_eager",
 }
-# Settings that the measurement sets itself, or that do not matter for it.
+# Settings without an option: the measurement sets them itself, or they do not affect it.
 NOT_HERE = SERVER_ONLY | {"max_model_len", "max_num_seqs", "enable_prefix_caching"}
 NOT_HERE |= {"tensor_parallel_size"}
 

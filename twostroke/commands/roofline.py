@@ -99,8 +99,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def roofline_settings(args: argparse.Namespace) -> tuple[RooflineSettings, dict[str, float] | None]:
-    """Return the settings for --weights, --kv-cache-dtype and the tensor parallel size, and the
-    bytes of each weight in the model's GGUF file if the weights are used as stored."""
+    """Return the settings of --weights, --kv-cache-dtype and --tensor-parallel-size. If the weights
+    are used as a GGUF file stores them, also return the bytes of each weight."""
     from twostroke.measure.roofline.roofline import FILE, RooflineSettings
     from twostroke.measure.roofline.shapes import stored_bytes
 

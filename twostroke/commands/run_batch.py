@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from twostroke.serve.settings import ServeSettings
 
 DESCRIPTION = (
-    "Answer the requests of a file, one JSON object a line in the format of OpenAI's batches, and "
-    "write the answers to another file, in the same order. The options of `serve` also work here."
+    "Answer the requests of a file, which has one JSON object on each line in the format of "
+    "OpenAI's batches, and write the answers to another file, in the same order. The options of "
+    "`serve` also work here."
 )
 OPERANDS = " [MODEL]"
 log = logging.getLogger(WORK)
@@ -55,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
         "--max-inflight",
         type=int,
         metavar="N",
-        help="lines that are read ahead of the first line without an answer (default: 4 times "
+        help="number of lines to read beyond the first line without an answer (default: 4 times "
         "--max-num-seqs)",
     )
     add_hidden(parser, ["--url"], _MetricsHost)

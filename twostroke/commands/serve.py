@@ -109,7 +109,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def check_autoscale(configs: Sequence[EngineConfig], on_ray: bool) -> None:
-    """Raise `ConfigError` if pools that grow would have no goal to follow, or no memory."""
+    """Raise `ConfigError` if there is no goal, or if the first engines would use all memory."""
     if all(one.ttft_slo_ms is None and one.itl_slo_ms is None for one in configs):
         raise ConfigError(
             "--autoscale needs a goal that the engines should meet: give --ttft-slo-ms, "

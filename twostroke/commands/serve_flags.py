@@ -1,4 +1,4 @@
-"""The options of `serve`: the names of `vllm serve`, limits of ours, and a file of options."""
+"""The options of `serve`: vLLM's options, twostroke's limits, and several engines."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ VLLM_GROUPS = {"frontend": "server", "parallelconfig": "several engines"} | dict
     "model and engine",
 )
 LIMITS = {
-    "max_body_bytes": "longest body of a request (default: 8 MiB, or 64 bytes for each token of "
-    "max_model_len)",
-    "max_body_weight": "most JSON in a body: a comma weighs 1, a bracket 4, a colon 8 (default: "
-    "524288, or 8 for each token of max_model_len)",
+    "max_body_bytes": "maximum size of a request's body (default: 8 MiB, or 64 bytes for each "
+    "token of max_model_len)",
+    "max_body_weight": "maximum weight of the JSON in a body, in which a comma weighs 1, a bracket "
+    "4, a colon 8 (default: 524288, or 8 for each token of max_model_len)",
     "min_body_bytes_per_s": "answer 408 to a body that arrives slower",
-    "max_choices": "texts that one request may ask for: prompts times n",
+    "max_choices": "maximum number of completions of a request: prompts times n",
     "max_connections": "answer 503 to more connections (default: what the limit of open files "
     "allows)",
-    "max_header_bytes": "longest head (request line and headers) of a request",
-    "max_prompt_tokens": "longest prompt (default: what the engine accepts)",
-    "max_output_tokens": "longest answer; a request for more tokens gets this many",
+    "max_header_bytes": "maximum size of a request's head (request line and headers)",
+    "max_prompt_tokens": "maximum length of a prompt (default: what the engine accepts)",
+    "max_output_tokens": "maximum length of an answer; a request for more tokens gets this many",
     "max_unread_bytes": "bytes of a stream that its client may leave unread; 8 times as many for "
     "all streams",
-    "max_queue": "requests that may wait; answer 429 to more",
+    "max_queue": "maximum number of waiting requests; answer 429 to more",
     "head_timeout_s": "seconds that a client has to send the head of a request",
     "body_timeout_s": "seconds that a client has to send the body of a request",
     "write_timeout_s": "seconds within which a client must read a part of its answer",
@@ -68,11 +68,11 @@ LIMITS = {
     "prefix_cache_sharing": "share cached prefixes between requests with different keys",
     "strict_fields": "answer 400 to a request with an unknown field (default: ignore the field, "
     "with a warning in the answer's headers and in the log)",
-    "client_priority": "use the priority that a request sets; else ignore it",
-    "engine_hang_timeout_s": "seconds without a sign of life after which the server restarts the "
-    "engine's process; 0: never",
-    "engine_start_timeout_s": "seconds within which the engine must be ready, with its model read, "
-    "or its process is killed; 0: no limit",
+    "client_priority": "use the priority that a request sets; otherwise ignore it",
+    "engine_hang_timeout_s": "seconds without a message of the engine's process after which the "
+    "server restarts it; 0: never",
+    "engine_start_timeout_s": "seconds after which an engine's process that is not ready, with its "
+    "model loaded, is killed; 0: no limit",
     "engine_restart_limit": "end the server after this many deaths of the engine in a row, each "
     "soon after a start",
     "open_health": "answer /health and /ping without a key",
@@ -89,8 +89,8 @@ SCALES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1
 
 
 def add_server_arguments(parser: Parser) -> None:
-    """Add the options of `serve`. No option has a default: an attribute of the parsed arguments was
-    given on the command line or in the file."""
+    """Add the options of `serve`. No option has a default, so that the parsed arguments have only
+    options that were given on the command line or in the file."""
     parser.usual_options, parser.group_aliases = USUAL, VLLM_GROUPS
     add_model_argument(parser)
     _add(
@@ -193,7 +193,7 @@ def _add_chat(group: argparse._ArgumentGroup) -> None:
         "--served-model-name",
         **SEVERAL,
         metavar="NAME",
-        help="names of the model in requests; answers have the first",
+        help="names of the model in requests; answers have the first name",
     )
     _add(group, "--response-role", metavar="ROLE", help="(default: assistant)")
     _add(
@@ -208,8 +208,8 @@ def _add_chat(group: argparse._ArgumentGroup) -> None:
         group,
         "--chat-template-content-format",
         metavar="FORMAT",
-        help="the content of messages as the chat template gets it: string (a text), openai (a "
-        "list of parts) or auto (by the template; the default)",
+        help="how the chat template gets the content of messages: string (a text), openai (a list "
+        "of parts) or auto (by the template; the default)",
     )
     _add(
         group,
@@ -323,7 +323,7 @@ def _add_operation(group: argparse._ArgumentGroup) -> None:
         group,
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="send a span for each request there by OTLP (default: "
+        help="send a span for each request to this URL by OTLP (default: "
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT from the environment)",
     )
     _add(
@@ -347,7 +347,7 @@ def normalize_options(words: Sequence[str]) -> list[str]:
         if not flag.startswith("-") or NUMBER.match(flag):
             read.append(word)
             continue
-        # The dot in llama-server's `--fim-qwen-1.5b-default` begins no path.
+        # Only a dot before a letter begins a path: llama-server has `--fim-qwen-1.5b-default`.
         name = re.match(r"[^.]+(?=\.[A-Za-z_])", flag)
         flag, path = (name[0], flag[name.end() + 1 :]) if name else (flag, "")
         if flag.startswith("--"):
@@ -372,7 +372,8 @@ def _nested(path: str, value: str) -> Any:
 
 
 def parse_length(text: str) -> int | None:
-    """Return the number of `parse_count`; None for `auto` and -1: what model and memory allow."""
+    """Return the number of `parse_count`; None for `auto` and -1: the length that model and memory
+    allow."""
     return None if text in ("auto", "-1") else parse_count(text)
 
 
@@ -413,7 +414,7 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         group,
         "--plan",
         metavar="FILE",
-        help="take the numbers of engines from this plan, which `twostroke plan --save-plan` wrote",
+        help="take the numbers of engines from this plan of `twostroke plan --save-plan`",
     )
     _add(
         group,
@@ -426,7 +427,7 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         group,
         "--plan-steps",
         metavar="URL|FILE",
-        help="step times for --plan-trace, which `twostroke plan --save-steps` wrote",
+        help="step times for --plan-trace, from `twostroke plan --save-steps`",
     )
     for phase in ("prefill", "decode"):
         _add(
@@ -451,7 +452,7 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         "--autoscale-interval-s",
         type=float,
         metavar="X",
-        help="seconds between two advices (default: 60)",
+        help="seconds between two advised changes (default: 60)",
     )
     _add(
         group,
@@ -487,7 +488,7 @@ def _add_pools(group: argparse._ArgumentGroup) -> None:
         "--kv-transfer-timeout-s",
         type=float,
         metavar="S",
-        help="recompute KV blocks if none has arrived for so long (default: 3)",
+        help="recompute KV blocks if none has arrived for this time (default: 3)",
     )
     _add(
         group,
@@ -522,7 +523,7 @@ def _structured_outputs_config(text: str) -> bool:
     return closed
 
 
-# vLLM's names for weights that are used as the files store them.
+# Values of vLLM's --quantization for weights that are used as the files store them.
 AS_STORED = (
     "gguf",
     "compressed-tensors",

@@ -1,4 +1,5 @@
-"""A server takes the sizes of its pools from a plan: `--plan FILE`, or `--plan-trace FILE`.
+"""`serve --plan FILE` and `serve --plan-trace FILE`: the server takes the sizes of its pools from a
+plan.
 
 twostroke plan … --engines auto --save-plan plan.json
 twostroke serve MODEL --plan plan.json
@@ -20,12 +21,12 @@ from twostroke.errors import ConfigError
 AUTO = "auto"
 COUNTS = ("prefill_engines", "decode_engines", "data_parallel_size")
 SETTINGS = ("max_num_seqs", "max_num_batched_tokens")
-PLAN_S = 3600.0  # limit of a plan
+PLAN_S = 3600.0  # time limit for making a plan
 Json = dict[str, Any]
 
 
 def count_or_auto(text: str) -> int | str:
-    """The value of an option that takes a number of engines or `auto`."""
+    """Return the value of an option that takes a number of engines or `auto`."""
     if text == AUTO:
         return AUTO
     try:
@@ -35,8 +36,8 @@ def count_or_auto(text: str) -> int | str:
 
 
 def apply_plan(args: argparse.Namespace) -> None:
-    """Set the numbers of engines from the plan of the command line. Settings that the plan was made
-    with are set, too, unless the user gives them. Errors are added to the parser's problems."""
+    """Set the numbers of engines from the plan of the command line, and the settings of the plan
+    that the user does not give. Errors are added to the parser's problems."""
     parser: Parser = args.parser
     try:
         _apply(args)
@@ -90,7 +91,7 @@ def _flag(name: str) -> str:
 
 
 def read_plan(path: str, source: str) -> Json:
-    """Read the JSON of `twostroke plan`; raise `ConfigError` if the file has something else."""
+    """Read the JSON of `twostroke plan`. Raise `ConfigError` if the file is not a plan."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -118,7 +119,7 @@ def checked_plan(found: Any, source: str) -> Json:
 
 
 def counts_of(plan: Json, auto: list[str], source: str) -> dict[str, int]:
-    """Return the numbers of engines that a plan sets. `auto`: the options that ask for them."""
+    """Return the numbers of engines that a plan sets. `auto`: the options with the value auto."""
     layout = plan["forecast"]["layout"]
     if layout["engines"]:
         if {"prefill_engines", "decode_engines"} & set(auto):
@@ -136,7 +137,7 @@ def counts_of(plan: Json, auto: list[str], source: str) -> dict[str, int]:
 
 
 def _made_plan(args: argparse.Namespace) -> Json:
-    """Plan for the trace, in a process of its own: the server imports no numpy."""
+    """Plan for the trace, in a separate process, because the server does not import numpy."""
     source = f"--plan-trace {args.plan_trace}"
     words = ["--trace", args.plan_trace, "--engines", AUTO, "--json"]
     for name in ("ttft_slo_ms", "itl_slo_ms"):

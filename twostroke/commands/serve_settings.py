@@ -1,4 +1,4 @@
-"""The settings of a server: read from the command line, the `--config` file and the environment."""
+"""Reads the settings of a server from the command line, the `--config` file and the environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twostroke.route.pool_settings import PoolSettings
 from twostroke.serve.settings import ServeSettings
 
 ALL_INTERFACES = "0.0.0.0"
-LOAD_FORMATS = {  # vLLM's other loaders of the same files → ours
+LOAD_FORMATS = {  # vLLM's load formats → twostroke's
     "hf": "auto",
     "mistral": "auto",
     "fastsafetensors": "safetensors",
@@ -29,7 +29,7 @@ LOAD_FORMATS = {  # vLLM's other loaders of the same files → ours
     "ipc_cache": "auto",
     "runai_streamer": "safetensors",
 }
-# Options whose settings have other names.
+# Options whose settings have another name.
 SETTING_OF_OPTION = {
     "api_key": "api_keys",
     "admin_api_key": "admin_api_keys",
@@ -45,8 +45,8 @@ SETTING_OF_OPTION = {
 def resolve_settings(
     args: argparse.Namespace,
 ) -> tuple[EngineConfig, ServeSettings, argparse.Namespace]:
-    """Return all settings, from the command line, the file and the environment. Errors end the
-    program, and all of them are reported."""
+    """Return all settings, from the command line, the file and the environment. Report all errors
+    at once, and end the program if there are any."""
     args = with_file(args)
     apply_plan(args)
     config = engine_config(args)
@@ -86,7 +86,7 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings | None:
     values.setdefault("admin_api_keys", environment.admin_api_keys())
     values.setdefault("dev_mode", environment.dev_mode())
     for flag, name in (("--api-key", "api_keys"), ("--admin-api-key", "admin_api_keys")):
-        if not all(values[name]):  # this message repeats no key
+        if not all(values[name]):  # the message must not contain a key
             args.parser.problem(f"{flag}: a key is empty; give one, or leave the option out")
             return None
     values["cors_origins"] = [origin for part in values.get("cors_origins", ()) for origin in part]
@@ -102,9 +102,9 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings | None:
 
 
 def _resolve_traces(values: dict[str, Any]) -> None:
-    """Decide whether the server exports traces. `--otlp-traces-endpoint` without the packages for
-    it is an error. OTEL variables may be set for every program of a machine, so that without the
-    packages they only cause a message."""
+    """Decide whether the server exports traces. If the packages for traces are missing,
+    `--otlp-traces-endpoint` is an error, but OTEL variables only cause a message, because they may
+    be set for every program of a machine."""
     has_flag = "otlp_traces_endpoint" in values
     if not has_flag and not environment.asks_for_traces():
         return
@@ -125,7 +125,7 @@ def pool_settings(args: argparse.Namespace) -> PoolSettings | None:
 
 
 def _resolved(args: argparse.Namespace) -> argparse.Namespace:
-    """Resolve the options of the model, and vLLM's load formats to ours."""
+    """Resolve the options of the model, and convert vLLM's load formats and `max_new_tokens`."""
     resolve_model(args)
     if hasattr(args, "hf_file") and hasattr(args, "model"):
         args.model = f"{args.model.partition(':')[0]}:{args.hf_file}"
@@ -137,8 +137,8 @@ def _resolved(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _without_output_limit(args: argparse.Namespace, override: dict[str, Any]) -> dict[str, Any]:
-    """Move vLLM's `max_new_tokens`, the limit for all requests, to its setting. A null sets
-    nothing."""
+    """Return the override without null values and without vLLM's `max_new_tokens`, which sets
+    `max_output_tokens`."""
     kept = {name: value for name, value in override.items() if value is not None}
     limit = kept.pop("max_new_tokens", None)
     if limit is not None and (type(limit) is not int or limit < 1):

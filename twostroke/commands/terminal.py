@@ -1,4 +1,4 @@
-"""Text for a terminal: wrapped at the terminal's width, between words only."""
+"""Wraps text at the width of the terminal, only between words."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from unicodedata import combining, east_asian_width
 from twostroke.environment import terminal_columns
 
 NO_BREAK_SPACE = "\u00a0"
-MIN_COLUMNS = 20  # the name of a flag fits
+MIN_COLUMNS = 20  # enough for the name of a flag
 
 
 def columns(stream: TextIO | None) -> int | None:
-    """Return the terminal's width; None for a file or a pipe, where lines may have any length."""
+    """Return the terminal's width; None for a file or a pipe, where lines are not wrapped."""
     if stream is None or not stream.isatty():  # None: the stream was closed before the start
         return None
     if chosen := terminal_columns():
@@ -27,8 +27,8 @@ def columns(stream: TextIO | None) -> int | None:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> str:
-    """Wrap a text at `width` columns and indent all lines but the first. Line breaks of the text
-    stay. A word that is wider than a line has a line of its own. `unbreakable` texts are not
+    """Wrap a text at `width` columns and indent all lines but the first. Line breaks in the text
+    are kept. A word that is wider than a line gets its own line. `unbreakable` texts are not
     wrapped."""
     if width is None:
         return text.replace(NO_BREAK_SPACE, " ")

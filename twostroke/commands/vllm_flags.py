@@ -1,7 +1,7 @@
-"""The flags of `vllm serve` that `serve` does not list in its help.
+"""The flags of `vllm serve` that `serve` accepts or refuses by name but does not list in its help.
 
-The tables have all other flags of vLLM 0.33, and flags of earlier versions that published launch
-lines still have. A flag in no table is misspelt. `foreign.py` explains the tables.
+The tables have all flags of vLLM 0.33 that are not options of `serve`, and flags of earlier
+versions that published start commands still have. `foreign.py` explains the tables.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from twostroke.commands.parser import Parser
 from twostroke.config import RECOMMENDED
 from twostroke.request import SamplingParams
 
-ONE_COPY = "all engines of a server run on one machine, behind one address"
-WHOLE_CONTEXT = "ranks split attention heads, not contexts"
-NO_STAGES = "layers are not spread over devices; --tensor-parallel-size splits every layer"
+ONE_MACHINE = "all engines of a server run on one machine, behind one address"
+NO_CONTEXT_SPLIT = "ranks split attention heads, not contexts"
+NO_PIPELINE = "layers are not spread over devices; --tensor-parallel-size splits every layer"
 
 REFUSED: Table = table(
     {
         "weights are used as the files store them, or as --quantization rounds them; leave the "
         "option out": "--quantization-config= --quantization-param-path= "
         "--calculate-kv-scales --kv-cache-dtype-skip-layers=+ --override-attention-dtype=",
-        f"{ONE_COPY}; start one server on each machine, behind a proxy": "--master-addr= "
+        f"{ONE_MACHINE}; start one server on each machine, behind a proxy": "--master-addr= "
         "--master-port= -r= --node-rank= --data-parallel-rank= -dpn= --data-parallel-start-rank= "
         "-dpr= --data-parallel-size-local= -dpl= --data-parallel-address= -dpa= "
         "--data-parallel-rpc-port= -dpp= --data-parallel-hybrid-lb -dph "
@@ -121,7 +121,7 @@ IGNORED: Table = table(
         "--lora-target-modules=+ --specialize-active-lora --enable-tower-connector-lora "
         "--lora-cache-dir= --max-prompt-adapters= --max-prompt-adapter-token= "
         "--enable-mixed-moe-lora-format --enable-moe-shared-loras --max-lora-cls-labels=",
-        "weights are not offloaded, and KV blocks in one way": ""
+        "weights are not offloaded, and KV blocks are offloaded in one way": ""
         "--offload-backend= --offload-group-size= --offload-num-in-group= "
         "--offload-prefetch-step= --offload-params=+ "
         "--kv-offloading-backend= --swap-space= --enable-cumem-allocator --sleep-mode-backend=",
@@ -187,7 +187,7 @@ IGNORED: Table = table(
         "logs go to stderr": "--logging-config= --log-config-file= --log-error-stack "
         "--enable-log-deltas --disable-access-log-for-endpoints=",
         "/docs needs no network": "--enable-offline-docs",
-        "there are no routes of Cohere's API, and a request switches thinking": ""
+        "there are no routes of Cohere's API, and a request itself switches thinking on or off": ""
         "--cohere-is-reasoning-model --cohere-format= "
         "--anthropic-disabled-thinking-effort=",
         "--enable-log-requests logs requests": "--no-disable-uvicorn-access-log",
@@ -225,9 +225,9 @@ RESTRICTED: Restrictions = {
         ("raw_logprobs",),
         "log-probabilities are computed before penalties and temperature",
     ),
-    "--pipeline-parallel-size -pp": (("1",), NO_STAGES),
-    "--decode-context-parallel-size -dcp": (("1",), WHOLE_CONTEXT),
-    "--prefill-context-parallel-size -pcp": (("1",), WHOLE_CONTEXT),
+    "--pipeline-parallel-size -pp": (("1",), NO_PIPELINE),
+    "--decode-context-parallel-size -dcp": (("1",), NO_CONTEXT_SPLIT),
+    "--prefill-context-parallel-size -pcp": (("1",), NO_CONTEXT_SPLIT),
     "--nnodes": (("1",), "all ranks run on one machine"),
     "--cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
     "--ssl-cert-reqs": (("0",), "client certificates are not checked; use a proxy"),
@@ -244,7 +244,7 @@ RESTRICTED: Restrictions = {
     ),
 }
 
-# Flags of the tables that vLLM 0.33 does not have any more.
+# Flags in the tables that vLLM 0.33 no longer has.
 _OF_EARLIER_VERSIONS = (
     "--quantization-param-path --calculate-kv-scales --override-attention-dtype "
     "--spec-decoding-acceptance-method "
@@ -291,7 +291,7 @@ HUB_VARIABLES = {
     "--download-dir": "HF_HUB_CACHE",
     "--offline": "HF_HUB_OFFLINE",
 }
-# Sampling without the recommendation of the model's makers.
+# Default sampling without the recommendation of the model's makers.
 NEUTRAL = {
     field.name: field.default for field in fields(SamplingParams) if field.name in RECOMMENDED
 }
@@ -355,7 +355,7 @@ class _RopeTheta(ForeignOption):
 
 
 class _Inverse(ForeignOption):
-    """The opposite of a switch that begins with enable or disable, as in vLLM."""
+    """A switch `--disable-x` that is the opposite of `--enable-x`, or the reverse, as in vLLM."""
 
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         negated = f"--no-{_opposite(flag)[2:]}"

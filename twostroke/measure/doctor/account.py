@@ -1,7 +1,7 @@
 """`TimeAccount`: the time of the observed requests by part, before and after the first token.
 
-The account comes from a server's step records, or else from its counters, or else from the probes.
-Better evidence separates more parts.
+The account is made from a server's step records if there are any, otherwise from its counters, or
+from the probes. Better evidence separates more parts.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ class TimeAccount:
     gap_s: float = 0.0  # median between two tokens
     worst_gap_s: float = 0.0
     gaps: int = 0  # number of gaps between tokens
-    stalled_share: float = 0.0  # of the time between tokens, in gaps that prefill made long
-    kv_waited_share: float = (
-        0.0  # of all the time, waiting for KV blocks (unfinished requests, too)
-    )
+    stalled_share: float = 0.0  # share of the time between tokens in gaps that prefill made long
+    # Share of the total time in waits for KV blocks, with those of unfinished requests.
+    kv_waited_share: float = 0.0
     preempted: int = 0  # preempted requests
     repeated_share: float = 0.0  # computed prompt tokens that were in an earlier prompt
     output_tokens: float = 0.0  # mean
@@ -106,7 +105,7 @@ class TimeAccount:
         return self.seconds(*names) / self.stream_s if self.stream_s > 0 else 0.0
 
     def ledger(self) -> dict[str, float]:
-        """Return the share of each part of all the time, the largest first. The sum is 1."""
+        """Return the share of each part in the total time, the largest first. The sum is 1."""
         total = self.total_s
         if total <= 0:
             return {}
@@ -221,7 +220,8 @@ class QueueReasons:
         self._ends = [step["committed_s"] for step in steps]
 
     def split(self, start: float, end: float, seconds: float) -> dict[str, float]:
-        """Split `seconds` by what the steps between `start` and `end` had no room for."""
+        """Split `seconds`, a wait from `start` to `end`, by the reasons why each step in that time
+        did not run the request."""
         found: defaultdict[str, float] = defaultdict(float)
         begun = start
         for step in self._steps[bisect_left(self._ends, start) :]:
@@ -267,7 +267,7 @@ class QueueReasons:
 
 
 def account_of_metrics(observed: Observations) -> TimeAccount | None:
-    """Return None if the server does not count the time in its queue."""
+    """Return the account of a server's counters; None if it does not count its queue time."""
     grown = {
         name: change(observed.before, observed.after, name)
         for name in ("queue_s", "prefill_s", "decode_s", "requests", "output_tokens")
@@ -350,7 +350,8 @@ def _gaps_of_probes(account: TimeAccount, observed: Observations) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClientExtra:
-    """The time of probes outside the server: medians in seconds."""
+    """The time of probes outside the server: medians of `count` probes in seconds. `start_s` and
+    `stream_s` are the extra times of `ttft_s` and `span_s`."""
 
     start_s: float
     ttft_s: float
@@ -360,7 +361,7 @@ class ClientExtra:
 
 
 def client_extra_of(observed: Observations) -> ClientExtra | None:
-    """Return None if the server has no records of the probes."""
+    """Return the time of probes outside the server; None if the server has no records of them."""
     records = [one for one in observed.requests if is_probe(one) and one["token_s"]]
     starts, ttfts, streams, spans = [], [], [], []
     for sample, name in zip(observed.probes, observed.probe_names, strict=True):

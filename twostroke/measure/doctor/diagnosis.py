@@ -1,9 +1,9 @@
 """`diagnose`: rules that turn the observations of a server into a verdict.
 
-A rule looks at the time that requests wait for other requests, for memory, for the template or for
-the network. A rule yields a cause if this time exceeds a share of the requests' time and is long
-enough to be noticed. The computation of a request's own prompt and tokens is no cause if the
-machine computes as quickly as it can (`machine.py`; `twostroke roofline` estimates the time).
+A rule examines the time that requests wait for other requests, for memory, for the template or for
+the network. It yields a cause if this time exceeds a share of the requests' time and is long enough
+to be noticed. The computation of a request's own prompt and tokens is no cause if the machine
+computes as fast as it can (`machine_causes.py`; `twostroke roofline` estimates that time).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ STALLED_SHARE = 0.2  # gaps that are long because a prompt was computed
 PREFILL_SHARE = 0.7  # computation of prompts of other requests, in gaps of any length
 PREEMPTION_SHARE = 0.15  # lost to preemptions
 HOST_SHARE = 0.3  # the device is idle
-HOST_S = 0.002  # the mean idle time for a token that `HOST_SHARE` also needs
+HOST_S = 0.002  # with HOST_SHARE: the minimum of the mean idle time for a token
 MIN_STREAM_SHARE = 0.1  # share of the total time; a smaller time between tokens is not judged
 
 REPEATED_SHARE = 0.4  # share of the computed prompt tokens that an earlier prompt began with
 CLIENT_SHARE = 0.3  # share of a probe's time that passes between the server and the client
-CLIENT_S = 0.12  # the time of a probe that `CLIENT_SHARE` also needs
+CLIENT_S = 0.12  # with CLIENT_SHARE: the minimum of that time
 UNREADY_S = 0.5  # time during which the engine was not up
 SMALL_BATCH = {"cpu": 16}  # by device: with fewer running requests the device is mostly idle
 SMALL_BATCH_DEFAULT = 64  # for every other device
@@ -93,7 +93,8 @@ def diagnose(observed: Observations) -> Verdict:
 
 
 def _order(cause: Cause) -> tuple[int, float]:
-    """An engine that was down explains the other causes, and comes first; then the machine."""
+    """Return the sort key of a cause. An engine that was down explains all other causes, and comes
+    first; then come causes in the machine."""
     rank = 0 if cause.cause == "cold_start" else 1 if cause.cause in OF_MACHINE else 2
     return rank, -cause.weight * cause.confidence
 

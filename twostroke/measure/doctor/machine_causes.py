@@ -1,8 +1,8 @@
 """Causes that lie in the server's machine: processor time, clocks, memory, kernels, formats.
 
 The evidence is two readings of the machine's counters (`machine` in `/records`), at the start and
-at the end of the watch, and the speed of the server's own steps. A machine that is merely old has
-none of these causes: its steps are as quick as they ever were.
+at the end of the watch, and the speed of the server's steps compared with its earlier steps. So a
+machine that is always slow has none of these causes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from twostroke.measure.doctor.watch import Observations
 from twostroke.measure.explain.why import Record
 from twostroke.measure.report.tables import duration
 
-WAIT_SHARE = 0.3  # of the time in which the server's threads were ready, without a CPU
+# Thresholds. Shares:
+WAIT_SHARE = 0.3  # of the time in which the server's threads could run, spent without a CPU
 OTHERS_SHARE = 0.3  # of the CPUs, used by other programs
 STEAL_SHARE = 0.1  # of the CPUs, given to other machines by the hypervisor
-QUOTA_SHARE = 0.1  # of the watch, with a quota that was used up
-CLOCK_SHARE = 0.6  # of the highest clock, while the CPUs are busy
-BUSY_SHARE = 0.5  # of the CPUs: below it, a low clock only saves energy
+QUOTA_SHARE = 0.1  # of the watch, with a used-up quota
+CLOCK_SHARE = 0.6  # of the maximum clock rate: lower rates count if the CPUs are busy
+BUSY_SHARE = 0.5  # of the CPUs: less busy CPUs may lower their clocks to save energy
 SWAPPED_SHARE = 0.05  # of the server's memory
 FAULTS_PER_S = 100.0  # pages read from disk
-SLOWED = 1.8  # times as long as the same steps of the server's best time
-BEST_SHARE = 0.1  # of the steps of a number of streams: their best time
-MIN_STEPS = 20
+SLOWED = 1.8  # the time of steps, divided by the best time of such steps
+BEST_SHARE = 0.1  # the best time is this quantile of the times of steps with as many streams
+MIN_STEPS = 20  # fewer steps are not compared
 DENSE_GAP_S = 0.1  # between two tokens
 DENSE = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
 
@@ -43,7 +44,7 @@ class MachineFinding(NamedTuple):
 
 def machine_findings(observed: Observations, account: TimeAccount) -> Iterator[MachineFinding]:
     if not account.requests:
-        return  # nobody used the server: no time was lost
+        return  # there were no requests, so no time was lost
     before, after = observed.machine_before, observed.machine_after
     found = []
     if before and after and after["at_s"] > before["at_s"]:
@@ -101,9 +102,10 @@ def _clocks(before: Record, after: Record) -> Iterator[MachineFinding]:
     seconds = after["at_s"] - before["at_s"]
     busy_s = _grown(before, after, "busy_s") or 0.0
     busy = busy_s / (max(1, after["cpus"]) * seconds)
-    now, most = after["cpu_mhz"], after["max_mhz"]
-    if now and most and busy >= BUSY_SHARE and now < CLOCK_SHARE * most:
-        evidence.append(f"the CPUs run at {now:,.0f} of {most:,.0f} MHz, and are {busy:.0%} busy")
+    now, maximum = after["cpu_mhz"], after["max_mhz"]
+    if now and maximum and busy >= BUSY_SHARE and now < CLOCK_SHARE * maximum:
+        clocks = f"{now:,.0f} of {maximum:,.0f} MHz"
+        evidence.append(f"the CPUs run at {clocks}, and are {busy:.0%} busy")
     if evidence:
         yield MachineFinding("clock_throttled", 0.5, 0.25, tuple(evidence))
 
@@ -159,7 +161,7 @@ def _formats(observed: Observations, account: TimeAccount) -> Iterator[MachineFi
 
 
 def _slowed(observed: Observations) -> Iterator[MachineFinding]:
-    """Compare the steps of the watch with the server's own best, by number of streams."""
+    """Compare the steps of the watch with the server's best steps with as many streams."""
     ratios = slowed_ratios(observed.steps or (), observed.since_s)
     if len(ratios) >= MIN_STEPS:
         ratio = statistics.median(ratios)
@@ -172,8 +174,8 @@ def _slowed(observed: Observations) -> Iterator[MachineFinding]:
 
 
 def slowed_ratios(steps: Sequence[Record], since_s: float) -> list[float]:
-    """Return the time of each decode step of the watch over the best time of such a step. Times
-    are divided by the bytes that a step reads, because these grow with the contexts."""
+    """Return the time of each decode step of the watch, divided by the best time of steps with as
+    many streams. Times are per byte that a step reads, because bytes grow with the contexts."""
     times: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for step in steps:
         moved = step["decode"].get("num_bytes", 0.0)

@@ -9,9 +9,9 @@ from twostroke.measure.doctor.verdict import Cause, ProposedExperiment
 from twostroke.measure.doctor.watch import Observations
 
 DEFAULT_STALL = 8  # serve's default for --max-decode-stall
-MIN_STALL_S = 0.04  # serve accepts gaps up to this, whatever the setting: `sched.slo.MIN_ITL_S`
+MIN_STALL_S = 0.04  # serve does not limit shorter gaps (`sched.slo.MIN_ITL_S`)
 MIN_TTFT_GOAL_MS, GOAL_STEP_MS = 250.0, 50
-GOAL_RATIO = 4  # a goal for the TTFT, over the TTFT without other prompts
+GOAL_RATIO = 4  # the proposed TTFT goal, divided by the TTFT without other prompts
 
 
 def experiment(

@@ -41,7 +41,7 @@ CAUSES = {
     "slow_computing": "The same steps take longer than they did in the server's best time.",
     "slow_interconnect": "Devices wait for the results of other devices.",
 }
-# Causes in the machine. They make all else slower, so that they come before other causes.
+# Causes in the machine. They come before other causes, because they slow everything down.
 OF_MACHINE = (
     "cpu_taken",
     "clock_throttled",
@@ -66,15 +66,15 @@ class Cause:
     cause: str  # one of CAUSES
     confidence: float  # 0 to 1
     evidence: tuple[str, ...]  # sentences with figures
-    share: float  # of the time to the first token or between tokens, the larger of both
+    share: float  # share of the time to the first token or between tokens, the larger of both
     phase: str  # "start", "stream" or "both"
-    weight: float = 0.0  # share of all the time of the requests; sorts the causes
+    weight: float = 0.0  # share of the total time of the requests, which orders the causes
 
 
 @dataclass(frozen=True, slots=True)
 class ProposedExperiment:
-    """The next change to try. `setting` maps flags of `twostroke serve` to values; True stands for
-    a flag without a value."""
+    """The next change to try. `setting` maps flags of `twostroke serve` to values; True means a
+    flag without a value."""
 
     name: str
     setting: dict[str, Any]

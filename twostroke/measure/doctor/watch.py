@@ -34,8 +34,7 @@ TRAFFIC_CHECK_S = 1.0  # seconds until the doctor looks for traffic of other cli
 LAST_PROBE_S = 15.0  # how long the last probe may run after the end of the watch
 READY_POLL_S = 0.1
 PROBE_PROMPT, PROBE_OUTPUT = 24, 16  # tokens
-# If other clients send requests and the server has records of these requests, the records replace
-# most probes: the doctor sends only a few short probes.
+# If the server has records of requests of other clients, the doctor sends only a few short probes.
 LIGHT_PROBES, LIGHT_OUTPUT = 3, 8  # number of probes, tokens
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PROBE_NAME = "doctor"  # in the request ids of probes

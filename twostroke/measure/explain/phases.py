@@ -1,4 +1,4 @@
-"""The phases of one request with a fixed prompt and a fixed output on an idle server.
+"""Measures the phases of one request with a fixed prompt and a fixed output on an idle server.
 
 The detail depends on the evidence that the server gives:
 
@@ -41,7 +41,7 @@ class Phases:
     queue_s: float | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
-    alone: bool | None = None  # None: not reported
+    alone: bool | None = None  # the server ran no other requests; None: not reported
     problems: list[str] = field(default_factory=list)
     kv: dict[str, float] = field(default_factory=dict)
     steps: dict[str, Any] = field(default_factory=dict)
@@ -186,7 +186,7 @@ async def _quiet(connections: Connections) -> bool:
     for _ in range(int(QUIET_S / 0.25)):
         metrics = await scrape(connections)
         if metrics is None:
-            return True  # not known
+            return True  # the server has no metrics
         if not (metrics.get("running") or metrics.get("waiting")):
             return True
         await asyncio.sleep(0.25)
@@ -217,8 +217,8 @@ def _from_metrics(
         phases.alone = served == count
         if not phases.alone:
             phases.problems.append(
-                f"the server served {served:.0f} requests meanwhile, and only {count} of them are "
-                "measured"
+                f"the server served {served:.0f} requests during the measurement, and only {count} "
+                "of them are measured"
             )
     parts = {name: change(before, after, name) for name in ("queue_s", "prefill_s", "decode_s")}
     if parts["prefill_s"] is not None:

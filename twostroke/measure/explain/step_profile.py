@@ -1,4 +1,5 @@
-"""The profile of a running server's steps, as a table, an HTML page and a timeline."""
+"""Profiles the steps of a running server, and shows the profile as a table, an HTML page and a
+timeline."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def medians(profile: Json, phase: str) -> dict[str, float]:
 
 
 def stage_rows(phase: Json, server: Json, step_medians: dict[str, float]) -> list[list[str]]:
-    """Return a row for each stage and one for the step: times, share, rates, share of the roof."""
+    """Return a row for each stage and a row for the step, with the columns of `HEAD`."""
     steps, total = phase["steps"], phase["step_s"]
     rows = []
     for name, stage in phase["stages"].items():

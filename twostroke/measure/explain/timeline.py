@@ -1,4 +1,4 @@
-"""Step and request records as a timeline in the trace-event format of Perfetto and chrome://tracing.
+"""Converts step and request records to a timeline in the format of Perfetto and chrome://tracing.
 
 Each engine is a process with lanes for scheduler, prefill, decode and host, and with counters for
 the queue, the tokens of a step and the KV cache. One more process has a track for each request,

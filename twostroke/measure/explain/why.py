@@ -1,4 +1,4 @@
-"""A ledger of one request's time: the seconds of each part, and the requests that caused them.
+"""Splits the time of a request into parts, and names the requests that caused each part.
 
 The ledger comes from the server's records (`/records`), so the time of the client and the network
 is not included; `outside` in `twostroke phases` has that time.
@@ -133,9 +133,8 @@ class Explainer:
     def __init__(self, records: Record) -> None:
         self.requests: list[Record] = records["requests"]
         self.steps: dict[int, Record] = {step["step"]: step for step in records["steps"]}
-        self._prompts: dict[
-            int, list[tuple[str, int]]
-        ] = {}  # step → request ids and tokens of its chunks
+        # By step: the request id and the tokens of each chunk.
+        self._prompts: dict[int, list[tuple[str, int]]] = {}
         for request in self.requests:
             for _, step, _, size in request["chunks"]:
                 self._prompts.setdefault(step, []).append((request["request_id"], size))

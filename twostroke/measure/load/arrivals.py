@@ -1,4 +1,4 @@
-"""Arrival times of an open-loop workload, which sends at a rate regardless of the server."""
+"""Arrival times of an open-loop workload, which sends requests at a rate regardless of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
     Gaps are gamma-distributed with mean 1 / `rate`. `burstiness` 1 is a Poisson process and a
     smaller value is burstier, as in vLLM. The gaps are scaled so that the whole run has exactly
-    this rate: seeds differ in shape and not in load. With `rate` inf all requests arrive at 0.
+    this rate, whatever the seed. With `rate` inf all requests arrive at 0.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -44,7 +44,7 @@ def check_rate(rate: float, burstiness: float) -> None:
         )
     if not 0 < burstiness < math.inf:
         raise ConfigError(
-            f"--burstiness {burstiness:g}: give a number above 0; 1 is Poisson, less is burstier"
+            f"--burstiness {burstiness:g}: give a number above 0; 1 is Poisson, lower is burstier"
         )
 
 

@@ -65,12 +65,13 @@ def _parts(
     sample: Sample, request: dict[str, Any], steps: dict[int, Any]
 ) -> Iterator[Seconds | None]:
     token_s, token_step = request["token_s"], request["token_step"]
-    if not token_s or not sample.content_s:  # tokens without text bring no event
+    if not token_s or not sample.content_s:
         yield from [None] * len(sample.itls_s)
         return
     if len(token_s) == len(sample.content_s):
         tokens = list(range(len(token_s)))
-    else:  # match by time: both clocks run alike, and the last event belongs to the last token
+    else:
+        # Some tokens have no event. Match by time: the last event belongs to the last token.
         shift = sample.content_s[-1] - token_s[-1]
         tokens = [
             max(0, bisect_right(token_s, at_s - shift + EARLY_S) - 1) for at_s in sample.content_s

@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class ServerError(TwostrokeError):
-    """A server that cannot be reached or answers with an error. `status` is None without answer."""
+    """A server cannot be reached or answers with an error. `status`: None without an answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class Endpoint:
             self.port = parts.port or (443 if self.secure else 80)
         except ValueError:
             raise ServerError(f"{shown(url)}: the port must be a number up to 65535") from None
-        # The base_url of OpenAI clients ends in /v1, and our routes begin with /v1.
+        # The base_url of OpenAI clients ends in /v1, and the routes of this module begin with /v1.
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self.base}"
         self._headers = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
@@ -89,9 +89,7 @@ class ClientConnection(asyncio.Protocol):
             _, connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
             reason = str(error) or "no answer"
-            if (
-                error.errno is not None and error.errno > 0
-            ):  # negative: a resolver error, not an errno
+            if error.errno is not None and error.errno > 0:  # resolver errors are negative
                 reason = os.strerror(error.errno)
             elif error.strerror:
                 reason = error.strerror

@@ -32,8 +32,8 @@ class LoadRun:
 
 
 class EventLoopWatch:
-    """A task that wakes up every 10 ms and records its delay, which bounds the error of any time
-    stamp of this process."""
+    """A task that wakes up every 10 ms and records its delay. No time stamp of this process can be
+    later than the event by more than such a delay."""
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []

@@ -1,4 +1,4 @@
-"""The figures of a run under vLLM's names, and the checks that certify the run."""
+"""The figures of a run with vLLM's names, and the checks that certify the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from twostroke.measure.load.stats import min_samples, percentile, percentile_int
 SCHEMA = 1
 METRICS = ("ttft", "tpot", "itl", "e2el")
 LAG_S = 0.005  # delay of the client that is always allowed
-CACHED_SHARE = 0.01  # share of prompt tokens that the cache may answer beyond the expected
+CACHED_SHARE = 0.01  # allowed share of cached prompt tokens above the expected share
 
 
 def environment() -> dict[str, Any]:

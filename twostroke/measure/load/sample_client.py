@@ -54,8 +54,8 @@ class OpenAIClient:
     ) -> Sample:
         """Send a request and return its sample. An error of the server is in the sample.
 
-        `into`: a sample that is filled while the answer arrives, for a caller that reads the sample
-        meanwhile or cancels the request.
+        `into`: a sample to fill while the answer arrives, for a caller that reads the sample before
+        the end or cancels the request.
         """
         sample = into or Sample(scheduled_s)
         body = json.dumps(self.body(planned)).encode()

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from twostroke.measure.load.http_client import Connections, ServerError
 
-# Names of one figure in the servers, the most precise first.
+# The names of each figure in the metrics of different servers, the most precise first.
 NAMES = {
     "prefix_hits": ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total"),
     "prefix_queries": ("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total"),

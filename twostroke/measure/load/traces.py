@@ -22,7 +22,7 @@ from typing import Any
 from twostroke.errors import ConfigError, shown
 
 MOONCAKE_BLOCK = 512  # prompt tokens of one hash id
-SPREAD = 0.8  # deviation of the log of synthetic lengths: the p99 is 4.7 times the mean
+SPREAD = 0.8  # standard deviation of the logarithms of synthetic lengths
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -221,9 +221,8 @@ def _azure(path: Path, lines: Iterator[str]) -> Iterator[TraceRequest]:
             continue
         words = line.strip().split(",")
         try:
-            at = datetime.fromisoformat(
-                words[0][:26]
-            )  # Azure writes seven digits of a second; Python reads six
+            # Azure writes seven decimal digits of a second; Python reads six.
+            at = datetime.fromisoformat(words[0][:26])
             prompt, output = int(words[1]), int(words[2])
             begun = begun or at
             at_s = (at - begun).total_seconds()

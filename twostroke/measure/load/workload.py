@@ -1,6 +1,7 @@
-"""Requests of a workload: prompts of a given length that share only what the workload says.
+"""Makes the requests of a workload: prompts of a given length that share only the prefixes that the
+workload defines.
 
-Prompts are random token ids if the route accepts ids (/v1/completions), else random words. The
+Prompts are random token ids if the route accepts ids (/v1/completions), otherwise random words. The
 number of words for a length follows from `words_per_token`, which the client measures once.
 """
 
@@ -35,7 +36,7 @@ class PlannedRequest:
 
     at_s: float  # seconds after the start of the run
     prompt: list[int] | str | list[dict[str, Any]]
-    prompt_tokens: int  # 0: unknown; the usage that the server reports takes precedence
+    prompt_tokens: int  # 0: unknown; not used if the server reports its usage
     output_tokens: int | None
     extra: dict[str, Any] | None = None
 
@@ -84,7 +85,7 @@ class PromptGenerator:
         return self._join(parts)
 
     def _units(self, tokens: int) -> int:
-        """Return the number of words, or of token ids, for so many tokens."""
+        """Return the number of words, or of token ids, for a number of tokens."""
         return max(1, round(tokens * self._words_per_token)) if self._as_text else tokens
 
     def _part(self, name: str, tokens: int) -> list[Any]:

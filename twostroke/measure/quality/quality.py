@@ -1,8 +1,8 @@
 """`twostroke quality`: compares the next-token distributions of a format with those of a base.
 
-One engine at a time reads the same windows of a text. The base's distributions go to a temporary
-file as 16-bit codes of log-probabilities. Every other engine's distributions are compared with the
-file while they are computed, 64 positions at a time.
+The engines run one after the other and read the same windows of a text. The base's distributions
+are written to a temporary file as 16-bit codes of log-probabilities. The distributions of every
+other engine are compared with the file during their computation, 64 positions at a time.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DEFINITIONS = {
     "log-probability of a generated token in decode and in a prefill of the same text; all other "
     "figures are then figures of prefill",
 }
-# The comparison of the phases: prompts, largest number of generated tokens, shortest context.
+# The comparison of the phases: prompts, maximum of generated tokens, minimum of --context.
 PHASE_PROMPTS, MAX_PHASE_TOKENS, MIN_PHASE_CONTEXT = 8, 64, 8
-# A log-probability as a 16-bit code: steps of 1/2048 down to -32. A probability and its part of a
-# KL change by at most a relative 1/4096.
+# A log-probability is stored as a 16-bit code: steps of 1/2048 down to -32. This changes a
+# probability, and its part of the KL divergence, by a factor of 1 ± 1/4096 at most.
 STEPS, MAX_CODE = 2048, 65535
 PERCENTILES = (*range(1, 100), 99.9)  # of KL, for the report's chart
 
@@ -96,7 +96,7 @@ class BaseFile:
 
 def log_softmax(lines: Floats) -> Floats:
     lines = lines - lines.max(axis=1, keepdims=True)
-    # In double precision: 100,000 numbers are summed, and two such sums are subtracted later.
+    # In double precision, because two sums of 100,000 numbers are subtracted later.
     sums = np.exp(lines).sum(axis=1, dtype=np.float64, keepdims=True)
     return lines - np.log(sums).astype(np.float32)
 
@@ -224,13 +224,13 @@ def read_window(llm: LLM, window: list[int], take: Callable[[list[int], Floats],
     generated tokens (`kv_eviction`) take effect.
     """
 
-    def hear(start: int, logits: Floats) -> None:
+    def on_logits(start: int, logits: Floats) -> None:
         targets = window[start + 1 : start + 1 + len(logits)]
         if targets:  # the last position has no target
             take(targets, logits[: len(targets)])
 
     core = llm.engine.core
-    core.on_chunk_logits(hear)
+    core.on_chunk_logits(on_logits)
     params = SamplingParams(temperature=0, max_tokens=len(window))
     resumed = Resumed(tuple(window[1:]), 0.0)
     core.add(EngineRequest("window", window[:1], params, 0, resumed=resumed))
@@ -273,7 +273,8 @@ def _row(setup: Setup, llm: LLM, found: Reading, base: Reading) -> dict[str, Any
 
 
 def phase_difference(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> dict[str, Any]:
-    """Return the difference of the generated tokens' log-probabilities between the phases."""
+    """Return the difference between the log-probabilities of generated tokens in decode and in a
+    prefill of the same text."""
     write = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
     read = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     found: list[float] = []

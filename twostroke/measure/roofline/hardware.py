@@ -21,9 +21,9 @@ class Hardware:
 
     name: str
     flops: dict[str, float]  # FLOP/s by precision of the matmul
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
     memory: float  # bytes
-    link: float = 0.0  # bytes a second to another such device, one way
+    link: float = 0.0  # bytes per second to another device of the kind, in one direction
     measured: bool = False
 
     def rate(self, precision: str) -> float:

@@ -201,7 +201,7 @@ class Roofline:
 
     @property
     def kv_tokens(self) -> float | None:
-        """KV cache tokens that fit beside the weights; None if the size of a token is not known."""
+        """KV cache tokens that fit in memory with the weights; None if their size is not known."""
         room = (
             MEMORY_SHARE * self.hardware.memory * self.settings.tensor_parallel - self.weight_bytes
         )
@@ -222,13 +222,13 @@ class Roofline:
 
     @property
     def kv_bound_batch(self) -> float:
-        """The number of streams whose KV is as large as the weights. Above it a larger batch
-        gains less than half of its size."""
+        """The number of streams whose KV cache is as large as the weights. Above this number,
+        doubling the batch raises the throughput by less than a third."""
         each = (self.settings.context + 1) * self.kv_bytes_per_token
         return self.in_decode.cost.weight_bytes(1) / each if each else math.inf
 
     def notes(self) -> list[str]:
-        """Return the differences from the rules of thumb, with figures."""
+        """Return notes on how this roofline differs from the rules of thumb, with figures."""
         settings, width = self.settings, self.width
         thumb = 2 * self.active_parameters * settings.prompt / self.rate
         own = self.in_decode.width
@@ -301,7 +301,7 @@ class Roofline:
 
     @property
     def expanded_kv_bytes_per_token(self) -> float:
-        """KV bytes of a token if no layer cached latents."""
+        """KV bytes of a token if layers cached keys and values instead of latents."""
         if self.spec is None:
             return self.kv_bytes_per_token
         return self.spec.expanded_kv_elements_per_token * KV_BYTES[self.settings.kv]

@@ -81,8 +81,8 @@ def facts(roofline: Roofline) -> list[str]:
     tokens = roofline.kv_tokens or 0.0
     if tokens <= 0:
         lines.append(
-            f"the weights ({roofline.weight_bytes / 1e9:,.1f} GB) do not fit: take more devices, "
-            "or fewer bits"
+            f"the weights ({roofline.weight_bytes / 1e9:,.1f} GB) do not fit: use more devices, "
+            "or weights of fewer bits"
         )
     else:
         lines.append(
