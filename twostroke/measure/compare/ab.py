@@ -1,4 +1,4 @@
-"""`ab`: compares two servers or two settings with pairs of runs on the same requests."""
+"""`ab`: compares two servers or two settings with pairs of runs of the same requests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RunFigures(NamedTuple):
 
 
 class Pilot(NamedTuple):
-    """The spread of pilot runs, from which the power of the trial follows. Pilot runs are compared
-    only within an arm, so they do not reveal B against A."""
+    """The spread of pilot runs, which determines the changes that the trial can detect. Pilot runs
+    are compared only within an arm, so they do not anticipate the result."""
 
     spread: dict[str, float]  # metric → standard deviation of the logarithm of a pair's ratio
     runs: int  # of each arm
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def verdict(self) -> str:
-        """The overall verdict, or INVALID if requests failed: a server that fails is not faster."""
+        """The overall verdict; INVALID if requests failed, because their times do not count."""
         if any(one.failed for one in self.runs):
             return "INVALID"
         return overall(self.comparisons)
@@ -90,7 +90,7 @@ def run_ab(
     options: ServeOptions,
     pairs: int,
     pilot_runs: int = 0,
-    watcher: TrialCallbacks | None = None,
+    callbacks: TrialCallbacks | None = None,
 ) -> Trial:
     """Run a trial.
 
@@ -102,14 +102,19 @@ def run_ab(
     if pilot_runs < 0 or pilot_runs == 1:
         raise ConfigError("--pilot must be 0 or at least 2: the spread needs two runs")
     with serving(arms) as urls:
-        return asyncio.run(_trial(urls, options, pairs, pilot_runs, watcher or TrialCallbacks()))
+        trial = _trial(urls, options, pairs, pilot_runs, callbacks or TrialCallbacks())
+        return asyncio.run(trial)
 
 
 async def _trial(
-    urls: Sequence[str], options: ServeOptions, pairs: int, pilot_runs: int, watcher: TrialCallbacks
+    urls: Sequence[str],
+    options: ServeOptions,
+    pairs: int,
+    pilot_runs: int,
+    callbacks: TrialCallbacks,
 ) -> Trial:
-    # Both arms get the same prompts. If both arms are one server, its prefix cache would know the
-    # prompts of the first run, so the prompts differ.
+    # Both arms get the same prompts. If both arms are one server, the prompts differ, because its
+    # prefix cache would have the prompts of the other arm's run.
     salt = secrets.token_hex(4)
     salts = [f"{salt} {arm if urls[0] == urls[1] else ''}" for arm in "AB"]
     benches = [
@@ -127,7 +132,7 @@ async def _trial(
                 benches[arm].options = replace(benches[arm].options, seed=seeds[pair])
                 figures = _figures((await benches[arm].run()).result)
                 found[arm].append(figures)
-                watcher.run(pair, "AB"[arm], figures)
+                callbacks.run(pair, "AB"[arm], figures)
         return found
 
     pilot = None
@@ -135,9 +140,9 @@ async def _trial(
         for bench in benches:
             await bench.connect()
         if pilot_runs:
-            # One seed for all pilot runs: the two runs of a pair have the same seed, too.
+            # One seed for all pilot runs, because the two runs of a pair have one seed, too.
             pilot = pilot_of(*await alternating(pilot_runs, [options.seed] * pilot_runs))
-            watcher.pilot(pilot)
+            callbacks.pilot(pilot)
         a, b = await alternating(pairs, range(options.seed, options.seed + pairs))
     finally:
         for bench in benches:
@@ -167,9 +172,9 @@ def compare_runs(a: Sequence[RunFigures], b: Sequence[RunFigures]) -> list[Compa
 
 
 def _figures(result: dict[str, Any]) -> RunFigures:
-    # Means, because latencies have two modes (requests that found the engine busy or idle) and a
-    # median can jump between the modes. A p99 of a single run may have few requests, because only
-    # the runs together are judged.
+    # Means, because latencies have two modes (the engine was busy or idle), and a median can jump
+    # between the modes. A single run may have too few requests for a p99, because only all runs
+    # together are judged.
     problems = tuple(one for one in result["problems"] if "too few" not in one)
     return RunFigures(
         result["mean_ttft_ms"],

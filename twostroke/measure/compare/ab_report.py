@@ -1,4 +1,4 @@
-"""Reports of an A/B comparison of two sets of options: JSON, and Markdown for a pull request."""
+"""Reports of an A/B comparison: JSON, and Markdown for a pull request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRIC_TITLES = {
 
 
 def arm_title(options: str) -> str:
-    """Return the options of an arm for a reader; an arm without options has the defaults."""
+    """Return the title of an arm in a report: its options, or "defaults"."""
     return options or "defaults"
 
 
@@ -96,8 +96,7 @@ def markdown(
 
 
 def problems(trial: Trial) -> list[str]:
-    """Return a list with one sentence if some runs have problems; else an empty list. A run with a
-    problem is not certified: its figures may be wrong."""
+    """Return a list with one sentence if some runs are not certified, otherwise an empty list."""
     uncertified = [run for run in trial.runs if run.problems]
     if not uncertified:
         return []

@@ -1,7 +1,5 @@
-"""The servers of a comparison, which run already or are started for the comparison.
-
-An arm is a URL, or a command with `{port}` that starts a server on that port, or options of
-`twostroke serve`.
+"""The servers of a comparison. An arm is the URL of a running server, a command with `{port}` that
+starts a server on that port, or the options of a `twostroke serve` to start.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def is_url(arm: str) -> bool:
 def serving(arms: Sequence[str]) -> Iterator[list[str]]:
     """Start the servers that are not URLs, and yield the URLs when all servers are ready."""
     with ExitStack() as stack:
-        # Start all servers before waiting: the models load at the same time.
+        # Start all servers before waiting, so that the models load at the same time.
         started = [None if is_url(arm) else stack.enter_context(_started(arm)) for arm in arms]
         for server in started:
             if server is not None:

@@ -1,7 +1,7 @@
-"""Readers of result files of other benchmark tools, converted to our definitions.
+"""Readers of result files of benchmark tools, which convert the figures to twostroke's definitions.
 
-vllm bench serve      one JSON object with mean_ttft_ms … (ours too)
-sglang bench_serving  one JSON object a line, the same names with small differences
+vllm bench serve      one JSON object with mean_ttft_ms …; also the format of twostroke bench serve
+sglang bench_serving  one JSON object on each line, with nearly the same names
 guidellm              benchmarks[].metrics.time_to_first_token_ms …
 aiperf, genai-perf    records with time_to_first_token.avg …
 """
@@ -20,7 +20,8 @@ STATISTICS = ("mean", "median", "p90", "p95", "p99")
 
 
 def import_result(path: str) -> dict[str, Any]:
-    """Return the figures of a file under our names. `differences` lists other definitions."""
+    """Return the figures of a file under twostroke's names. `differences`: sentences about figures
+    with other definitions."""
     text = _text(path)
     for line in (text, text.splitlines()[-1] if text.strip() else ""):
         try:
@@ -116,7 +117,7 @@ def _guidellm(content: dict[str, Any]) -> dict[str, Any]:
         values = {"mean": summary.get("mean"), "median": summary.get("median")}
         values |= {p: summary.get("percentiles", {}).get(p) for p in ("p90", "p95", "p99")}
         read[field] = {k: scale * v for k, v in values.items() if isinstance(v, int | float)}
-    # guidellm's TPOT divides the whole latency by all tokens; its ITL is our TPOT.
+    # guidellm's TPOT divides the whole latency by all tokens; its ITL is twostroke's TPOT.
     read["tpot"], theirs = read["itl"], read["tpot"]
     read["itl"] = {}
     requests = metrics.get("request_totals") or found.get("run_stats", {}).get("requests_made", {})

@@ -1,9 +1,9 @@
 """The statistics of `ab`: ratio, confidence interval and verdict from pairs of runs.
 
 The unit is a run, because the requests of one run are not independent. A pair has one run of each
-arm on the same requests (same seed). The order is A B, B A, A B, …, so that a drift of the machine
-affects both arms. The mean logarithm of the ratios B / A has a t interval, which is widened for the
-number of metrics (Bonferroni).
+arm with the same requests (the same seed). The order is A B, B A, A B, …, so that a drift of the
+machine affects both arms. The mean logarithm of the ratios B / A has a t interval, which is widened
+for the number of metrics (Bonferroni).
 
 Two processes of one program differ by a percent or two because of their memory layout. More runs of
 the same two processes do not average this out, so a difference below SAME_SHARE is never a verdict.
@@ -96,8 +96,8 @@ def detectable(spread: float, pairs: int, num_metrics: int = 1) -> float:
 
 
 def pairs_needed(spread: float, effect: float, num_metrics: int = 1) -> int:
-    """Return the pairs that detect a relative `effect` above SAME_SHARE with 90% power; at most
-    MAX_PAIRS."""
+    """Return the number of pairs, at most MAX_PAIRS, that detect a relative `effect` above
+    SAME_SHARE with 90% power."""
 
     def suffice(count: int) -> bool:
         return detectable(spread, count, num_metrics) <= effect

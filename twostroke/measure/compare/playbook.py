@@ -1,4 +1,4 @@
-"""Common changes to try with `ab`, each with a workload that shows their effect."""
+"""Common changes to try with `ab`, each with a workload that shows its effect."""
 
 from __future__ import annotations
 

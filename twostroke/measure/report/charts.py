@@ -1,5 +1,5 @@
-"""Charts as SVG text. Colours are CSS classes of the page, so that they follow light and dark mode.
-The label of an axis is HTML beside the picture, which stays readable on a phone."""
+"""Charts as SVG text. Colours are CSS classes of the page, which has a light and a dark mode. The
+labels of the axes are HTML outside the picture, so that they are readable on a phone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from html import escape
 WIDTH, WIDE, HEIGHT = 640, 1320, 280
 LEFT, RIGHT, TOP, BOTTOM = 88, 40, 16, 32
 MARK_LINE, MARK_ROWS = 24, 9  # height and number of the text rows of marks
-MARK_ROOM, TICK_ROOM = 260, 78  # largest width of a text on a phone
+MARK_ROOM, TICK_ROOM = 260, 78  # maximum width of a text on a phone
 MAX_TITLED_DOTS = 60  # with more points, a dot has no tooltip
 Point = tuple[float, float]
 
@@ -22,7 +22,7 @@ class Axis:
 
     label: str
     unit: str = ""
-    log: bool | None = False  # None: logarithmic if the values differ a lot
+    log: bool | None = False  # None: logarithmic if the values differ by a factor of 20
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Series:
 
 
 class Scale:
-    """The mapping of values to coordinates of the picture. `unit` stands at every tick."""
+    """The mapping of values to coordinates of the picture. `unit`: the unit in the tick labels."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ def chart(
 ) -> str:
     """Return a chart as an HTML figure, or "" without points.
 
-    `marks`: vertical lines with a text, such as goals and percentiles. The texts stand at the top
-    or, with `marks_below`, at the bottom, where a rising curve leaves room.
+    `marks`: vertical lines with a text, such as goals and percentiles. The texts are at the top or,
+    with `marks_below`, at the bottom, where a rising curve leaves space.
     """
     points = [point for one in series for point in one.points]
     if not points:
@@ -129,7 +129,7 @@ def chart(
             f'aria-label="{escape(title)}">{"".join(drawn)}</svg>'
         )
 
-    # A wide chart has a second, narrow picture: the wide one has tiny letters on a phone.
+    # A wide chart has a second, narrow picture, because its letters are too small on a phone.
     pictures = picture(WIDTH, "narrow" if wide else "")
     if wide:
         pictures += picture(WIDE, "broad")
@@ -175,7 +175,7 @@ def _grid(across: Scale, up: Scale) -> list[str]:
 def _drawn(one: Series, across: Scale, up: Scale) -> str:
     places = [(across.at(x), up.at(y)) for x, y in one.points]
     if one.style in ("dots", "rings"):
-        if len(places) > MAX_TITLED_DOTS:  # a path takes a tenth of the bytes of circles
+        if len(places) > MAX_TITLED_DOTS:  # one path has a tenth of the bytes of many circles
             path = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
             return f'<path class="dots c-{one.color}" d="{path}"/>'
         circles = (
