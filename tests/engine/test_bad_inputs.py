@@ -489,7 +489,8 @@ def test_token_ids_that_only_the_tokenizer_knows_are_harmless(
     assert "is out of vocabulary: the model's ids go from 0 to 279" in request_refusal(llm, word)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "the tokenizer has 300 tokens and the model only 280: prompts with other tokens are refused"
+        "the tokenizer has 300 tokens, but the model only 280: prompts with tokens that the model "
+        "lacks are refused"
     )
 
 
