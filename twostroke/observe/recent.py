@@ -298,7 +298,7 @@ class Recent:
         if known is None or known[:2] != ends:
             spreads = merged(one.gaps for one in ended), merged(one.ttfts for one in ended)
             known = self._merged[seconds] = (*ends, *spreads)
-        return merged((known[2], current.gaps)), merged((known[3], current.firsts))
+        return merged((known[2], current.gaps)), merged((known[3], current.ttfts))
 
     def series(self, now: float, seconds: float) -> list[Point]:
         """Return the points of the last `seconds`, at most an hour, the oldest first."""
