@@ -355,7 +355,7 @@ class _RopeTheta(ForeignOption):
 
 
 class _Inverse(ForeignOption):
-    """A switch `--disable-x` that is the opposite of `--enable-x`, or the reverse, as in vLLM."""
+    """The opposite of a switch whose name begins with enable or disable, as in vLLM."""
 
     def apply(self, parser: Parser, args: argparse.Namespace, flag: str, value: str) -> None:
         negated = f"--no-{_opposite(flag)[2:]}"
