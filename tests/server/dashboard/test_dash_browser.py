@@ -265,7 +265,7 @@ def test_an_engine_that_dies_is_told_and_the_page_goes_on(chrome: Browser, folde
             if "engine.process" in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(int(pid), signal.SIGKILL)
         # It may be back before the page has asked: what it says meanwhile is asked of it alone.
-        page.wait_for("document.getElementById('up').textContent.includes('started again 1×')")
+        page.wait_for("document.getElementById('up').textContent.includes('restarted 1×')")
         page.wait_for(f"{LIVE} && {NOTICE} === ''")
         down = "tellState({server: {...state.told.server, up: false}})"
         assert "engine has stopped" in page.value(f"({down}, {NOTICE})")

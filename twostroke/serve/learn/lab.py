@@ -34,8 +34,8 @@ PER_REQUEST_FIELDS = ("chunks", "first", "late")
 CANDIDATES = 20  # tokens with a log-probability, at each position
 # Groups of (prompt length, number of streams), run one after the other. A forecast ignores the
 # first step of an engine. The next steps are long, so that other work of a new engine has little
-# weight. The last groups have one stream each, because the step-time model follows the newest steps.
-# Short prompts are repeated, because a stall of the machine is long compared with their steps.
+# weight. The last groups have one stream each, because the step-time model follows new steps. Short
+# prompts are repeated, because a stall of the machine is long compared with their steps.
 CALIBRATION = (
     *((512, 1), (1024, 1), (64, 4), (16, 1), (192, 2), (384, 1), (96, 1)),
     *((1536, 1), (32, 8), (256, 1), (24, 1), (768, 1), (48, 1), (128, 1), (32, 1), (64, 1)),

@@ -1,4 +1,4 @@
-// Six lessons. Each is a row of screens with one idea: a question, a tool with a few sentences, a question.
+// The six lessons. Each has screens for one idea: a question, a tool with a short text, a question.
 import {count, figure, percent, plural, short, bytes, time} from "./draw.js";
 import {byContext, byStreams} from "./company.js";
 import {longestGap, median, onlyDecodes, sum, tpot, ttft} from "./records.js";

@@ -1,4 +1,4 @@
-// Predict, then run: what the engine's step-time model expects, and what the engine then does.
+// "Predict, then run": compares the prediction of the engine's step-time model with a run.
 import {el} from "../shared/dom.js";
 import {bytes, count, percent, plural, time} from "./draw.js";
 import {median, sum, tpot, ttft} from "./records.js";
@@ -66,7 +66,7 @@ function told(found, settings) {
   ];
 }
 
-// Means over the streams of a round, medians over the rounds: one round may meet other work.
+// Means over the streams of a round, medians over the rounds, because other work may slow down a round.
 function errors(found, arm, settings, facts) {
   const {streams} = settings;
   const rounds = arm.requests.map((_, n) => arm.requests.slice(n, n + streams)).filter((_, n) => n % streams === 0);

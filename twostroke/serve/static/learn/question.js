@@ -1,9 +1,9 @@
-// A question: choose, then the engine answers with a run. A wrong choice is told where it went wrong.
+// A question: the reader chooses an option, and a run on the engine shows the answer.
 import {announce, el} from "../shared/dom.js";
 import {newId, runButton} from "./widgets.js";
 
 // {name, text, options: [{text, why}], right, settle: async () => ({agrees, said})}
-// `why`: where the reasoning of this option goes wrong; of the right one, why it is right.
+// `why`: why this option is wrong, or right. `settle` runs the experiment; `said` is its result.
 export function question({name, text, options, right, settle, ask = "Check with the engine"}) {
   const group = newId(name);
   const answer = el("div", {class: "stack", "data-part": "answer"});

@@ -1,4 +1,4 @@
-// A quiz and five myths. Each answer is explained, and an experiment of the engine shows it.
+// A quiz and five myths. Every answer has an explanation, and a run on the engine shows it.
 import {el} from "../shared/dom.js";
 import {byStreams} from "./company.js";
 import {bytes, figure, percent, plural, time} from "./draw.js";
@@ -141,7 +141,7 @@ export async function myths() {
 function myth({name, myth: text, settle}) {
   const said = el("p", {class: "sentence", "aria-live": "polite", hidden: true});
   return el("section", {class: "stack myth", "data-myth": name, "aria-label": text}, el("h3", {}, text),
-    runButton("Settle it with a run", async () => {
+    runButton("Test it with a run", async () => {
       said.textContent = await settle();
       said.hidden = false;
     }, {primary: false, name: "settle"}), said);
