@@ -12,7 +12,9 @@ CANNOT_RUN = {
     "^multimodal/|_vlm.py$|_multimodal": "images, audio and video: models here read text",
     "^pooling/": "embeddings, scores and classes: models here write text",
     "^speech_to_text/": "speech: models here read text",
-    "^unit_tests/test_remote_vllm_server": "it tests the helper that starts vLLM's server for the tests",
+    "^unit_tests/test_remote_vllm_server": (
+        "it tests the helper that starts vLLM's server for the tests"
+    ),
 }
 
 NO_THINKING = "the model writes no reasoning"
@@ -49,7 +51,7 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "test_completions_invalid_input",
         "",
-        "an invalid line gets an error as its result, and the exit status is 0",
+        "an invalid line gets an error as its result; the exit status is 0",
     ),
     ("run_batch.*reasoning", "", NO_THINKING),
     ("", "--watermark-config", "`--watermark-config`"),
@@ -76,7 +78,8 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "test_single_chat_session|test_orca_metrics.*test_single_completion",
         "Usa",
-        "`usage` always has `prompt_tokens_details`; in vLLM only with `--enable-prompt-tokens-details`",
+        "`usage` always has `prompt_tokens_details`; in vLLM only with "
+        "`--enable-prompt-tokens-details`",
     ),
     (
         "test_named_tool_use",
@@ -89,7 +92,7 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "test_openapi_stateless",
         "_nodeid",
-        "schemathesis does not work with this version of pytest; `schemathesis_run` sends such requests",
+        "schemathesis and this pytest do not work together; `schemathesis_run` sends such requests",
     ),
     ("test_long_seed|test_empty_prompt", "", WORDS),
     ("test_translategemma", "", "the model: it does not translate, and reads no images"),
