@@ -29,16 +29,16 @@ export function attentionPanel(tokens) {
 }
 
 function map(tokens, found) {
-  const cell = 12, side = cell * tokens.length, said = el("p", {class: "note", "aria-live": "polite"}, "Point at a cell, or read the strongest links to other tokens below (without the first token, which takes what is left over).");
+  const cell = 12, side = cell * tokens.length, note = el("p", {class: "note", "aria-live": "polite"}, "Point at a cell, or read the strongest links to other tokens below (without the first token, which takes what is left over).");
   const cells = found.rows.flatMap((row, query) => row.map((share, key) => svg("rect", {
     x: key * cell, y: query * cell, width: cell - 1, height: cell - 1, class: "attended", "fill-opacity": Math.sqrt(share),
     "data-query": query, "data-key": key, "data-share": share,
-    onmouseenter: () => { said.textContent = link(tokens, query, key, share); },
+    onmouseenter: () => { note.textContent = link(tokens, query, key, share); },
   })));
   const strongest = found.rows.flatMap((row, query) => row.map((share, key) => ({query, key, share})))
     .filter(({query, key}) => key !== query && key > 0).sort((a, b) => b.share - a.share).slice(0, 5);
   return [
-    said,
+    note,
     wide("Attention map", picture(`Attention of layer ${found.layer}, head ${found.head}, over ${tokens.length} tokens`, side, side, ...cells)),
     el("ul", {class: "plain"}, strongest.map(({query, key, share}) => el("li", {}, link(tokens, query, key, share)))),
   ];

@@ -20,15 +20,15 @@ export async function predict() {
   const expected = el("div", {class: "stack"}), outcome = el("div", {class: "stack", "data-part": "outcome"});
   const running = el("div", {class: "running"});
   let newest = 0;
-  const foresee = async () => {
+  const update = async () => {
     const mine = ++newest;
     const found = await ask(settings);
     if (mine !== newest) return found;
     outcome.replaceChildren();
-    expected.replaceChildren(...(found ? told(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
+    expected.replaceChildren(...(found ? prediction(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
     running.replaceChildren(
       found ? runButton("Run it three times and compare", async () => compare(found), {name: "predict"}) : "",
-      isRecorded ? "" : runButton("Let the engine learn: some thirty requests of many sizes", async () => { await run("calibration"); await foresee(); }, {primary: !found, name: "calibration"}));
+      isRecorded ? "" : runButton("Let the engine learn: some thirty requests of many sizes", async () => { await run("calibration"); await update(); }, {primary: !found, name: "calibration"}));
     return found;
   };
   const compare = async (found) => {
@@ -39,7 +39,7 @@ export async function predict() {
     settings[key] = list[nearest(list, settings[key])];
     return slider({
       name, label, stops: list, value: settings[key], show: (n) => unit ? plural(n, unit) : count(n),
-      onchange: (n) => { settings[key] = n; foresee().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
+      onchange: (n) => { settings[key] = n; update().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
     });
   };
   out.append(
@@ -48,11 +48,11 @@ export async function predict() {
       control("answer", "output_tokens", "Answer", stops("output_tokens", ANSWERS, limits.output_tokens), "token"),
       control("streams", "streams", "Streams that arrive together", stops("streams", STREAMS, limits.streams), "")),
     expected, running, outcome);
-  await foresee();
+  await update();
   return out;
 }
 
-function told(found, settings) {
+function prediction(found, settings) {
   const prefill = found.steps.filter((step) => step.prefill_tokens), decode = found.steps.filter((step) => !step.prefill_tokens);
   const mean = decode.length ? decode.reduce((sum, step) => sum + step.seconds, 0) / decode.length : 0;
   return [
