@@ -403,7 +403,7 @@ def test_a_lost_server_is_told_and_the_text_stays(chrome: Browser, folder: Path)
         server.thread.join()
         chat.say("hello")
         chat.page.wait_for(
-            "document.querySelector('.message .error')?.innerText.includes('Is it still')"
+            "document.querySelector('.message .error')?.innerText.includes('does not answer')"
         )
         assert chat.messages()[0] == "hello"
 
