@@ -68,8 +68,7 @@ class Autoscaler:
         self._rest_until_s = -REST_S
 
     def decide(self, now_s: float, current: Counts, wanted: Counts, why: str) -> Decision | None:
-        """Return the change of the pools after an advice (`wanted`), or None. `why`: the reason of
-        the advice."""
+        """Return the change of the pools after the advice `wanted`, or None. `why`: its reason."""
         bounds = self._bounds
         allowed = {name: bounds.clamped(count) for name, count in current.items()}
         if allowed != dict(current):

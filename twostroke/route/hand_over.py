@@ -47,8 +47,7 @@ class HandOvers:
         routed.next_member, routed.promised = to, promised
 
     def send_ahead(self, routed: RoutedRequest, active: ActiveOffer, tokens: Sequence[int]) -> None:
-        """Have the next engine fetch the blocks of a part of the prompt. `tokens`: the prompt and
-        the tokens written so far."""
+        """Have the next engine fetch a part of the prompt. `tokens`: prompt and written tokens."""
         member, offer, handle = routed.next_member, active.offer, None
         if member is not None and offer.num_tokens < len(tokens):
             part = replace(
@@ -76,8 +75,7 @@ class HandOvers:
         member.state.note_part(prompt_of(routed.request), active.offer.num_tokens)
 
     def on_fetched(self, routed: RoutedRequest, member: Member, fetched: FetchedOffer) -> None:
-        """Note that a member has fetched the blocks of a request, or recomputes them
-        (`fetched.problem`)."""
+        """Note the end of a fetch. With `fetched.problem`, the member recomputes the blocks."""
         if routed.offer is not None:
             self._count_transfer(routed.offer, member, fetched)
         self.release(routed)

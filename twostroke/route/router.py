@@ -92,8 +92,7 @@ class EngineState:
     _sessions: OrderedDict[str, int] = field(default_factory=OrderedDict)  # tokens of each session
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Return how many tokens at the beginning of a prompt the engine has computed recently; at
-        most all but one."""
+        """Return how many first tokens of a prompt the engine has computed; at most all but one."""
         marks, known = prompt.marks, self._marks
         cached = next((FIRST_MARK_TOKENS << n for n in _last_first(marks) if marks[n] in known), 0)
         # If no mark is known, the conversation begins differently now: the session does not count.
@@ -245,8 +244,7 @@ class Router:
     def _place_directly(
         self, through: Placement, decode: list[EngineState], prompt: Prompt
     ) -> Placement | None:
-        """Choose one engine for both phases, if that costs less than `through`, a placement with a
-        hand-over."""
+        """Choose one engine for both phases, if that costs less than the hand-over `through`."""
         known = [engine.costs for engine in self.engines]
         if not (self.hand_over_s and any(costs.prefill for costs in known)):
             return None
@@ -261,8 +259,7 @@ class Router:
     def _decode_at_prefill(
         self, through: Placement, prompt: Prompt, hand_over_s: float
     ) -> Placement | None:
-        """Choose the prefill engine for both phases, if decoding there takes less time than a
-        hand-over."""
+        """Choose the prefill engine for both phases, if that is faster than a hand-over."""
         if prompt.max_tokens is None:
             return None
         engine, more = through.engine, prompt.max_tokens - 1
@@ -346,8 +343,7 @@ class Router:
         return writing_s
 
     def _hand_over_to_s(self, to: Candidate) -> float:
-        """Return the cost of a hand-over to a decode engine, including the wait of its streams for
-        the fetch."""
+        """Return the cost of a hand-over to a decode engine, with the wait of its streams."""
         fetch_s = to.engine.fetch_s(to.queued.tokens)
         return self.hand_over_s + fetch_s * (1 + to.engine.streams)
 

@@ -131,8 +131,7 @@ class Scaling:
         }
 
     async def scale(self, counts: Mapping[Role, int], drain_timeout_s: float) -> None:
-        """Change the pools, and return when the change is complete. If the caller is cancelled, the
-        change continues."""
+        """Change the pools. If the caller is cancelled, the change continues."""
         if self.active:
             raise RequestError("the pools are being changed already; GET /pools tells when it ends")
         for role, wanted in counts.items():
@@ -173,9 +172,8 @@ class Scaling:
         await asyncio.gather(*(self._remove(member, drain_timeout_s) for member in leaving))
 
     def _new(self, role: Role, others: Sequence[PooledEngine]) -> PooledEngine:
-        """Return one more engine of a pool, with an unused name and index. `others`: the other new
-        engines."""
-        taken = {engine.name for engine in (*self._owner.members, *others)}
+        """Return one more engine, with an unused name and index. `others`: other new engines."""
+        taken = {member.name for member in self._owner.members} | {new.name for new in others}
         name = next(name for n in count() if (name := f"{role}-{n}") not in taken)
         indices = {self._indices[used] for used in taken}
         self._indices[name] = next(n for n in count() if n not in indices)
@@ -183,8 +181,7 @@ class Scaling:
         return self._first[role]._replace(name=name, config=config)
 
     def _to_leave(self, role: Role, count: int) -> list[Member]:
-        """Choose `count` members of a pool to remove: first members that do not run, then the
-        newest."""
+        """Choose members of a pool to remove: first members that do not run, then the newest."""
         pool = [each for each in self._owner.members if each.state.role is role]
         pool = [member for member in reversed(pool) if not member.leaving]
         pool.sort(key=lambda member: (not member.given_up, member.healthy))

@@ -116,8 +116,7 @@ class DashRoutes:
 
 
 def page_headers(page: str) -> Headers:
-    """Return headers that allow only the script and style in the page, and connections to this
-    server."""
+    """Return headers that allow only the page's own script and style, and this server."""
     script, style = (_hash_of(tag, page) for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "

@@ -188,8 +188,7 @@ def _known_fields(
 
 @cache
 def _nested_types(request_type: type[Body]) -> dict[str, type[Body] | None]:
-    """Map the JSON name of each field of a request type to the field's type if this is a `Body`, or
-    else to None."""
+    """Map the JSON name of each field to the field's type if it is a `Body`, else to None."""
     found: dict[str, type[Body] | None] = {}
     for field in msgspec.structs.fields(request_type):
         field_types = (field.type, *get_args(field.type))

@@ -108,8 +108,7 @@ def renamed(type: Any, name: str) -> ForeignField:
 
 
 def inside(type: Any, name: str, key: str) -> ForeignField:
-    """A field that becomes the entry `key` of the object in the field `name`. An empty string is
-    ignored."""
+    """A field that becomes the entry `key` of the object `name`. An empty string is ignored."""
 
     def apply(fields: Fields, value: Any) -> None:
         if value != "":

@@ -24,8 +24,7 @@ class LlamaSampling(EngineFields, kw_only=True):
     stop: StopText | Stops | None = None
 
     def apply_to(self, request: GenerateRequest) -> None:
-        """Set the fields in a request with OpenAI's fields. Raise `ApiError` for an unsupported
-        value."""
+        """Set the fields of OpenAI's request. Raise `ApiError` for an unsupported value."""
         if self.temperature is not None:
             request.temperature = max(self.temperature, 0.0)  # in llama.cpp, below 0 is greedy too
         if self.top_k is not None:

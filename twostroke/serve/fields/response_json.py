@@ -202,8 +202,7 @@ def count_tokens(outputs: Sequence[RequestOutput]) -> TokenCounts:
 
 
 def predicted_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int] | None:
-    """Return the numbers of accepted and rejected tokens of predicted outputs; None if no token was
-    verified."""
+    """Return the accepted and the rejected tokens of predicted outputs; None: none verified."""
     records = [record for output in outputs for record in output.records if record.predicted]
     if not records:
         return None
@@ -294,8 +293,7 @@ def _gaps_in_ms(causes: Sequence[float]) -> Iterator[list[float] | None]:
 
 
 def request_metrics(outputs: Sequence[RequestOutput]) -> Json | None:
-    """Return vLLM's field `metrics` (`--enable-per-request-metrics`); None for an answer with
-    several choices."""
+    """Return vLLM's `metrics` (`--enable-per-request-metrics`); None with several choices."""
     records = [record for output in outputs for record in output.records]
     if len(records) != 1:
         return None
@@ -330,8 +328,7 @@ def progress(output: RequestOutput) -> Json:
 
 
 class TokenNames:
-    """The texts of tokens for log-probabilities, with a cache: an answer may need twenty texts for
-    each of its tokens."""
+    """The texts of tokens, cached: log-probabilities may need twenty texts for each token."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

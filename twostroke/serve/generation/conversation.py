@@ -1,5 +1,4 @@
-"""`ConversationGeneration`: the generation of a conversation, for all APIs. `AssistantMessage`: the
-message that the model writes."""
+"""`ConversationGeneration`: a conversation of any API. `AssistantMessage`: its answer."""
 
 from __future__ import annotations
 
@@ -152,8 +151,7 @@ def _thinking_budget(chat: ChatRequest, reasoning: Reasoning | None) -> int | No
 def requested_tools(
     request: ChatRequest, settings: ServeSettings, chat_template: str | None
 ) -> ToolCalls | None:
-    """Return the tools that the model may call, or None. (The template shows the tools even to a
-    model that may not call them.)"""
+    """Return the tools that the model may call, or None. The template may still show tools."""
     if not request.tools and request.tool_choice in (None, "none", "auto"):
         return None
     parser = settings.tool_call_parser or "auto"

@@ -89,8 +89,7 @@ class Generation(ABC, Generic[R]):
 
     @abstractmethod
     def prepare(self) -> list[EngineRequest]:
-        """Return one request for each prompt; raise an error to refuse the request. Called off the
-        event loop."""
+        """Return one request for each prompt, or raise an error. Called off the event loop."""
 
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
         """Set the head of the response. Called before the response is written, and after the
@@ -333,8 +332,7 @@ class ResponseStream:
         self._unread.remove(self)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error after the chunks that are ready. Keep only the first
-        error."""
+        """End the stream with an error after the ready chunks. Keep only the first error."""
         self._error = self._error or error
         if isinstance(error, ClientGone):
             self._drop()
@@ -448,8 +446,7 @@ class ResponseStream:
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:
-    """Write small chunks together and long chunks piece by piece, so that other tasks run in
-    between."""
+    """Write small chunks together, and long chunks in pieces between which other tasks run."""
     small: list[bytes] = []
     for encoded in ready:
         if isinstance(encoded, bytes):

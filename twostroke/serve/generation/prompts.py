@@ -148,8 +148,7 @@ class PromptProcessor:
         return tuple(islice(known, self.max_tokens))
 
     def _truncated(self, prompt: str | Sequence[int], request: GenerateRequest) -> Sequence[int]:
-        """Return the last `truncate_prompt_tokens` tokens of the prompt, or the first tokens if
-        `truncation_side` is "right"."""
+        """Cut the prompt to `truncate_prompt_tokens` tokens, at the side `truncation_side`."""
         count, from_left = request.truncate_prompt_tokens or 0, request.truncation_side != "right"
         if count > self.max_tokens:
             raise ApiError(

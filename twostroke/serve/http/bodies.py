@@ -197,8 +197,7 @@ class Sender(NamedTuple):
 
 class ByteBudget:
     def __init__(self, total: int, slow_rate: float = 0.0) -> None:
-        """`total`: in bytes. `slow_rate`, in bytes per second: slower bodies lose their memory to
-        waiting bodies."""
+        """`slow_rate`, in bytes per second: slower bodies lose their memory to waiting bodies."""
         self.total = self.left = total
         self._slow_rate = slow_rate
         self._given_back_s = 0.0  # when memory was last given back

@@ -26,8 +26,7 @@ class AttentionMaps:
         self.heads, self.size, self._values = heads, size, values
 
     def rows(self, layer: int, head: int) -> list[list[float]]:
-        """Return the rows of one head. A row is a query; its columns are the keys up to the query's
-        position."""
+        """Return a row for each query of one head: the attention to the keys up to the query."""
         square = self.size**2
         first = (sum(self.heads[:layer]) + head) * square
         return [

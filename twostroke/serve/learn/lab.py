@@ -100,8 +100,7 @@ class Lab:
         return LabExperiment((Arm("this server"),), [request], {"logprobs": CANDIDATES, **params})
 
     def predict(self, prompt: int, output: int, streams: int, rounds: int) -> LabExperiment:
-        """Streams to compare with a forecast. `rounds`: how often the streams run, one round after
-        the other."""
+        """Streams to compare with a forecast. They run `rounds` times, one after the other."""
         return LabExperiment(
             (Arm("this server"),), self._requests(((prompt, streams),) * rounds, output)
         )
@@ -112,8 +111,7 @@ class Lab:
         return LabExperiment((Arm("this server"),), requests)
 
     def _requests(self, groups: Sequence[tuple[int, int]], output: int) -> list[ScriptedRequest]:
-        """Return the requests of groups (see `CALIBRATION`). A group begins when the previous group
-        has ended."""
+        """Return requests for groups (`CALIBRATION`); a group waits for the end of the previous."""
         requests: list[ScriptedRequest] = []
         for size, streams in groups:
             after = (len(requests) - 1, output) if requests else None

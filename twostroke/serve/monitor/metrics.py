@@ -40,8 +40,7 @@ class ServerMetrics:
         self._rejected = rejections.labels(model_name, "max_num_queued_reqs")
 
     def expect_routes(self, routes: Iterable[str]) -> None:
-        """Create the series of all routes at 0. (With a series that begins at 1, `increase()` would
-        not count the first response.)"""
+        """Create the series of all routes at 0, so that `increase()` counts the first response."""
         for route in routes:
             self._http.labels(route, "200")
 

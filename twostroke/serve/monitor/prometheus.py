@@ -35,10 +35,7 @@ VLLM_HISTOGRAMS = {
     "request_prompt_tokens": ("request_prompt", "Prompt tokens of a request."),
     "request_prefill_kv_computed_tokens": ("request_computed", "Prompt tokens not cached."),
     "request_generation_tokens": ("request_generated", "Tokens written for a request."),
-    "request_max_num_generation_tokens": (
-        "most_generated",
-        "Output tokens of the longest of n completions.",
-    ),
+    "request_max_num_generation_tokens": ("most_generated", "Tokens of the longest completion."),
     "request_num_preemptions": ("request_preemptions", "Preemptions of a request."),
     "request_params_n": ("n", "The parameter n."),
     "request_params_max_tokens": ("max_tokens", "The parameter max_tokens, if it is given."),
@@ -264,16 +261,8 @@ class Families:
                 totals.kv_evicted_tokens,
             ),
             ("step_predicted_seconds", "Predicted time of steps.", totals.predicted_s),
-            (
-                "step_foreseen_seconds",
-                "Measured time of the steps with a prediction.",
-                totals.predicted_actual_s,
-            ),
-            (
-                "step_error_seconds",
-                "Sum of |predicted - measured| over these steps.",
-                totals.prediction_error_s,
-            ),
+            ("step_foreseen_seconds", "Measured time of these steps.", totals.predicted_actual_s),
+            ("step_error_seconds", "Sum of |predicted - measured|.", totals.prediction_error_s),
         ):
             yield self._counters(f"twostroke:{name}", text, {"": value})
 

@@ -26,8 +26,7 @@ class StatsLog:
         return totals.prefill.tokens, totals.decode.tokens, sum(totals.ended.values())
 
     def line(self, now: float) -> str | None:
-        """Return the log line; None if there was no work since the last line and no request is
-        open."""
+        """Return the log line; None if nothing has run since the last line and nothing waits."""
         amounts, load = self._amounts(), self._client.load()
         if amounts == self._last and not load.running and not load.waiting:
             self._last_s = now

@@ -112,8 +112,7 @@ def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]
 
 
 def _page(path: str, html: bytes, linked: Sequence[str]) -> StaticFile:
-    """Return a page with links to the other pages. The address `./` is the root, since every page
-    is directly below it."""
+    """Return a page with links to the other pages. Pages are below the root, which is `./`."""
     links = "".join(
         f'<a href="{escape(link[1:] or "./")}"{_current(link, path)}>{escape(TITLES[link])}</a>'
         for link in linked

@@ -36,8 +36,7 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schema, and the schemas of its references (in the same document) and of its
-    alternatives."""
+    """Return the schema, its alternatives, and its references within the same document."""
     parts: list[Mapping[str, Any]] = []
     queue = [schema]
     while queue and len(parts) < MAX_PARTS:
@@ -63,8 +62,7 @@ def _type_of(value: Any) -> str:
 
 
 def as_json(text: str, types: JsonTypes) -> str:
-    """Return a text as a JSON value. The value is a string if `types` allows strings, or if the
-    text is no other value."""
+    """Return a text as JSON: a string if `types` allows strings or the text is no other value."""
     stripped = text.strip()
     stripped = _PYTHON.get(stripped, stripped)
     if stripped == "null" and "null" in types:

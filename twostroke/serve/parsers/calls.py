@@ -104,8 +104,7 @@ class CallParser(Scanner):
         return name
 
     def arguments(self, name: str, id: str | None = None) -> Steps[bool]:
-        """Read the JSON object with the arguments of a call. Return False if the tool is unknown or
-        no object follows."""
+        """Read the JSON object of a call's arguments; False if there is none, or no such tool."""
         if name not in self.tools or (yield from self.peek()) != "{":
             return False
         self.begin_call(name, id=id)

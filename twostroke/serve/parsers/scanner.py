@@ -83,8 +83,7 @@ class Scanner(ABC):
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
     def peek(self, ahead: int = 0) -> Steps[str]:
-        """Return the character `ahead` of the position without reading it; "" if the text ends
-        before."""
+        """Return the character `ahead` of the position, unread; "" if the text ends before it."""
         while self._at + ahead >= len(self._text):
             if self._ended:
                 return ""

@@ -136,8 +136,7 @@ class Pythonic(CallParser):
         return True
 
     def _value(self) -> Steps[tuple[str, bool]]:
-        """Read the source of a value up to the next comma or bracket. Return the source, and
-        whether it is complete."""
+        """Read the source of a value up to the next comma or bracket; return if it is complete."""
         parts: list[str] = []
         depth, quote = 0, ""
         while char := (yield from self.peek()):

@@ -1,5 +1,4 @@
-"""`GET /pools/advice`: the numbers of engines that the planner advises. `autoscale` changes the
-pools to these numbers."""
+"""`GET /pools/advice`: the planner's advice for the pools. `autoscale`: follows the advice."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ def _step(record: StepRecord) -> Json:
 
 
 def _run_planner(question: Json) -> Json:
-    """Run `twostroke.planner.advice`; return its advice, or an object with "error". Called in a
-    thread."""
+    """Return the advice of `twostroke.planner.advice`, or {"error": …}. Called in a thread."""
     question["records"]["steps"] = [_step(step) for step in question["records"]["steps"]]
     process: Popen[bytes] = child_process.start(
         "twostroke.planner.advice", stdin=PIPE, stdout=PIPE, stderr=PIPE

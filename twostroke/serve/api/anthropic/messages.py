@@ -1,5 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: responses, events and errors in Anthropic's
-format."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: responses in Anthropic's format."""
 
 from __future__ import annotations
 

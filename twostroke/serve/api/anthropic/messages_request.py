@@ -206,8 +206,7 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
 
 
 def fill_chat(chat: ChatRequest, request: CountTokensRequest) -> None:
-    """Add messages and tools to a chat request. A long conversation takes long, so this function is
-    called off the event loop."""
+    """Add messages and tools. Called off the event loop, since a long conversation takes long."""
     found = chat.messages
     if text := _system_text(request.system or "", "system"):
         found.append({"role": "system", "content": text})

@@ -111,8 +111,7 @@ async def _slots(service: Service, http: HttpRequest) -> None:
 
 
 def generation_settings(params: SamplingParams, request: LlamaRequest) -> Json:
-    """Return the sampling parameters under llama.cpp's names. The unsupported samplers of llama.cpp
-    are off."""
+    """Return the sampling parameters with llama.cpp's names. Unsupported samplers are off."""
     n_predict = -1 if request.n_predict is None else request.n_predict
     off = {name: values[0] for name, values in LLAMA_OFF.items()}
     return {
@@ -140,8 +139,7 @@ def generation_settings(params: SamplingParams, request: LlamaRequest) -> Json:
 
 
 class LlamaGeneration(Generation[R]):
-    """The base of `/completion` and `/infill`. With several prompts, or `n_cmpl`, the answer is a
-    list."""
+    """The base of both routes. With several prompts, or `n_cmpl`, the answer is a list."""
 
     id_prefix = "cmpl"
 
@@ -247,8 +245,7 @@ class LlamaGeneration(Generation[R]):
             yield {**sampled, "top_logprobs": top[: self.completion.logprobs]}
 
     def selected(self, result: Json) -> Json:
-        """Return only the fields in `response_fields`, if it is given. "a/b" is the field b of
-        a."""
+        """Return only the fields in `response_fields`, if given. "a/b" is the field b of a."""
         names = self.request.response_fields
         if not names:
             return result

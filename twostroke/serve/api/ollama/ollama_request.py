@@ -92,8 +92,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
 
 def as_chat(request: OllamaRequest, models: Sequence[str]) -> ChatRequest:
-    """Return the chat request without messages and tools. `models`: the names of this server's
-    model."""
+    """Return the chat request without messages and tools. `models`: names of the model."""
     chat = ChatRequest(
         messages=[],
         model=served_name(request.model, models),

@@ -207,8 +207,7 @@ def _timestamp(seconds: float | None = None) -> str:
 
 
 class OllamaGeneration(ConversationGeneration[R]):
-    """The base of `/api/chat` and `/api/generate`. A response is lines of JSON; the last line has
-    counts and durations."""
+    """The base of both routes. The last line of a response has counts and durations."""
 
     id_prefix = "ollama"
     stream_headers = NDJSON

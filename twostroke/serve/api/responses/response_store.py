@@ -148,8 +148,7 @@ class ResponseStore:
 
     @contextmanager
     def holding(self, *responses: StoredResponse) -> Iterator[None]:
-        """Hold responses while they are read, so that they are counted even if they are removed
-        from the index meanwhile."""
+        """Hold responses while they are read: they stay counted even if they are removed."""
         for response in responses:
             self.hold(response)
         try:

@@ -63,7 +63,7 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
     def as_json(self, writer: LogprobWriter | None = None) -> Json:
-        """Return the item's JSON, without log-probabilities if `writer` is None. An item in
+        """Return the item's JSON; without `writer`, it has no log-probabilities. An item in
         progress has no content."""
         shown: Json = {"id": self.id, "type": self.kind, "status": self.status}
         in_progress = self.status == "in_progress"
@@ -120,8 +120,7 @@ class OutputItems:
                 self._held = None
 
     def end(self, status: str) -> Iterator[Event]:
-        """End the last item with `status`: "completed" or "incomplete". If there is no item, add an
-        empty message."""
+        """End the last item, or an empty one, with `status`: "completed" or "incomplete"."""
         if not self.items:
             yield from self._begin("message")
         yield from self._close(status)
