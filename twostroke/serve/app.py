@@ -82,7 +82,7 @@ class App:
         routes = [
             Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", ChatRequest),
             Route("POST", "/v1/completions", completions, "Continue a text.", CompletionRequest),
-            Route("POST", "/v1/chat/completions/batch", batch, "Answer several.", BatchChatRequest),
+            Route("POST", "/v1/chat/completions/batch", batch, "Several chats.", BatchChatRequest),
             Route("POST", "/invocations", invocations, "For SageMaker: a chat.", ChatRequest),
             *responses_routes(service),
             Route("POST", "/v1/embeddings", info.embeddings, "Always 501.", supported=False),

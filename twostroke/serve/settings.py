@@ -161,7 +161,9 @@ class ServeSettings(StrictSettings):
             "served_model_names",
         ):
             values = getattr(self, name)
-            if isinstance(values, str) or not all(isinstance(one, str) and one for one in values):
+            if isinstance(values, str) or not all(
+                isinstance(each, str) and each for each in values
+            ):
                 self._refuse(name, "a list of non-empty strings")
             object.__setattr__(self, name, tuple(values))
         self._check_allowed_hosts()

@@ -37,7 +37,7 @@ export const LESSONS = [
         name: "token-before", text: "A model reads a long prompt and writes 32 tokens. Which token takes longer?",
         right: 1,
         options: [
-          {text: "A prompt token and an output token take the same", why: "Both pass through the same layers, but not in the same company: the prompt's tokens pass together, an output token passes alone."},
+          {text: "A prompt token and an output token take the same", why: "Both pass through the same layers. But the tokens of a prompt pass together, and an output token passes alone."},
           {text: "An output token takes longer", why: "An output token has a step of its own, and each step reads all weights. Prompt tokens share a step."},
           {text: "A prompt token takes longer", why: "The prompt as a whole can take longer. Divided by its tokens, each is cheap: they are computed together."},
         ],
@@ -103,7 +103,7 @@ export const LESSONS = [
         name: "decode-before", text: "To write one token, what must the engine read from memory?",
         right: 1,
         options: [
-          {text: "The weights of the words in question", why: "Words are not kept apart in the weights. Every token passes through every layer."},
+          {text: "The weights of the words in question", why: "The weights are not divided by words. Every token passes through every layer."},
           {text: "All weights once, and the cache", why: "Each layer multiplies the token's vector with its whole matrices."},
           {text: "All weights again for each token so far", why: "The earlier tokens are not computed again: their keys and values are in the cache."},
         ],
@@ -121,7 +121,7 @@ export const LESSONS = [
         name: "decode-after", text: "A new processor multiplies twice as fast, with the same memory. For one stream, the time per token …",
         right: 1,
         options: [
-          {text: "… halves", why: "It would if products decided. A decode step of one stream waits for the weights to arrive."},
+          {text: "… halves", why: "It would if arithmetic were the limit. A decode step of one stream waits for the weights."},
           {text: "… hardly changes", why: "The weights arrive no faster. What helps is faster memory, or fewer bytes: smaller weights."},
           {text: "… doubles", why: "Nothing gets slower. The step waits for memory as before."},
         ],
@@ -144,8 +144,8 @@ export const LESSONS = [
         name: "cache-before", text: "The same long prompt is sent a second time. What does the engine compute for the answer's first token?",
         right: 1,
         options: [
-          {text: "All of the prompt again", why: "It did, without a prefix cache. Here full blocks stay and are found by what they hold."},
-          {text: "Only its last tokens", why: "Full blocks come from the cache. The last one is computed, since it predicts the next token."},
+          {text: "All of the prompt again", why: "It would, without a prefix cache. Here full blocks are kept, and found by their content."},
+          {text: "Only its last tokens", why: "Full blocks come from the cache. The last token is always computed, because it predicts the next one."},
           {text: "Nothing: the answer is remembered", why: "Keys and values are kept, not answers. Another temperature or seed would write another text."},
         ],
         measure: async () => {
@@ -157,8 +157,8 @@ export const LESSONS = [
         "Each token leaves some numbers in the cache, its keys and values, which later tokens read. So a step computes the new tokens only.",
         "Keys and values lie in blocks, of 16 tokens unless the server sets another size. A prompt that begins like an earlier prompt takes over that prompt's full blocks and skips their prefill."),
       idea("What reading the cache costs", "context",
-        "Nothing is free: each decode step reads the keys and values of all tokens before it.",
-        "Weights are read once for all streams. The cache is read for each stream, even where two streams share blocks in memory."),
+        "Each decode step reads the keys and values of all tokens before it.",
+        "Weights are read once for all streams. The cache is read for each stream, even if two streams share blocks in memory."),
       ask("After: check yourself", () => ({
         name: "cache-after", text: "A conversation grows from a few to many hundred tokens. What grows with it in every decode step?",
         right: 0,
@@ -182,7 +182,7 @@ export const LESSONS = [
         name: "batching-before", text: "Eight streams decode together instead of one. A step takes …",
         right: 1,
         options: [
-          {text: "… eight times as long", why: "It would if the streams shared nothing. The weights, the largest part of what is read, are read once for all."},
+          {text: "… eight times as long", why: "It would if the streams shared nothing. But the weights, the largest part of the bytes, are read once for all streams."},
           {text: "… longer, but far less than eight times", why: "The weights are read once for all of them. Products and caches add up."},
           {text: "… an eighth as long", why: "The streams add work to the step; they do not speed it up."},
         ],
@@ -237,15 +237,15 @@ export const LESSONS = [
         "If the prompt is cut into chunks, a token of yours comes between two of its chunks. With a goal you say how long your gaps may be, and the engine sizes each chunk to take about that long: your usual gaps get longer than without a prompt, and the visitor's first token comes later.",
         "With two pools, one engine reads prompts and another one writes: the prompt hardly touches your stream, but each engine has half of the cores."),
       idea("A full cache", "full_cache",
-        "Every stream's cache grows. When no block is free, the stream that came last, if only by a moment, gives way: preemption.",
-        "The preempted stream gives all its blocks back. Later its keys and values are computed again, and the stream writes on: the text that you have seen stays. Nothing is lost but time."),
+        "Every stream's cache grows. When no block is free, the engine preempts the stream that came last, even if it came only a moment later.",
+        "The preempted stream gives all its blocks back. Later its keys and values are computed again, and the stream continues after the text that you have seen. Only time is lost."),
       ask("After: check yourself", () => ({
         name: "company-after", text: "A long prompt is read in chunks. Who gains?",
         right: 1,
         options: [
           {text: "The long prompt: its first token comes sooner", why: "It comes later, if anything: its chunks share their steps with the other streams."},
           {text: "The streams that already decode", why: "They get a token between two chunks, where they would have waited for the whole prompt."},
-          {text: "Nobody: it is the same work", why: "The same work, in another order. Order is what a waiting reader notices."},
+          {text: "Nobody: it is the same work", why: "It is the same work in another order, and a waiting reader notices the order."},
         ],
         measure: async () => {
           const {arms} = await once("stall"), gap = (arm) => longestGap(arm.requests[0]).seconds;

@@ -26,7 +26,7 @@ const EXPERIMENT_TOOLS = ["stall", "batch", "context", "prefix", "full_cache"];
 let newest = 0;
 
 async function draw() {
-  const mine = ++newest, {path} = current();
+  const number = ++newest, {path} = current();
   drawContents(path);
   const view = byId("view");
   let content;
@@ -36,7 +36,7 @@ async function draw() {
   } catch (error) {
     content = [el("p", {class: "error", role: "alert"}, error.message), el("button", {type: "button", onclick: draw}, "Try again")];
   }
-  if (mine !== newest) return;
+  if (number !== newest) return;
   view.replaceChildren(...content);
   document.title = `${view.querySelector("h2")?.textContent ?? "Learn"} · twostroke`;
   scrollTo(0, 0);

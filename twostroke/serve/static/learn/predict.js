@@ -21,14 +21,14 @@ export async function predict() {
   const running = el("div", {class: "running"});
   let newest = 0;
   const update = async () => {
-    const mine = ++newest;
+    const number = ++newest;
     const found = await ask(settings);
-    if (mine !== newest) return found;
+    if (number !== newest) return found;
     outcome.replaceChildren();
-    expected.replaceChildren(...(found ? prediction(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
+    expected.replaceChildren(...(found ? prediction(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps for a prediction. Let it run requests of different sizes first.")]));
     running.replaceChildren(
       found ? runButton("Run it three times and compare", async () => compare(found), {name: "predict"}) : "",
-      isRecorded ? "" : runButton("Let the engine learn: some thirty requests of many sizes", async () => { await run("calibration"); await update(); }, {primary: !found, name: "calibration"}));
+      isRecorded ? "" : runButton("Let the engine learn: about thirty requests of many sizes", async () => { await run("calibration"); await update(); }, {primary: !found, name: "calibration"}));
     return found;
   };
   const compare = async (found) => {
@@ -71,11 +71,11 @@ function errors(found, arm, settings, facts) {
   const {streams} = settings;
   const rounds = arm.requests.map((_, n) => arm.requests.slice(n, n + streams)).filter((_, n) => n % streams === 0);
   const typical = (figureOf) => median(rounds.map((round) => sum(round.map(figureOf)) / round.length));
-  const most = Math.max(...arm.steps.map((step) => step.kv.used));
+  const maxUsed = Math.max(...arm.steps.map((step) => step.kv.used));
   const rows = [
     ["TTFT", found.ttft_s, typical(ttft), time],
     ["TPOT", found.tpot_s, typical(tpot), time],
-    ["KV cache", found.kv_bytes, most * facts.figures.kv_bytes_per_token, bytes],
+    ["KV cache", found.kv_bytes, maxUsed * facts.figures.kv_bytes_per_token, bytes],
   ];
   const worst = rows.slice(0, 2).map(([, expected, measured]) => Math.abs(expected / measured - 1));
   const off = sum(worst) / worst.length;
@@ -84,7 +84,7 @@ function errors(found, arm, settings, facts) {
       rows.map(([name, expected, measured, write]) => el("tr", {"data-row": name, "data-expected": expected, "data-measured": measured},
         el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–")))),
     el("p", {class: "sentence"}, off <= 0.1
-      ? "The prediction holds: TTFT and TPOT are at most 10 % off on average. The prediction knows two kinds of steps, with prefill and without, and what a token of each costs here. Start is the time before the first step, host the time between two steps."
+      ? "The prediction holds: the mean error of TTFT and TPOT is at most 10 %. The prediction has two kinds of steps, with prefill and without, and the time of a token in each of them. Start is the time before the first step, host the time between two steps."
       : "The prediction is off: the machine had other work, or the engine has seen few steps of this size. Measure the engine again, then run it again."),
   ];
 }

@@ -49,7 +49,7 @@ const QUIZ = [
   {
     name: "system-prompt", text: "All your requests begin with the same 2,000 tokens. What do you gain from a prefix cache?", right: 0,
     options: [
-      {text: "A shorter time to the first token", why: "The shared blocks are taken, and only the rest is prefilled."},
+      {text: "A shorter time to the first token", why: "The shared blocks come from the cache, and only the rest is prefilled."},
       {text: "Faster streaming", why: "Decode reads the same number of keys and values, wherever they came from."},
       {text: "Nothing, since the answers differ", why: "Blocks are found by the prompt's beginning. The answers do not matter."},
     ],
@@ -74,7 +74,7 @@ const QUIZ = [
     name: "long-context", text: "Each stream has 100,000 tokens behind it. Why does a larger batch help less now?", right: 2,
     options: [
       {text: "The weights grow with the context", why: "They stay the same size. It is the cache that grows."},
-      {text: "Prefill is never finished", why: "It is, before decode begins. What counts now is each step's reading."},
+      {text: "Prefill is never finished", why: "It is, before decode begins. Now the bytes that each step reads count."},
       {text: "Each stream brings its own cache to read", why: "Weights are shared by the batch, caches are not. When caches are most of the bytes, a batch shares little."},
     ],
     measure: async () => {

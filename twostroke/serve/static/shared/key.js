@@ -42,13 +42,13 @@ function openDialog(wrong) {
   dialog.showModal();
   input.focus();
   return new Promise((resolve) => {
-    let given = null;
-    form.addEventListener("submit", () => { given = input.value.trim(); });
+    let entered = null;
+    form.addEventListener("submit", () => { entered = input.value.trim(); });
     dialog.addEventListener("close", () => {
       dialog.remove();
       before?.focus?.();
-      if (given) keepKey(given);
-      resolve(given || null);
+      if (entered) keepKey(entered);
+      resolve(entered || null);
     });
   });
 }
