@@ -12,16 +12,18 @@ CANNOT_RUN = {
     "^multimodal/|_vlm.py$|_multimodal": "images, audio and video: models here read text",
     "^pooling/": "embeddings, scores and classes: models here write text",
     "^speech_to_text/": "speech: models here read text",
-    "^unit_tests/test_remote_vllm_server": "it tests what starts vLLM's server in its tests",
+    "^unit_tests/test_remote_vllm_server": (
+        "it tests the helper that starts vLLM's server for the tests"
+    ),
 }
 
-NO_THINKING = "the model does not think"
-NO_CALLS = "the model calls no tool unless it must"
-SAYS_ELSE = "the model: other texts, other counts of tokens, an end at once"
+NO_THINKING = "the model writes no reasoning"
+NO_CALLS = "the model calls a tool only if it is forced to"
+SAYS_ELSE = "the model: other texts, other numbers of tokens, an immediate end"
 SCALE_OUT = (
-    "`--enable-scale-out`, `vllm launch render`: prompts and answers made in other processes"
+    "`--enable-scale-out`, `vllm launch render`: prompts and answers are made in separate processes"
 )
-WORDS = "the words of a refusal; its status is the same"
+WORDS = "the text of an error; its status is the same"
 
 # Patterns of "module::test" and of its output, with a reason. The first match counts.
 REASONS: list[tuple[str, str, str]] = [
@@ -30,7 +32,7 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "^generate/generative_scoring",
         "",
-        "`/generative_scoring`; `logprob_token_ids` tells as much",
+        "`/generative_scoring` (`logprob_token_ids` returns the same information)",
     ),
     (
         "^generate/structured_decisions|^openai/decisions",
@@ -39,25 +41,29 @@ REASONS: list[tuple[str, str, str]] = [
     ),
     ("^scale_out/", "", SCALE_OUT),
     ("lora|test_models", "", "adapters"),
-    ("test_pause_", "", "`/pause`, `/resume`: for trainers that change the weights"),
+    ("test_pause_", "", "`/pause`, `/resume`, for trainers that change the weights"),
     ("test_weight_checker", "", "checksums of weights, for trainers that change them"),
-    ("test_sleep_mode", "", "the sleep's metrics, and to wake in parts: the whole engine wakes"),
-    ("sagemaker.*(handler_overrides|middleware)", "", "code of others in the server"),
+    ("test_sleep_mode", "", "metrics of sleep, and waking in parts: the whole engine wakes"),
+    ("sagemaker.*(handler_overrides|middleware)", "", "third-party code in the server"),
     ("sagemaker.*sessions", "", "SageMaker's sessions"),
     ("test_v2_endpoint_accepts", "", "`/v2/embed`: embeddings"),
     ("run_batch.*(embed|score|transcription|translation)", "", "embeddings, scores and speech"),
-    ("test_completions_invalid_input", "", "a wrong line has an error as its answer; status 0"),
+    (
+        "test_completions_invalid_input",
+        "",
+        "an invalid line gets an error as its result; the exit status is 0",
+    ),
     ("run_batch.*reasoning", "", NO_THINKING),
     ("", "--watermark-config", "`--watermark-config`"),
     ("", "--enable-prompt-embeds", "`--enable-prompt-embeds`: prompts as embeddings"),
-    ("", "--worker-extension-cls", "`--worker-extension-cls`: code of others in the engine"),
+    ("", "--worker-extension-cls", "`--worker-extension-cls`: third-party code in the engine"),
     ("", "--speculative-config", "`--speculative-config` with a draft model"),
     ("", "--tool-server", "`--tool-server`: tools that the server runs itself"),
     ("", "--enable-return-routed-experts", "`--enable-return-routed-experts`"),
     ("", "--weight-transfer-config", "`--weight-transfer-config`: weights from a trainer"),
     ("", "kv_transfer_params", "`kv_transfer_params`: KV blocks from another engine"),
     ("", "use_beam_search", "`use_beam_search`"),
-    ("", "enable_response_messages", "`enable_response_messages`: the prompt as the model saw it"),
+    ("", "enable_response_messages", "`enable_response_messages`: the rendered prompt"),
     # different
     ("test_anthropic_tool_call$|test_chat_completion_with_tool_use", "", NO_CALLS),
     ("test_function_tool_use.*auto", "", NO_CALLS),
@@ -67,25 +73,34 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "test_anthropic_streaming_cache_usage",
         "",
-        "at a stream's start `input_tokens` is without the cached ones, as at its end",
+        "at the start of a stream, as at its end, `input_tokens` does not include cached tokens",
     ),
     (
         "test_single_chat_session|test_orca_metrics.*test_single_completion",
         "Usa",
-        "`usage` always has `prompt_tokens_details`; vLLM's with `--enable-prompt-tokens-details`",
+        "`usage` always has `prompt_tokens_details`; in vLLM only with "
+        "`--enable-prompt-tokens-details`",
     ),
-    ("test_named_tool_use", "no len", "`content` is null beside a tool call, as OpenAI has it"),
+    (
+        "test_named_tool_use",
+        "no len",
+        "`content` is null if there is a tool call, as in OpenAI's API",
+    ),
     ("test_metrics_exist.*multimodal", "", "images"),
     ("test_metrics_exist_run_batch", "", "embeddings, scores and speech"),
     ("TestGPTOSSChat|test_namespace_tool_separator", "", NO_CALLS),
     (
         "test_openapi_stateless",
         "_nodeid",
-        "schemathesis and this pytest do not fit together; `schemathesis_run` sends such requests",
+        "schemathesis and this pytest do not work together; `schemathesis_run` sends such requests",
     ),
     ("test_long_seed|test_empty_prompt", "", WORDS),
-    ("test_translategemma", "", "the model: it is no translator, and reads no images"),
-    ("test_request_cancellation", "", "the model: a context of 8,192 tokens, not 10,100"),
+    ("test_translategemma", "", "the model: it does not translate, and reads no images"),
+    (
+        "test_request_cancellation",
+        "",
+        "the model: its context has 8,192 tokens, and the test needs 10,100",
+    ),
     (
         "test_more_than_one_prompt_logprobs|test_structured_outputs_|test_response_format_json"
         "|test_complex_message_content|test_completion_streaming|test_parallel_"

@@ -98,7 +98,7 @@ def test_a_broken_line_harms_only_itself(llm: LLM) -> None:
         (3, 5, "method is POST"),
         (5, 7, "stream: answers of a batch come whole"),
         (6, 8, "custom_id: Expected `str`, got `int`"),
-        (8, 10, "its body has more than 2048 bytes"),
+        (8, 10, "the body has more than 2048 bytes"),
         (10, 12, "Object missing required field `body`"),
     ):
         assert said[at].startswith(f"line {number}: {why}"), said[at]

@@ -1,11 +1,13 @@
-"""Several engines behind one server: which of them does what for a request.
+"""Several engines behind one server.
 
-router.py   the decision, from plain numbers: no engine, no clock, no message
-costs.py    what work takes in an engine, from the records of its steps
-member.py   one of the engines, and where a request stands that is in it
-client.py   `RoutedEngine`: all of them as a server uses one; what happens when one dies
-pools.py    which engines there are, from the settings
-scaling.py  more of them, or fewer, while they serve
-autoscale.py  when there should be more, or fewer
-on_ray.py   as actors of a Ray cluster; elsewhere they are processes of this machine
+pool_settings.py    `PoolSettings`: the number of engines, and their settings
+routed_engine.py    `RoutedEngine`: all engines, with the interface of one engine
+routed_requests.py  `RoutedRequests`: sends requests to engines; moves them if an engine dies
+router.py           `Router`: chooses engines, from plain numbers (no engine, clock or message)
+costs.py            `StepCosts`: the time of work in an engine, learnt from its step records
+hand_over.py        `HandOvers`: KV blocks on their way between engines
+member.py           `Member`: one engine; `RoutedRequest`: one request
+scaling.py          `Scaling`: starts and removes engines while the server runs
+autoscale.py        `Autoscaler`: decides when pools grow and shrink
+on_ray.py           `RayCluster`: engines as actors of a Ray cluster
 """

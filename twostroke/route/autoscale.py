@@ -1,12 +1,12 @@
-"""`Autoscaler`: decides when pools grow and shrink, from one advice after the other.
+"""`Autoscaler`: decides when pools grow and shrink, from the planner's advices. An advice is the
+smallest number of engines of each pool that meets the goals for the requests of the last minutes.
 
-    advice: the fewest engines of each pool that meet the goals for the requests of the last minutes
-    grow    GROW_AFTER advices in a row want more engines, to the lowest number that they want
-    shrink  all advices of `SHRINK_AFTER_S` want fewer engines, to the highest number that they want
-    rest    no change for `REST_S` after a change, because the records still show the engines before
+    grow    if `GROW_AFTER` advices in a row are larger than the pool: to the smallest of them
+    shrink  if all advices of `SHRINK_AFTER_S` are smaller than the pool: to the largest of them
+    rest    no change for `REST_S` after a change, because the records still show the old pools
 
-Growing is quick and shrinking slow: too few engines harm requests, and too many only cost money.
-Plain data and an explicit time, so the same advices give the same decisions.
+Pools grow quickly and shrink slowly: too few engines harm requests, and too many only cost money.
+The same advices at the same times give the same decisions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from twostroke.route.pool_settings import MAX_ENGINES
 GROW_AFTER = 2  # advices
 SHRINK_AFTER_S = 300.0
 REST_S = 60.0
-Counts = Mapping[str, int]  # engines by the name of their pool
+Counts = Mapping[str, int]  # pool name → number of engines
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The fewest and the most engines of each pool."""
+    """The minimum and the maximum number of engines of each pool."""
 
     low: int
     high: int
@@ -55,33 +55,31 @@ class Decision(NamedTuple):
     why: str
 
 
-class _Seen(NamedTuple):
+class _Advice(NamedTuple):
     at_s: float
     wanted: dict[str, int]
-    why: str
 
 
 class Autoscaler:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._seen: deque[_Seen] = deque()  # advices since the last change
-        self._since_s: float | None = None  # of the first advice since the last change
+        self._seen: deque[_Advice] = deque()  # since the last change
+        self._since_s: float | None = None  # time of the first advice since the last change
         self._rest_until_s = -REST_S
 
     def decide(self, now_s: float, current: Counts, wanted: Counts, why: str) -> Decision | None:
-        """Return the change that an advice leads to; None: the pools stay as they are. `why`: the
-        reason of the advice."""
+        """Return the change of the pools after the advice `wanted`, or None. `why`: its reason."""
         bounds = self._bounds
-        outside = {name: bounds.clamped(count) for name, count in current.items()}
-        if outside != dict(current):
+        allowed = {name: bounds.clamped(count) for name, count in current.items()}
+        if allowed != dict(current):
             self.note_change(now_s)
             low, high = bounds.low, bounds.high
-            return Decision(_changes(current, outside), f"a pool has from {low} to {high} engines")
+            return Decision(_changes(current, allowed), f"a pool has from {low} to {high} engines")
         if now_s < self._rest_until_s:
             return None
         clamped = {name: bounds.clamped(wanted.get(name, count)) for name, count in current.items()}
         self._since_s = now_s if self._since_s is None else self._since_s
-        self._seen.append(_Seen(now_s, clamped, why))
+        self._seen.append(_Advice(now_s, clamped))
         while len(self._seen) > GROW_AFTER and self._seen[1].at_s <= now_s - SHRINK_AFTER_S:
             self._seen.popleft()
         counts = {name: self._next(name, count, now_s) for name, count in current.items()}
@@ -92,16 +90,16 @@ class Autoscaler:
         return Decision(changes, why)
 
     def note_change(self, now_s: float) -> None:
-        """Forget the advices, which were for other pools, and rest."""
+        """Begin the rest after a change, and forget the advices, which were for the old pools."""
         self._seen.clear()
         self._since_s, self._rest_until_s = None, now_s + REST_S
 
     def _next(self, name: str, current: int, now_s: float) -> int:
-        newest = [one.wanted[name] for one in self._seen][-GROW_AFTER:]
+        newest = [advice.wanted[name] for advice in self._seen][-GROW_AFTER:]
         if len(newest) == GROW_AFTER and min(newest) > current:
             return min(newest)
         assert self._since_s is not None
-        highest = max(one.wanted[name] for one in self._seen)
+        highest = max(advice.wanted[name] for advice in self._seen)
         if now_s - self._since_s >= SHRINK_AFTER_S and highest < current:
             return highest
         return current

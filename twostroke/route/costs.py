@@ -1,8 +1,7 @@
 """`StepCosts`: the costs of prefill and decode in one engine, learnt from its step records.
 
-`StepCosts` gives the records to the step-time model (`sched/steptime.py`) and asks the model for
-five costs. With these costs the router predicts times by a few multiplications. The server receives
-the step records in any case.
+`StepCosts` gives the records to the step-time model (`sched/steptime.py`), and from the model gets
+five costs. With these costs the router predicts times by a few multiplications.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from twostroke.observe.record import PhaseRecord, StepRecord
 from twostroke.plan import PhaseWork
 from twostroke.sched.steptime import StepTimes
 
-# Learning from a step takes about 20 µs, so at most one step with prefill and one step without
-# prefill is used in this time.
+# Learning from a step takes about 20 µs. So in this time at most one step with prefill and one step
+# without prefill are used.
 LEARN_EVERY_S = 0.05
-# The cost of a prompt token is the predicted time of a step divided by its prompt tokens. The step
-# has as many prompt tokens as the largest one seen, but at most this many.
+# The cost of a prompt token is the predicted time of a step with one chunk, divided by the chunk's
+# tokens. The chunk is as long as the longest one seen, but not longer than this.
 MAX_CHUNK = 512
-# The cost of a position is the difference that so many positions make to a step, divided by them.
+# The cost of a position is the predicted time that this many positions add to a step, divided by
+# their number.
 MANY_POSITIONS = 65536
 
 
@@ -28,7 +28,7 @@ class PrefillCosts(NamedTuple):
     """Costs of a prompt, in seconds."""
 
     token: float
-    position: float  # of one token that attends to one position
+    position: float  # for each position to which a token attends
 
     def prompt_s(self, num_tokens: int, num_cached: int) -> float:
         """Return the time to compute all tokens after the first `num_cached` tokens."""
@@ -39,9 +39,9 @@ class PrefillCosts(NamedTuple):
 class DecodeCosts(NamedTuple):
     """Costs of a decode step, in seconds."""
 
-    step: float  # of a step without streams
-    stream: float  # of each stream in the step
-    position: float  # of each cached position of a stream
+    step: float  # for any number of streams
+    stream: float  # for each stream in the step
+    position: float  # for each cached position of a stream
 
     def step_s(self, streams: int, positions: float) -> float:
         return self.step + self.stream * streams + self.position * positions
@@ -56,16 +56,14 @@ class StepCosts:
         self.decode: DecodeCosts | None = None
         self.learnt_s = 0.0  # monotonic time at which a step was last used
         self._times = StepTimes()
-        # The earliest time of the next step that is used: without prefill, with prefill.
+        # The earliest time of the next step to learn from: without prefill, with prefill.
         self._next_s = [0.0, 0.0]
 
     def add_step(self, record: StepRecord) -> None:
         """Learn from a step, unless its device time is unknown or another step was used shortly
         before."""
         has_prefill = record.prefill.tokens > 0
-        if record.device_s <= 0.0:  # the device time is unknown
-            return
-        if record.committed_s < self._next_s[has_prefill]:
+        if record.device_s <= 0.0 or record.committed_s < self._next_s[has_prefill]:
             return
         self._next_s[has_prefill] = record.committed_s + LEARN_EVERY_S
         self.learnt_s = monotonic()
@@ -92,6 +90,6 @@ class StepCosts:
 
 
 def _work(phase: PhaseRecord) -> PhaseWork:
-    # A decode slot attends to each cached position once, so that it reads as many positions as it
-    # attends to. The step-time model ignores the positions that prefill reads.
+    # The last two fields are the positions attended to and the positions read. They are equal for
+    # decode. For prefill, the step-time model ignores the positions read.
     return PhaseWork(phase.rows, phase.tokens, phase.kv_tokens, phase.kv_tokens)

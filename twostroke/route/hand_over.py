@@ -18,14 +18,14 @@ from twostroke.request import EngineRequest, Resumed, SamplingParams
 from twostroke.route.member import ActiveOffer, Member, RoutedRequest
 from twostroke.route.router import Prompt
 
-LONG_WAIT_S = 0.02  # waits for room in the decode engine that are mentioned in the record
+LONG_WAIT_S = 0.02  # a longer wait for room in the decode engine is mentioned in the record
 
 log = logging.getLogger(__name__)
 
 
 class HandOvers:
     def __init__(self) -> None:
-        # Parts of prompts that members fetch, by the member and its handle of the fetch.
+        # Fetches of parts of prompts, by the member that fetches and its handle of the fetch.
         self.ahead: dict[tuple[Member, int], tuple[RoutedRequest, ActiveOffer]] = {}
         self._transfers: dict[tuple[str, str], TransferTotals] = {}  # by sender and receiver
 
@@ -47,7 +47,7 @@ class HandOvers:
         routed.next_member, routed.promised = to, promised
 
     def send_ahead(self, routed: RoutedRequest, active: ActiveOffer, tokens: Sequence[int]) -> None:
-        """Have the next engine fetch a part of the prompt. `tokens`: all tokens so far."""
+        """Have the next engine fetch a part of the prompt. `tokens`: prompt and written tokens."""
         member, offer, handle = routed.next_member, active.offer, None
         if member is not None and offer.num_tokens < len(tokens):
             part = replace(
@@ -75,7 +75,7 @@ class HandOvers:
         member.state.note_part(prompt_of(routed.request), active.offer.num_tokens)
 
     def on_fetched(self, routed: RoutedRequest, member: Member, fetched: FetchedOffer) -> None:
-        """A member has fetched the blocks of a request, or recomputes them."""
+        """Note the end of a fetch. With `fetched.problem`, the member recomputes the blocks."""
         if routed.offer is not None:
             self._count_transfer(routed.offer, member, fetched)
         self.release(routed)
@@ -83,7 +83,7 @@ class HandOvers:
         if fetched.problem:
             log.warning("%s computes a prompt again: %s", member.name, fetched.problem)
             message = f"computed again by {member.name} ({fetched.problem})"
-            routed.handed_over_s = 0.0  # it would spoil the average time of hand-overs
+            routed.handed_over_s = 0.0  # this time must not count in the average of hand-overs
         else:
             routed.spans[-1] = routed.spans[-1]._replace(
                 fetched_s=monotonic(), fetch_s=fetched.seconds, fetched_bytes=fetched.num_bytes
@@ -103,7 +103,7 @@ class HandOvers:
         totals.add(fetched.num_bytes, fetched.seconds, bool(fetched.problem))
 
     def on_death(self, member: Member) -> None:
-        """Release the parts that a member was fetching when it died."""
+        """Release the blocks that a member was fetching ahead when it died."""
         for key in [key for key in self.ahead if key[0] is member]:
             _, active = self.ahead.pop(key)
             active.release()
@@ -115,7 +115,7 @@ class HandOvers:
 
 
 def prompt_of(request: EngineRequest, num_written: int = 0) -> Prompt:
-    """Describe a request to the router, after so many tokens have been written."""
+    """Describe a request to the router. `num_written`: the tokens that have been written."""
     max_tokens = request.params.max_tokens
     return Prompt(
         len(request.prompt_token_ids) + num_written,

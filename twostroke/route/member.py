@@ -1,4 +1,4 @@
-"""`Member`: one of several engines; `RoutedRequest`: a request and the engine that has it."""
+"""`Member`: one of several engines. `RoutedRequest`: a request and the engine that has it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MemberOwner(Protocol):
     def on_refused(self, member: Member, request_ids: list[str], reason: Exception) -> None: ...
 
     def on_fetched(self, member: Member, request_id: str, fetched: FetchedOffer) -> None:
-        """The member has fetched the KV blocks of a request from another engine, or has failed to
-        (`fetched.problem`)."""
+        """The member has fetched the KV blocks of a request from another engine, or the fetch has
+        failed (`fetched.problem`)."""
 
     def on_fetched_ahead(self, member: Member, handle: int, fetched: FetchedOffer) -> None:
         """The same for the blocks of a part of a prompt. `handle`: from `Member.fetch_ahead`."""
@@ -63,7 +63,7 @@ class Member(SupervisedEngine):
     ) -> None:
         super().__init__(launcher, child, ready, hang_timeout_s, restart_limit)
         self.state, self._owner = state, owner
-        self.leaving = False  # gets no new requests, and is removed when it has none
+        self.leaving = False  # True: gets no new requests, and is removed when it has none
         self.transfers = self._fetched = TransferTotals()
         self.totals = totals = Totals(ready.info.max_model_len)
         self.records.listeners += [totals, self]
@@ -154,7 +154,7 @@ class Member(SupervisedEngine):
 class ActiveOffer:
     """An offer of KV blocks that the request's next engine has not fetched yet."""
 
-    member: Member  # that made the offer
+    member: Member  # the engine that made the offer
     offer: Offer
 
     def release(self) -> None:
@@ -166,16 +166,16 @@ class RoutedRequest:
     """One continuation of a request, from its acceptance to its end."""
 
     request: EngineRequest  # as accepted
-    member: Member | None = None  # the engine that has it; None: no engine is up
-    queued: Queued = NOTHING  # its share of the queue there, until its first token
-    num_deaths: int = 0  # engines that died while they ran this request
-    record: RequestRecord | None = None  # of the engines that had it before
-    offer: ActiveOffer | None = None  # its blocks, once its prompt has been computed
-    next_member: Member | None = None  # fetches its blocks while the prompt is being computed
-    promised: bool = False  # it counts as a request that will come to `next_member`
-    ahead_bytes: int = 0  # that have been fetched ahead
-    handed_over_s: float = 0.0  # when it was handed over; 0: a token has come since
-    fetch_s: float = 0.0  # the duration of the fetch by its next engine
-    last_s: float = 0.0  # when its last token came
+    member: Member | None = None  # the engine that has the request; None: it is in no engine
+    queued: Queued = NOTHING  # its share of the member's queue, until its first token
+    num_deaths: int = 0  # of engines while they ran this request
+    record: RequestRecord | None = None  # of the previous engines
+    offer: ActiveOffer | None = None  # of its blocks, when its prompt has been computed
+    next_member: Member | None = None  # the engine that will continue the request
+    promised: bool = False  # the request counts in `EngineState.promised` of `next_member`
+    ahead_bytes: int = 0  # bytes of its blocks that `next_member` has fetched ahead
+    handed_over_s: float = 0.0  # the time of the hand-over; 0 when a token has arrived since
+    fetch_s: float = 0.0  # the duration of the last fetch
+    last_s: float = 0.0  # the time at which its last token arrived
     route: list[str] = field(default_factory=list)  # the decisions and their reasons
-    spans: list[EngineSpan] = field(default_factory=list)
+    spans: list[EngineSpan] = field(default_factory=list)  # the engines that had the request

@@ -3,8 +3,8 @@
 Ray chooses the node of an engine, and starts the engine again when the engine or its node dies.
 This is the only module that imports ray.
 
-    server ── placement group, actor ─▶ Ray ─▶ a worker process of some node: `EngineActor`
-    server ◀── messages of engine/wire.py, over ZeroMQ ──▶ the engine in it
+    server ── placement group, actor ─▶ Ray ─▶ a worker process on some node: `EngineActor`
+    server ◀── messages of engine/wire.py, over ZeroMQ ──▶ the engine in the worker process
     engine ◀── KV blocks, over shared memory or ZeroMQ ──▶ engine
 
 For each run of an engine the server listens at a new address and calls the actor's method `run`
@@ -45,9 +45,9 @@ except ImportError as error:
     ) from None
 
 CONNECT_S = 5.0  # time limit for a connection to the cluster's head
-POLL_S = 0.2  # how often a thread that waits for Ray checks whether it must still wait
+POLL_S = 0.2  # a thread that waits for Ray checks in these intervals whether to stop waiting
 ACTOR_START_S = 300.0  # time limit for the start of a worker process, with its imports
-KILL_REPORT_S = 10.0  # a killed worker counts as ended after this time without a report from Ray
+KILL_REPORT_S = 10.0  # after this time a killed worker counts as ended even if Ray is silent
 
 
 class RayCluster:
@@ -89,9 +89,10 @@ class RayCluster:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     def adapt(self, engines: Sequence[PooledEngine]) -> list[PooledEngine]:
-        """Return the engines with settings for this cluster. On CPUs an engine gets `threads` cores
-        if that is set, or else the same number of cores as every other engine. `engines_on_host`,
-        which divides the memory of a node, becomes the number of engines that fit on a node."""
+        """Return the engines with settings for this cluster. On CPUs an engine gets `threads`
+        cores; if `threads` is not set, all engines get the same number of cores. `engines_on_host`,
+        by which the memory of a node is divided, becomes the number of engines that fit on a
+        node."""
         nodes = self.nodes()
         for engine in engines:
             device = engine.config.device
@@ -165,8 +166,8 @@ class RayLauncher:
             self._actor = self._group = None
 
     def actor(self, ending: Event) -> Any:
-        """Return the actor, which is created at the first call. Raise `EngineError` if the cluster
-        has no room for the actor. Called in a thread."""
+        """Return the actor; create it at the first call. Raise `EngineError` if the cluster has no
+        room for the actor. Called in a thread."""
         with self._lock:
             if self._closed.is_set():
                 raise EngineError("its placement group was removed")
@@ -223,9 +224,9 @@ class RayEngineRun:
         self.endpoint = f"tcp://{launcher.cluster.host}:*"
         self.secret = launcher.secret
         self.start_timeout_s = launcher.start_timeout_s  # counted from the start of the actor
-        self.stopped = False  # Ray does not report stopped processes
-        self.running = False  # until Ray has placed and started the actor
-        self._send_to = ""  # address for the engine's messages
+        self.stopped = False  # always, because Ray does not report stopped processes
+        self.running = False  # True when Ray has placed and started the actor
+        self._send_to = ""  # the server's address, for the engine's messages
         self._end_reason = ""
         self._ending, self._ended = Event(), Event()
         self._ending_s = 0.0
@@ -302,8 +303,8 @@ class EngineActor:
     """The Ray actor that runs an engine in its worker process."""
 
     def __init__(self, name: str, config: dict[str, Any], builder: str, version: str) -> None:
-        """`version`: the server's version. The engine must have the same, because messages of other
-        versions may differ."""
+        """`version`: the server's version. The engine must have the same version, because other
+        versions may have other messages."""
         self._name, self._config, self._builder = name, config, builder
         self._version = version
 
@@ -316,7 +317,7 @@ class EngineActor:
                 "install the same version on all nodes"
             )
         host: str = ray.util.get_node_ip_address()
-        # The worker sees only the GPUs that Ray has assigned, so the engine takes the first ones.
+        # The worker sees only the GPUs that Ray has assigned to it, so the first index is 0.
         config = EngineConfig(**self._config | {"kv_host": host, "engine_index": 0})
         host_name = f"{self._name} on node {host}"
         code = run_engine(
@@ -355,8 +356,8 @@ def _needs_gpus(config: EngineConfig, nodes: Sequence[dict[str, float]]) -> bool
 
 
 def _max_cores(cores: Sequence[int], num_engines: int) -> int:
-    """Return the largest number of cores that all engines can have, if an engine cannot span nodes.
-    `cores`: of each node. 0: there are fewer cores than engines."""
+    """Return the largest number of cores that each engine can have; 0 if there are fewer cores than
+    engines. An engine cannot span nodes. `cores`: the cores of each node."""
     for num_cores in range(max(cores, default=0), 0, -1):
         if sum(on_node // num_cores for on_node in cores) >= num_engines:
             return num_cores

@@ -77,11 +77,11 @@ class LocalPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings(StrictSettings):
-    # Both are 0, or neither. If both are 0, each engine does both phases.
+    # Either both numbers are 0, and each engine does both phases, or neither is 0.
     prefill_engines: int = 0
     decode_engines: int = 0
     data_parallel_size: int = 1  # the number of engines that do both phases
-    prefill_config: dict[str, Any] | None = None  # settings that differ in the prefill engines
+    prefill_config: dict[str, Any] | None = None  # settings of the prefill engines alone
     decode_config: dict[str, Any] | None = None
     kv_transfer_checksums: bool = False
     ray: str | None = None  # the Ray cluster: "auto", or HOST:PORT of its head; None: no Ray
@@ -90,7 +90,7 @@ class PoolSettings(StrictSettings):
     # that has these resources.
     prefill_resources: dict[str, float] | None = None
     decode_resources: dict[str, float] | None = None
-    kv_transfer_timeout_s: float = 3.0  # without new data, after which blocks are recomputed
+    kv_transfer_timeout_s: float = 3.0  # time without new data after which blocks are recomputed
     kv_transport: str = "auto"  # "auto", "memory", "device", "nixl" or "sockets"
 
     def __post_init__(self) -> None:
@@ -168,8 +168,8 @@ class PoolSettings(StrictSettings):
     def engines(self, config: EngineConfig) -> list[PooledEngine]:
         """Return the description of each engine. A single engine has the settings of `config`."""
         count = self.num_engines
-        # Engines need a secret if they exchange blocks or run on several machines. The server
-        # reaches other engines through files that only this user can open.
+        # Engines need a secret if they exchange blocks or run on several machines. Otherwise the
+        # server and an engine are connected through files that only this user can open.
         secret = None
         if self.ray is not None or self.prefill_engines:
             from twostroke.network_auth import engine_secret  # needs ZeroMQ

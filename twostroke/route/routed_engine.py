@@ -1,4 +1,4 @@
-"""`RoutedEngine`: several engines behind the interface of one. No torch.
+"""`RoutedEngine`: several engines behind the interface of one engine. It does not import torch.
 
 submit, abort ─▶ RoutedRequests ─▶ Router ─▶ a member: an engine process (`member.py`)
                  (`routed_requests.py`)         │ updates, deaths
@@ -32,10 +32,10 @@ from twostroke.route.member import Member
 from twostroke.route.pool_settings import EnginePlacement, LocalPlacement, PooledEngine
 from twostroke.route.routed_requests import RoutedRequests
 from twostroke.route.router import EngineState, Role
-from twostroke.route.scaling import Scaling, StartedEngine, name_of, start_engines
+from twostroke.route.scaling import Scaling, StartedEngine, pool_name, start_engines
 from twostroke.sched.updates import Update
 
-ROLES = {name_of(role): role for role in Role}
+ROLES = {pool_name(role): role for role in Role}
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RoutedEngine(ProcessClient):
     ) -> None:
         super().__init__(input_processor, seed)
         self.records = Records()  # of all engines
-        self.members: list[Member] = []  # a new list after each change
+        self.members: list[Member] = []  # replaced by a new list at each change
         self.requests = RoutedRequests(self._outputs, self.records, self._request_ended.set)
         self._scaling = Scaling(self, engines, placement, hang_timeout_s)
         self._hang_timeout_s, self._restart_limit = hang_timeout_s, restart_limit
@@ -76,8 +76,9 @@ class RoutedEngine(ProcessClient):
         restart_limit: int = MAX_QUICK_DEATHS,
         placement: EnginePlacement | None = None,
     ) -> RoutedEngine:
-        """Start all engines. `spawned`: their processes, if they have been started already.
-        `placement`: where they run, if not on this machine. See `RemoteEngine.start`."""
+        """Start all engines. `spawned`: their processes, if these have been started already.
+        `placement`: decides where the engines run; None: on this machine. The other arguments are
+        those of `RemoteEngine.start`."""
         config = engines[0].config
         if placement is None:
             names = (engine.name for engine in engines)
@@ -105,13 +106,13 @@ class RoutedEngine(ProcessClient):
         await self._scaling.scale({ROLES[name]: n for name, n in counts.items()}, drain_timeout_s)
 
     def pools(self) -> PoolsStatus:
-        counts = {name_of(role): count for role, count in self._scaling.counts().items()}
+        counts = {pool_name(role): count for role, count in self._scaling.counts().items()}
         num_by_member = self.requests.num_by_member()
         engines = [member.status(num_by_member[member]) for member in self.members]
         return PoolsStatus(counts, self._scaling.active, engines)
 
     def open_requests(self) -> list[EngineRequest]:
-        return [one.request for one in self.requests.routed.values()]
+        return [routed.request for routed in self.requests.routed.values()]
 
     def join(self, started: Sequence[StartedEngine]) -> None:
         """Add started engines to the members."""
@@ -171,9 +172,9 @@ class RoutedEngine(ProcessClient):
 
     @property
     def info(self) -> EngineInfo:  # type: ignore[override]
-        """The properties of the first engine that decodes, but with sums: `max_num_seqs`,
-        `kv_tokens` and `kv_groups` of all engines that decode, and bytes of all engines.
-        `max_model_len` is the smallest of all engines."""
+        """The properties of the first engine that decodes, with these exceptions: `max_num_seqs`,
+        `kv_tokens` and `kv_groups` are sums over the engines that decode, bytes are sums over all
+        engines, and `max_model_len` is the smallest of all engines."""
         infos = [member.info for member in self.members]
         decoding = [member.info for member in self.members if member.state.role is not Role.PREFILL]
         same_groups = zip(*(info.kv_groups for info in decoding), strict=True)

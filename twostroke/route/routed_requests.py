@@ -7,14 +7,14 @@
                               │ fetched
                               └─▶ the prefill engine: release
 
-A long prompt is sent ahead in parts: while the prefill engine computes the prompt, it offers the
-blocks computed so far, and the decode engine, which is chosen at the first offer, fetches these
-blocks into its prefix cache (`_send_ahead`). The request later finds the blocks there, and fetches
-only blocks that are missing.
+The blocks of a long prompt are sent ahead in parts. While the prefill engine computes the prompt,
+it offers the blocks computed so far. The decode engine, which is chosen at the first offer, fetches
+these blocks into its prefix cache (`_send_ahead`). Later the request finds the blocks there, and
+fetches only the missing ones.
 
-A request is in one engine at a time, and this process knows all tokens that were delivered. If an
-engine dies, at any stage, each of its requests continues in another engine from its last token. The
-other engine fetches the blocks of the request if they are still offered, or else recomputes them.
+A request is in one engine at a time, and this process has all tokens that were delivered. If an
+engine dies, each of its requests continues in another engine from its last token. The other engine
+fetches the blocks of the request if they are still offered, or else recomputes them.
 Sampling depends on the seed and the position alone, so the tokens are the same. A request ends with
 an error only when `MAX_DEATHS` engines have died while they ran the request.
 """
@@ -37,7 +37,7 @@ from twostroke.route.member import ActiveOffer, Member, RoutedRequest
 from twostroke.route.router import NOTHING, EngineState, Queued, Router
 from twostroke.sched.updates import Update
 
-MAX_DEATHS = 4  # after so many deaths of its engines a request is failed: it may be their cause
+MAX_DEATHS = 4  # deaths of engines after which their request fails, because it may be the cause
 
 
 class RoutedRequests:
@@ -164,7 +164,7 @@ class RoutedRequests:
         """Place a request that is in no engine. The new engine continues after the last delivered
         token."""
         request, written = routed.request, tuple(self._outputs.written(routed.request.request_id))
-        if not written:
+        if not written:  # begin again
             self._begin([routed])
             return
         prompt = prompt_of(request, len(written))
@@ -357,14 +357,14 @@ class RoutedRequests:
         self.hand_overs.on_death(member)
         for routed in list(self.routed.values()):
             if routed.offer is not None and routed.offer.member is member:
-                routed.offer = None  # a fetch that has begun may succeed, or fails and recomputes
+                routed.offer = None  # if a fetch is under way and fails, the engine recomputes
             if routed.member is member:
                 routed.num_deaths += 1
                 self._lose_engine(routed, f"{member.name} died ({reason})")
                 self._rescue(routed, reason)
 
     def _lose_engine(self, routed: RoutedRequest, why: str) -> None:
-        """Note that a request has left an engine which will not send the record of the request."""
+        """Note that a request has left an engine that will not send the request's record."""
         self._note_left(routed)
         routed.route.append(why)
         self._keep_times(routed)

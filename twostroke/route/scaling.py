@@ -1,11 +1,11 @@
 """`Scaling`: pools that grow and shrink while they serve.
 
     grow      launch ─▶ ready ─▶ a member like any other
-    shrink    no new requests ─▶ its requests end, or after `drain_timeout_s` continue in other
-              engines from their last token ─▶ its process ends
+    shrink    a member gets no new requests ─▶ its requests end, or after `drain_timeout_s` continue
+              in other engines from their last token ─▶ its process ends
 
-New engines are up before leaving engines stop. If new engines cannot start, the pools stay as they
-were.
+Members leave only when all new engines are up. If a new engine cannot start, the pools do not
+change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PoolOwner(Protocol):
         """Add started engines to the members."""
 
     def num_requests_of(self, member: Member) -> int:
-        """Requests that a member has, and requests whose blocks it offers."""
+        """Return the number of requests that a member runs, or whose blocks it offers."""
 
     def move_requests_from(self, member: Member) -> None:
         """Continue the requests of a member in other engines."""
@@ -62,8 +62,8 @@ async def start_engines(
     meanwhile: Callable[[], None] | None = None,
     members: Sequence[Member] = (),
 ) -> list[StartedEngine]:
-    """Start all engines or none: the error of one is raised when all have ended. `meanwhile`: a
-    function to run in a thread. `members`: the engines that run already."""
+    """Start all engines. If an engine fails to start, end all of them and raise its error.
+    `meanwhile`: a function to run in a thread during the start. `members`: the running engines."""
     launchers = [placement.launcher(engine) for engine in engines]
     children: list[Child] = []
     starting: list[asyncio.Task[Ready]] = []
@@ -77,7 +77,7 @@ async def start_engines(
         if engines[0].role is not Role.BOTH:
             layouts = {member.name: member.info.kv_layout for member in members}
             pairs = zip(engines, all_ready, strict=True)
-            check_layouts(layouts | {one.name: ready.info.kv_layout for one, ready in pairs})
+            check_layouts(layouts | {engine.name: ready.info.kv_layout for engine, ready in pairs})
     except BaseException:
         for task in starting:
             task.cancel()
@@ -87,9 +87,8 @@ async def start_engines(
         for launcher in launchers:
             await launcher.close()
         raise
-    return [
-        StartedEngine(*one) for one in zip(engines, launchers, children, all_ready, strict=True)
-    ]
+    started = zip(engines, launchers, children, all_ready, strict=True)
+    return [StartedEngine(*each) for each in started]
 
 
 def check_layouts(layouts: Mapping[str, str]) -> None:
@@ -132,21 +131,21 @@ class Scaling:
         }
 
     async def scale(self, counts: Mapping[Role, int], drain_timeout_s: float) -> None:
-        """Change the pools; return when it is done. It continues if the caller leaves."""
+        """Change the pools. If the caller is cancelled, the change continues."""
         if self.active:
             raise RequestError("the pools are being changed already; GET /pools tells when it ends")
         for role, wanted in counts.items():
             self._check(role, wanted)
         self._task = asyncio.create_task(self._scale(counts, drain_timeout_s))
-        self._task.add_done_callback(_log_failure)  # the caller may have left
+        self._task.add_done_callback(_log_failure)  # in case the caller was cancelled
         await asyncio.shield(self._task)
 
     def _check(self, role: Role, count: int) -> None:
         if role not in self._first:
-            there = " and ".join(name_of(one) for one in self._first)
-            raise RequestError(f"{name_of(role)}: there is no such pool here, only {there}")
+            pools = " and ".join(map(pool_name, self._first))
+            raise RequestError(f"{pool_name(role)}: there is no such pool here, only {pools}")
         if not 1 <= count <= MAX_ENGINES:
-            raise RequestError(f"{name_of(role)} must be from 1 to {MAX_ENGINES}, not {count}")
+            raise RequestError(f"{pool_name(role)} must be from 1 to {MAX_ENGINES}, not {count}")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -164,28 +163,29 @@ class Scaling:
             for engine in new:
                 num_engines = len(self._owner.members) + len(new)
                 self._placement.check_capacity(engine.config, num_engines)
-            there = self._owner.members
-            timeout_s = self._hang_timeout_s
-            self._owner.join(await start_engines(new, self._placement, timeout_s, members=there))
+            members, timeout_s = self._owner.members, self._hang_timeout_s
+            self._owner.join(await start_engines(new, self._placement, timeout_s, members=members))
             log.info("%s joined", ", ".join(engine.name for engine in new))
-        leaving = [one for role in counts for one in self._to_leave(role, now[role] - counts[role])]
+        leaving = [
+            member for role in counts for member in self._to_leave(role, now[role] - counts[role])
+        ]
         await asyncio.gather(*(self._remove(member, drain_timeout_s) for member in leaving))
 
     def _new(self, role: Role, others: Sequence[PooledEngine]) -> PooledEngine:
-        """Describe one more engine, with an unused name and index."""
-        taken = {one.name for one in self._owner.members} | {one.name for one in others}
+        """Return one more engine, with an unused name and index. `others`: other new engines."""
+        taken = {member.name for member in self._owner.members} | {new.name for new in others}
         name = next(name for n in count() if (name := f"{role}-{n}") not in taken)
-        indices = {self._indices[one] for one in taken}
+        indices = {self._indices[used] for used in taken}
         self._indices[name] = next(n for n in count() if n not in indices)
         config = replace(self._first[role].config, engine_index=self._indices[name])
         return self._first[role]._replace(name=name, config=config)
 
     def _to_leave(self, role: Role, count: int) -> list[Member]:
-        """Those that do not run before those that do, the newest before the others."""
-        there = [one for one in self._owner.members if one.state.role is role and not one.leaving]
-        there.reverse()
-        there.sort(key=lambda one: (not one.given_up, one.healthy))
-        return there[: max(0, count)]
+        """Choose members of a pool to remove: first members that do not run, then the newest."""
+        pool = [each for each in self._owner.members if each.state.role is role]
+        pool = [member for member in reversed(pool) if not member.leaving]
+        pool.sort(key=lambda member: (not member.given_up, member.healthy))
+        return pool[: max(0, count)]
 
     async def _remove(self, member: Member, drain_timeout_s: float) -> None:
         owner = self._owner
@@ -205,6 +205,6 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         log.warning("the pools stay as they were: %s", error)
 
 
-def name_of(role: Role) -> str:
-    """A pool's name in settings and messages."""
+def pool_name(role: Role) -> str:
+    """Return the name of a pool in settings and messages."""
     return "data_parallel_size" if role is Role.BOTH else str(role)

@@ -1,5 +1,5 @@
-"""`App`: the ASGI application. It has the route table, dispatches requests, answers requests that
-failed, and serves `/openapi.json` and `/docs`.
+"""`App`: the ASGI application. It has the route table, dispatches requests, sends error responses,
+and serves `/openapi.json` and `/docs`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,9 @@ class App:
         self._info = InfoRoutes(self.service)
         has_dash = settings.ui and settings.dash
         self._dash = DashRoutes(self.service) if has_dash else None
-        others = {
-            "/dash": has_dash,
-            "/docs": not settings.api_keys,
-        }  # a link sends no key
-        linked = [path for path, there in others.items() if there]
+        linked = ["/dash"] if has_dash else []
+        if not settings.api_keys:  # a browser that follows a link to /docs sends no key
+            linked.append("/docs")
         self._pages = StaticPages(linked) if settings.ui else None
         self.routes = self._make_routes()
         self._router = RouteTable(self.routes)
@@ -67,7 +65,7 @@ class App:
         self._keys = ApiKeys(settings)
         self._guard = BrowserGuard(settings)
         self._failures = FailureLog()
-        self._root, self._name_requests = settings.root_path, settings.enable_request_id_headers
+        self._root, self._adds_request_id = settings.root_path, settings.enable_request_id_headers
         limits = (client.info, self.service.models, self.service.admission.max_choices)
         description = openapi(self.routes, settings, *limits)
         self._description = msgspec.json.encode(description)
@@ -83,25 +81,25 @@ class App:
         health = settings.open_health
         routes = [
             Route("POST", "/v1/chat/completions", chat, "Answer a conversation.", ChatRequest),
-            Route("POST", "/v1/completions", completions, "Go on a text.", CompletionRequest),
-            Route("POST", "/v1/chat/completions/batch", batch, "Several.", BatchChatRequest),
-            Route("POST", "/invocations", invocations, "SageMaker's: either.", ChatRequest),
+            Route("POST", "/v1/completions", completions, "Continue a text.", CompletionRequest),
+            Route("POST", "/v1/chat/completions/batch", batch, "Several chats.", BatchChatRequest),
+            Route("POST", "/invocations", invocations, "For SageMaker: a chat.", ChatRequest),
             *responses_routes(service),
             Route("POST", "/v1/embeddings", info.embeddings, "Always 501.", supported=False),
             Route("POST", "/tokenize", info.tokenize, "Text → token ids.", TokenizeRequest),
             Route("POST", "/detokenize", info.detokenize, "Ids → text.", DetokenizeRequest),
-            Route("GET", "/v1/models", info.models, "The models that are served."),
-            Route("GET", "/models", info.models, "As /v1/models."),
-            Route("GET", "/v1/models/{model...}", info.model, "One of them."),
-            Route("GET", "/health", info.health, "200 if requests are worked on.", open=health),
-            Route("GET", "/ping", info.health, "As /health.", open=health),
-            Route("POST", "/ping", info.health, "SageMaker's, as /health.", open=health),
-            Route("GET", "/v1/health", info.health, "As /health.", open=health),
+            Route("GET", "/v1/models", info.models, "The models of this server."),
+            Route("GET", "/models", info.models, "The same as /v1/models."),
+            Route("GET", "/v1/models/{model...}", info.model, "One model."),
+            Route("GET", "/health", info.health, "200 if the server is healthy.", open=health),
+            Route("GET", "/ping", info.health, "The same as /health.", open=health),
+            Route("POST", "/ping", info.health, "For SageMaker: as /health.", open=health),
+            Route("GET", "/v1/health", info.health, "The same as /health.", open=health),
             Route("GET", "/version", info.version, "The server's version."),
             Route("GET", "/metrics", info.metrics, "Prometheus.", open=settings.metrics_open),
-            Route("GET", "/load", info.load, "Requests that are being answered."),
-            Route("GET", "/openapi.json", self._describe, "This description."),
-            Route("GET", "/docs", self._show_docs, "The same, to be read."),
+            Route("GET", "/load", info.load, "The number of open requests."),
+            Route("GET", "/openapi.json", self._describe, "This description as JSON."),
+            Route("GET", "/docs", self._show_docs, "This description as a page."),
             Route("GET", "/", self._show_root, ROOT_SUMMARY, open=settings.ui),
             *record_routes(service),
             *profile_routes(service),
@@ -126,12 +124,12 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']}: this application supports only HTTP")
         http = HttpRequest(scope, receive, send, self.service.settings.write_timeout_s)
-        path = "unknown"  # the metrics' label; the client must not choose its value
+        path = "unknown"  # a label of the metrics; the client must not choose its value
         if self._root and f"{http.path}/".startswith(f"{self._root}/"):
             http.path = http.path.removeprefix(self._root) or "/"
-        if self._name_requests:
-            name = http.header(b"x-request-id") or uuid4().hex.encode()
-            http.more_headers = ((b"x-request-id", name),)
+        if self._adds_request_id:
+            request_id = http.header(b"x-request-id") or uuid4().hex.encode()
+            http.more_headers = ((b"x-request-id", request_id),)
         form: type[ErrorBody] = ErrorAnswer
         try:
             self._guard.check_host(http)

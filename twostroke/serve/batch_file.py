@@ -3,8 +3,8 @@
     in   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
     out  {"id": …, "custom_id": "1", "response": {"status_code": 200, "body": {…}}, "error": null}
 
-The format is OpenAI's and vLLM's. Answers are in the order of the lines. A line that cannot be
-read, or whose request is refused, has an error instead of an answer.
+The format is that of OpenAI and vLLM. Results are in the order of the lines. The result of an
+invalid line, or of a refused request, has an error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from twostroke.serve.error_responses import ApiError, as_api_error, as_decode_er
 from twostroke.serve.http.http_request import Message
 
 URLS = ("/v1/chat/completions", "/v1/completions")
-# Lines are read ahead of the answers, so that the engine's steps are full and a long answer does
-# not delay the following lines.
+# Lines are started before earlier lines are answered, so that the engine's steps are full and a
+# long answer does not delay the following lines.
 LINES_PER_SEQ = 4  # lines in progress for each of the engine's `max_num_seqs`
-MAX_HELD_BYTES = 64 * 1024**2  # lines in progress
+MAX_HELD_BYTES = 64 * 1024**2  # of all lines in progress
 LINE_OVERHEAD_BYTES = 64 * 1024  # of a line without its body
 RETRY_S = 0.5  # after 429: too many large bodies are being read
 
@@ -39,7 +39,7 @@ class Line(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """The one field of a body that is checked here."""
+    """The field of a body that is checked before the route reads the body."""
 
     stream: bool | None = None
 
@@ -107,7 +107,7 @@ def _lines(source: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None
 
 
 async def _answer(app: App, number: int, line: bytes | None) -> tuple[bytes, bool]:
-    """Return a line of the result, and whether it is an answer."""
+    """Return the result of a line as JSON, and whether the request succeeded."""
     custom_id: str | None = None
     try:
         request = _read(app, line)
@@ -128,12 +128,12 @@ async def _answer(app: App, number: int, line: bytes | None) -> tuple[bytes, boo
 def _read(app: App, line: bytes | None) -> Line:
     if line is None:
         limit = app.service.bodies.max_bytes
-        raise ApiError(413, f"its body has more than {limit} bytes; raise --max-body-bytes")
+        raise ApiError(413, f"the body has more than {limit} bytes; raise --max-body-bytes")
     try:
         return msgspec.json.decode(line, type=Line)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         refusal = as_decode_error(error)
-        # The error is in the line, which is not a body.
+        # The message is about a body, but the error is in the line.
         refusal.message = refusal.message.replace("the body is", "it is")
         raise refusal from None
 

@@ -16,7 +16,7 @@ from twostroke.request import SamplingParams
 log = logging.getLogger("twostroke.serve")
 
 MAX_MESSAGE_CHARS = 1000
-_ERROR_TYPES = {  # by status; other statuses have a common type
+_ERROR_TYPES = {  # by status; other statuses: see `error_type`
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",

@@ -49,29 +49,29 @@ class ServeSettings(StrictSettings):
     uvicorn_log_level: str = "warning"
 
     api_keys: tuple[str, ...] = ()  # empty: no key is needed
-    # Admin keys may change the server and see the requests of every key. Empty: with at most one
-    # key, every client may; with several keys, no client may.
+    # A client with an admin key may change the server, and sees the requests of every key. Empty:
+    # with at most one API key every client is an admin, with several keys no client is.
     admin_api_keys: tuple[str, ...] = ()
     prefix_cache_sharing: bool = False  # between API keys, if there are several
     client_priority: bool = True  # requests may set their priority
     open_health: bool = True  # /health and /ping answer without a key
-    open_metrics: bool | None = None  # /metrics answers without a key; None: if there are no keys
+    open_metrics: bool | None = None  # /metrics needs no key; None: only if there are no keys
     ui: bool = True  # serve the pages: the chat at /, /learn and /dash
     dash: bool = True  # serve /dash, if `ui`
     engine: EngineConfig | None = None  # the engine's settings, for /learn
     learn_engines: bool = False  # experiments of /learn may start engines
     dev_mode: bool = False  # serve /sleep, /wake_up, /reset_prefix_cache, /server_info
     enable_tokenizer_info_endpoint: bool = False  # serve /tokenizer_info
-    root_path: str = ""  # a prefix of all paths, for a proxy that does not remove it
-    enable_request_id_headers: bool = False  # answers have X-Request-Id
-    autoscale: str | None = None  # MIN:MAX engines of each pool; None: their number is fixed
-    autoscale_interval_s: float = 60.0  # between two advices
-    log_stats: bool = True  # a log line about both phases while there is work
+    root_path: str = ""  # a path prefix that a proxy adds and does not remove
+    enable_request_id_headers: bool = False  # responses have the header X-Request-Id
+    autoscale: str | None = None  # MIN:MAX engines of each pool; None: a fixed number
+    autoscale_interval_s: float = 60.0  # between two requests for the planner's advice
+    log_stats: bool = True  # log the throughput of both phases while there is work
     cors_origins: tuple[str, ...] = ()  # empty: pages of other sites may not call the server
     # Names in the Host header, in addition to this machine's. Empty: with a key, any name.
     allowed_hosts: tuple[str, ...] = ()
 
-    served_model_names: tuple[str, ...] = ()  # the first is in responses; empty: the engine's name
+    served_model_names: tuple[str, ...] = ()  # responses have the first; empty: the engine's name
     response_role: str = "assistant"
     return_tokens_as_token_ids: bool = False  # in log-probabilities; requests may override it
     force_include_usage: bool = False  # every chunk of every stream has `usage`
@@ -82,11 +82,11 @@ class ServeSettings(StrictSettings):
     chat_template_content_format: str = "auto"  # one of CONTENT_FORMATS
     trust_request_chat_template: bool = False  # requests may have a chat template
     enable_auto_tool_choice: bool = True  # tool_choice "auto" is allowed
-    exclude_tools_when_tool_choice_none: bool = False  # hide the tools from the model then
-    tool_call_parser: str | None = None  # None: by the chat template
-    reasoning_parser: str | None = None  # None: only if the prompt opens reasoning
+    exclude_tools_when_tool_choice_none: bool = False  # "none" leaves tools out of the prompt
+    tool_call_parser: str | None = None  # None: chosen by the chat template
+    reasoning_parser: str | None = None  # None: parse only if the prompt opens reasoning
 
-    # In JSON schemas of requests, objects have only their `properties`.
+    # In JSON schemas of requests, objects may have no properties but those in `properties`.
     disable_additional_properties: bool = True
     strict_fields: bool = False  # unknown fields of requests are refused, not ignored
 
@@ -94,23 +94,23 @@ class ServeSettings(StrictSettings):
     # Weight of the JSON: comma 1, bracket 4, colon 8. None: 524288, or 8 for each token.
     max_body_weight: int | None = None
     min_body_bytes_per_s: int = 1024  # slower bodies are refused with 408
-    # Texts of one request: prompts times n. None: 128 on a GPU, 8 for each core on a CPU.
+    # Choices of one request: prompts times n. None: 128 on a GPU, 8 for each core on a CPU.
     max_choices: int | None = None
-    max_connections: int | None = None  # None: by the limit of open files
+    max_connections: int | None = None  # None: as many as the limit of open files allows
     max_header_bytes: int = 64 * 1024  # request line and headers together
     max_prompt_tokens: int | None = None  # None: the engine's limit
-    max_output_tokens: int | None = None  # higher max_tokens are lowered to it
-    max_unread_bytes: int = 4 * MIB  # unread bytes of a stream; 8 times as many in total
+    max_output_tokens: int | None = None  # a higher max_tokens is lowered to this value
+    max_unread_bytes: int = 4 * MIB  # unread bytes of one stream; all streams: 8 times as many
     # Responses stored by /v1/responses; 0: none. The bytes include those of running requests.
     max_stored_responses: int = 1024
     max_stored_response_bytes: int = 32 * MIB
     stored_response_ttl_s: float = 24 * 3600.0
-    max_queue: int = 4096  # waiting sequences; further requests are refused with 429
+    max_queue: int = 4096  # waiting sequences; if exceeded, requests are refused with 429
     head_timeout_s: float = 30.0  # to receive the headers
     body_timeout_s: float = 60.0  # to receive the body
-    write_timeout_s: float = 60.0  # without progress of a client that reads a response
+    write_timeout_s: float = 60.0  # after which a client that reads nothing is disconnected
     keep_alive_s: float = 60.0
-    engine_hang_timeout_s: float = 30.0  # a silent engine is killed after it; 0: never
+    engine_hang_timeout_s: float = 30.0  # an engine that is silent for longer is killed; 0: never
     engine_start_timeout_s: float = 3600.0  # an engine that starts for longer is killed; 0: never
     engine_restart_limit: int = 6  # consecutive early deaths that end the server
     drain_s: float = 30.0  # for running requests at shutdown
@@ -161,7 +161,9 @@ class ServeSettings(StrictSettings):
             "served_model_names",
         ):
             values = getattr(self, name)
-            if isinstance(values, str) or not all(isinstance(one, str) and one for one in values):
+            if isinstance(values, str) or not all(
+                isinstance(each, str) and each for each in values
+            ):
                 self._refuse(name, "a list of non-empty strings")
             object.__setattr__(self, name, tuple(values))
         self._check_allowed_hosts()

@@ -123,7 +123,7 @@ def test_tool_choice_in_its_forms(client: openai.OpenAI) -> None:
     [
         (
             {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
-            "'web_search' are not run here",
+            "runs no tools of type 'web_search'",
         ),
         ({"tools": [{"type": "mcp", "server_label": "x"}], "tool_choice": "required"}, "no tools"),
         ({"tools": [PAINT], "tool_choice": {"type": "file_search"}}, "'file_search'"),

@@ -70,7 +70,7 @@ def test_a_turn_of_reasoning_text_and_calls_is_one_message() -> None:
 def test_an_item_is_referred_to_once() -> None:
     named = {"type": "item_reference", "id": "fc_a_0"}
     assert read_items([named], {"fc_a_0": CALL}.get) == [{**CALL, "status": "completed"}]
-    with pytest.raises(ApiError, match="is named twice"):
+    with pytest.raises(ApiError, match="is referenced twice"):
         read_items([named, named], {"fc_a_0": CALL}.get)
     assert response_of_item("fc_my_own_id_0") == ("resp_my_own_id", "0")
     assert response_of_item("nothing")[0] == "resp_"
@@ -97,7 +97,7 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
     (item,) = items.as_json(False)
     assert (item["name"], item["namespace"]) == ("open", "door")
     inner.append(ResponsesTool(type="namespace", name="deeper"))
-    with pytest.raises(ApiError, match=r"tools\[0\].tools\[2\]: tools of type 'namespace'"):
+    with pytest.raises(ApiError, match=r"tools\[0\].tools\[2\]: this server runs no tools of type"):
         chat_request(request)
 
 

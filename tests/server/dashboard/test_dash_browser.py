@@ -57,8 +57,8 @@ def settled(page: Page, server: Running) -> None:
     ended = value(scrape(server), "vllm:request_success_total", finished_reason="length")
     page.value("document.querySelector('[data-window=all]').click()")
     page.wait_for(
-        f"state.told && state.told.window.seconds === state.told.server.up_s && "
-        f"state.told.load.running === 0 && state.told.totals.requests.length === {ended}"
+        f"state.feed && state.feed.window.seconds === state.feed.server.up_s && "
+        f"state.feed.load.running === 0 && state.feed.totals.requests.length === {ended}"
     )
 
 
@@ -265,8 +265,8 @@ def test_an_engine_that_dies_is_told_and_the_page_goes_on(chrome: Browser, folde
             if "engine.process" in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(int(pid), signal.SIGKILL)
         # It may be back before the page has asked: what it says meanwhile is asked of it alone.
-        page.wait_for("document.getElementById('up').textContent.includes('started again 1×')")
+        page.wait_for("document.getElementById('up').textContent.includes('restarted 1×')")
         page.wait_for(f"{LIVE} && {NOTICE} === ''")
-        down = "tellState({server: {...state.told.server, up: false}})"
+        down = "showState({server: {...state.feed.server, up: false}})"
         assert "engine has stopped" in page.value(f"({down}, {NOTICE})")
         assert page.errors == []

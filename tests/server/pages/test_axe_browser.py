@@ -186,7 +186,7 @@ def test_the_dashboard_in_each_of_its_states(
         for n in range(4):
             body = {"prompt": [5, 6, 7] * (n + 4), "max_tokens": 8, "ignore_eos": True}
             server.post("/v1/completions", body)
-        page.wait_for("state.steps.length > 20 && state.told.slowest.length === 4")
+        page.wait_for("state.steps.length > 20 && state.feed.slowest.length === 4")
         page.value("document.getElementById('steps').focus()")
         page.press("ArrowLeft")
         page.value(OPEN_ALL)

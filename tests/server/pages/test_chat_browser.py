@@ -121,7 +121,7 @@ def test_an_answer_is_stopped_asked_again_and_a_question_edited_into_a_branch(
     chat.click("Send as a new branch")
     chat.page.wait_for(f"{WRITTEN}.length === 1")
     assert chat.messages() == ["two", "yes"]
-    chat.click("Version before", ".user")
+    chat.click("Previous version", ".user")
     assert chat.messages() == ["one", "yes"]
     assert chat.page.value("document.querySelector('.assistant .branch').innerText").count("2") == 2
     # The stopped one is still in the list, as it was.
@@ -153,7 +153,7 @@ def test_each_token_tells_its_gap_by_cause_and_its_alternatives(
         gap_ms = 1e3 * sum(record.gap_causes[6 * (n - 1) : 6 * n])
         assert f"Token {n + 1} of 40" in about
         assert abs(
-            _milliseconds(about.split(" after the one before")[0].split("  ")[-1]) - gap_ms
+            _milliseconds(about.split(" after the previous token")[0].split("  ")[-1]) - gap_ms
         ) <= max(0.6, 0.01 * gap_ms)
         assert "own decode" in about
     rows = "document.querySelectorAll('.alternatives tbody tr').length"
@@ -329,7 +329,7 @@ def test_a_whole_chat_by_keyboard_alone(chat: ChatPage, server: Running) -> None
     page.tab_to("Regenerate", SHIFT)
     page.press("Enter")
     page.wait_for(f"{WRITTEN}.length === 2 && document.querySelector('.branch') !== null")
-    page.tab_to("Version before", SHIFT)
+    page.tab_to("Previous version", SHIFT)
     page.press(" ")
     page.wait_for("document.querySelector('.branch').innerText.includes('1 of 2')")
     page.tab_to("Tokens")
@@ -403,7 +403,7 @@ def test_a_lost_server_is_told_and_the_text_stays(chrome: Browser, folder: Path)
         server.thread.join()
         chat.say("hello")
         chat.page.wait_for(
-            "document.querySelector('.message .error')?.innerText.includes('Is it still')"
+            "document.querySelector('.message .error')?.innerText.includes('does not answer')"
         )
         assert chat.messages()[0] == "hello"
 

@@ -1,7 +1,8 @@
-"""`/dash`: one page that needs nothing but this server, and the data it reads (`/dash/feed`).
+"""The dashboard: the page `/dash`, and its data (`/dash/feed`).
 
-The page holds no data and needs no key; the feed needs a key, as `/metrics` does. A visible page
-asks once a second, a hidden page never. Above `MAX_ANSWERS_PER_S` the feed answers 429.
+The page loads nothing from other hosts. It contains no data and needs no key; the feed needs a key,
+as `/metrics` does. A visible page reads the feed once a second, a hidden page does not. If all
+pages together ask more than `MAX_ANSWERS_PER_S` times a second, the feed answers 429.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from twostroke.serve.monitor.metrics import ServerMetrics
 
 MAX_ANSWERS_PER_S = 20.0
 NO_STORE = (b"cache-control", b"no-store")
-STEPS = 400  # on the timeline
-SLOWEST = 8
-ENGINES_S = 10.0  # the time over which the work of each engine is averaged
+STEPS = 400  # the number of steps on the timeline
+SLOWEST = 8  # the number of slow requests in the list
+ENGINES_S = 10.0  # the time over which each engine's work is averaged
 QUANTILES = (0.5, 0.95, 0.99)
 WINDOWS: dict[str, float | None] = {
     "10": 10.0,
@@ -84,7 +85,8 @@ class DashRoutes:
         self._data = DashData(service.client, service.metrics, service.ceilings_probe)
         self._page = files("twostroke.serve.dashboard").joinpath("dash.html").read_bytes()
         self._headers = page_headers(self._page.decode())
-        self._tokens, self._tokens_s = MAX_ANSWERS_PER_S, 0.0  # a token bucket, and its last update
+        # A token bucket that limits the rate of answers, and the time of its last update.
+        self._tokens, self._tokens_s = MAX_ANSWERS_PER_S, 0.0
 
     def routes(self) -> list[Route]:
         return [
@@ -114,7 +116,7 @@ class DashRoutes:
 
 
 def page_headers(page: str) -> Headers:
-    """Headers that allow only the page's own script and style, and connections to this server."""
+    """Return headers that allow only the page's own script and style, and this server."""
     script, style = (_hash_of(tag, page) for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
@@ -135,14 +137,14 @@ def _hash_of(tag: str, page: str) -> str:
 
 
 def _query(http: HttpRequest) -> tuple[int, str, str]:
-    given = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
-    since = given.get("since", ["0"])[-1]
-    window, slow_by = given.get("window", ["60"])[-1], given.get("slow", ["total"])[-1]
+    query = parse_qs(http.scope.get("query_string", b"").decode("latin-1"))
+    since = query.get("since", ["0"])[-1]
+    window, slow_by = query.get("window", ["60"])[-1], query.get("slow", ["total"])[-1]
     if not (since.isascii() and since.isdigit() and len(since) < 16):
-        raise ApiError(400, "since is the num_steps of the last answer", param="since")
+        raise ApiError(400, "since must be the num_steps of the last answer", param="since")
     for name, value, known in (("window", window, WINDOWS), ("slow", slow_by, SLOW_BY)):
         if value not in known:
-            raise ApiError(400, f"{name} is one of {', '.join(known)}", param=name)
+            raise ApiError(400, f"{name} must be one of {', '.join(known)}", param=name)
     return int(since), window, slow_by
 
 
@@ -150,8 +152,8 @@ def _query(http: HttpRequest) -> tuple[int, str, str]:
 
 
 class DashData:
-    """The data of the page, from the records that the engine's client mirrors and the totals of
-    `/metrics`. Times are in milliseconds: people read them."""
+    """Makes the data of the page, from the records of the engine and the totals of `/metrics`. Most
+    times are in milliseconds, because people read them."""
 
     def __init__(self, client: EngineClient, metrics: ServerMetrics, probe: CeilingsProbe) -> None:
         self._client = client
@@ -168,13 +170,13 @@ class DashData:
         slow_by: str,
         may_see: Callable[[RequestRecord], bool],
     ) -> Json:
-        """`since`: the `num_steps` of the previous answer; only later steps are included.
-        `may_see`: whether the client may see this request."""
+        """Return the data. `since`: the `num_steps` of the previous answer; only later steps are
+        included. `may_see`: returns whether the client may see a request."""
         client, recent, now = self._client, self._recent, monotonic()
         load, info = client.load(), client.info
         seconds = WINDOWS[window]
         up_s = now - recent.started_s
-        span_s = max(min(seconds or HOUR_S, up_s), MINUTE_S)  # of the curves
+        span_s = max(min(seconds or HOUR_S, up_s), MINUTE_S)  # the time that the curves show
         newest = self._records.steps[-1] if self._records.steps else None
         if not (load.running or load.waiting):
             self._probe.measure_if_idle(
@@ -219,7 +221,7 @@ class DashData:
         }
 
     def _engines(self, now: float) -> list[Json]:
-        """Load and recent work of each engine; empty if there is only one engine."""
+        """Return the load and the recent work of each engine; [] if there is only one engine."""
         engines = self._client.engines_by_name()
         if len(engines) < 2:
             return []
@@ -229,10 +231,10 @@ class DashData:
             if record.committed_s < now - seconds:
                 break
             if record.engine in work:
-                done = work[record.engine]
-                done[0] += record.prefill.tokens
-                done[1] += record.num_written
-                done[2] += record.device_s
+                of_engine = work[record.engine]
+                of_engine[0] += record.prefill.tokens
+                of_engine[1] += record.num_written
+                of_engine[2] += record.device_s
         found = []
         for name, engine in engines.items():
             load, (prefilled, written, device_s) = engine.load(), work[name]
@@ -253,7 +255,7 @@ class DashData:
         return found
 
     def _transfers(self) -> list[Json]:
-        """KV transfers since the start, by sender and receiver."""
+        """Return the KV transfers since the start, by sender and receiver."""
         return [
             {
                 "sender": sender,
@@ -267,19 +269,19 @@ class DashData:
         ]
 
     def _roof_json(self) -> Json:
-        found = self._probe.ceilings
+        ceilings = self._probe.ceilings
         return {
-            "flops": found.ops_per_s or None,
-            "bytes": found.read_bytes_per_s or None,
-            "idle_s": IDLE_S
-            if self._probe.is_pending
-            else None,  # the idle time before the measurement
+            "flops": ceilings.ops_per_s or None,
+            "bytes": ceilings.read_bytes_per_s or None,
+            # The idle time after which the ceilings will be measured; None: they will not be.
+            "idle_s": IDLE_S if self._probe.is_pending else None,
         }
 
     def _steps(self, since: int) -> list[list[float | str]]:
-        """New steps, oldest first, with the fields of `STEP_FIELDS`."""
+        """Return the steps after `since`, oldest first, with the fields of `STEP_FIELDS`."""
         new = self._recent.num_steps - since
-        new = STEPS if new < 0 else min(new, STEPS)  # below 0: `since` is of another server process
+        # If the number is negative, `since` is from another process of the server.
+        new = STEPS if new < 0 else min(new, STEPS)
         newest = list(islice(reversed(self._records.steps), new))
         return [_step_row(record, self._recent.started_s) for record in reversed(newest)]
 
@@ -292,8 +294,8 @@ class DashData:
     ) -> list[Json]:
         from_s = 0.0 if seconds is None else now - seconds
         records = list(self._records.requests)
-        ended = [one for one in records if one.finished_s >= from_s and may_see(one)]
-        return [_request_json(one, now) for one in nlargest(SLOWEST, ended, SLOW_BY[slow_by])]
+        ended = [each for each in records if each.finished_s >= from_s and may_see(each)]
+        return [_request_json(each, now) for each in nlargest(SLOWEST, ended, SLOW_BY[slow_by])]
 
 
 def _ms(seconds: float) -> float:
@@ -301,7 +303,7 @@ def _ms(seconds: float) -> float:
 
 
 def _point_json(point: Point) -> list[float | None]:
-    """The age, rates a second and the load, then quantiles in milliseconds."""
+    """Return age, rates per second and load, then quantiles in milliseconds."""
     return [
         *(None if value is None else round(value, 4) for value in point[:9]),
         *(None if value is None else _ms(value) for value in point[9:]),
@@ -323,15 +325,14 @@ def _window_json(window: Window) -> Json:
 
 
 def _spread_json(spread: Spread) -> Json:
-    found = spread.quantiles(QUANTILES)
-    values = [None if one is None else _ms(one) for one in found]
+    values = [None if each is None else _ms(each) for each in spread.quantiles(QUANTILES)]
     return {"count": spread.count, "p50": values[0], "p95": values[1], "p99": values[2]}
 
 
 def _step_row(record: StepRecord, zero_s: float) -> list[float | str]:
     since, host_s = record.since_s, record.since_s.host
     if not (record.regular or record.late):
-        # No stream waited for this step. Before its planning began there was nothing to do.
+        # No stream waited for this step. The time before its planning is idle time, not host time.
         host_s = record.committed_s - record.planned_s - record.device_s - since.drafting
         host_s = min(max(host_s, 0.0), since.host)
     return [
@@ -355,7 +356,7 @@ def _step_row(record: StepRecord, zero_s: float) -> list[float | str]:
 
 
 def _request_json(record: RequestRecord, now: float) -> Json:
-    """The figures of an ended request; phases that it did not reach end with it."""
+    """Return the figures of an ended request. A phase that it did not reach lasts until its end."""
     scheduled_s = record.scheduled_s or record.finished_s
     first_s = record.first_token_s or record.finished_s
     worst = record.worst_gap

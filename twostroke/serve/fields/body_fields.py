@@ -1,9 +1,9 @@
 """`Body`: the base of all request types; the fields that all APIs share; and `decode_body`.
 
-A request body that has only fields of its request type is decoded once. This is the usual case. If
-a body has other fields, `decode_body` translates those that are in the request type's table of
-foreign fields (fields that only other servers have, `foreign_fields.py`), and leaves out and
-reports the remaining fields.
+Usually a request body has only fields of its request type, and is decoded once. If a body has other
+fields, `decode_body` looks them up in the request type's table of foreign fields (fields of other
+servers, `foreign_fields.py`). It translates the fields in the table, and leaves out and reports the
+others.
 """
 
 from __future__ import annotations
@@ -23,27 +23,18 @@ from twostroke.serve.fields.foreign_fields import Fields, ForeignTable
 _UNKNOWN = "Object contains unknown field"  # the beginning of msgspec's message
 _NULL, _BRACE = b"null", ord("{")
 
-
 Name = Annotated[str, Meta(max_length=1024)]
-
-
 StopText = Annotated[str, Meta(max_length=4096)]
-
-
 Stops = Annotated[list[StopText], Meta(max_length=64)]
-
-
 BadWord = Annotated[str, Meta(max_length=256)]
-
-
 TokenIds = list[int]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # Fields whose memory is released once the prompt and `SamplingParams` have been made from them.
+    # Fields to drop once the prompt and `SamplingParams` have been made, to release their memory.
     INPUT: ClassVar[tuple[str, ...]] = ()
-    # The header Content-Type must be application/json. False: some clients of the API do not send
-    # this header.
+    # Require the header Content-Type: application/json. False for APIs some of whose clients do not
+    # send it.
     REQUIRES_JSON_CONTENT_TYPE: ClassVar[bool] = True
     FOREIGN: ClassVar[ForeignTable] = {}  # the accepted fields of other servers
     # Refuse unknown fields even without `--strict-fields`: for requests that change the server.
@@ -74,7 +65,7 @@ class StructuredFields(Body, kw_only=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    # Objects may only have properties that the JSON schema names.
+    # Objects may have only the properties that the JSON schema names.
     disable_additional_properties: bool | None = None
 
 
@@ -102,7 +93,7 @@ class EngineFields(Body, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: to the longest prompt
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: to the longest allowed
     truncation_side: Literal["left", "right"] | None = None  # the end that is cut off; default left
     structured_outputs: StructuredFields | None = None
     priority: int | None = None
@@ -135,7 +126,7 @@ class AccountFields(EngineFields, kw_only=True):
     moderation: Raw = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        # Each raw value would keep the whole body in memory.
+        # A raw value refers to the whole body, and would keep it in memory.
         self.metadata = self.prompt_cache_options = self.moderation = None  # type: ignore[assignment]
 
 
@@ -183,7 +174,7 @@ def _known_fields(
                 hint = "" if path else did_you_mean(name, tuple(types))
                 raise _unknown_field(f"{path}{name}", hint)
             unknown.append(f"{path}{name}")
-    # In the order of the table, since the first of two fields with one meaning takes precedence.
+    # In the order of the table: if two fields have the same meaning, the first one counts.
     for name, foreign in request_type.FOREIGN.items():
         if name in types or name not in sent or memoryview(sent[name]) == _NULL:
             continue
@@ -197,8 +188,7 @@ def _known_fields(
 
 @cache
 def _nested_types(request_type: type[Body]) -> dict[str, type[Body] | None]:
-    """Return a dictionary with the JSON names of a request type's fields. Its values: the type of a
-    field that is a `Body` itself, None for other fields."""
+    """Map the JSON name of each field to the field's type if it is a `Body`, else to None."""
     found: dict[str, type[Body] | None] = {}
     for field in msgspec.structs.fields(request_type):
         field_types = (field.type, *get_args(field.type))

@@ -24,7 +24,7 @@ from twostroke.serve.error_responses import ApiError
 Fields = dict[str, Any]  # a JSON object; values that were not read are `msgspec.Raw`
 Apply = Callable[[Fields, Any], None]
 
-MAX_TOKENS: Final = 2**31 - 1  # means: until the context is full
+MAX_TOKENS: Final = 2**31 - 1  # a max_tokens that means: until the context is full
 OFF_BY_DEFAULT: Final[tuple[Any, ...]] = ("", [], {})  # values that switch off any feature
 # Unsupported samplers of llama.cpp, with the values that switch them off.
 LLAMA_OFF: Final[dict[str, tuple[Any, ...]]] = {
@@ -40,8 +40,8 @@ LLAMA_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "post_sampling_probs": (False,),
     "lora": ([],),
 }
-# The values that switch off each sampler that is missing in `samplers`.
-WITHOUT: Final[dict[str, dict[str, float | int]]] = {
+# For each sampler of llama.cpp's field `samplers`: the values that switch it off.
+SAMPLER_OFF: Final[dict[str, dict[str, float | int]]] = {
     "temperature": {"temperature": 1.0},
     "top_k": {"top_k": 0},
     "top_p": {"top_p": 1.0},
@@ -62,7 +62,7 @@ class ForeignField:
     apply: Apply | None = None
     neutral: tuple[Any, ...] | None = None  # the accepted values of an unsupported field
     advice: str = ""
-    code: str | None = None  # the error's code, if clients test it
+    code: str | None = None  # the code of the error, if clients depend on it
 
     def translate_into(self, fields: Fields, name: str, value: Any) -> None:
         """Apply a value to the fields of the request; raise `ApiError` if it is unsupported."""
@@ -82,13 +82,16 @@ class ForeignField:
         return msgspec.json.schema(self.type | None) if self.type is not Any else {}
 
 
-# The foreign fields of a request type, by name. The first of two fields with one meaning wins.
+# The foreign fields of a request type, by name. If two fields have the same meaning, the first one
+# counts.
 ForeignTable = Mapping[str, ForeignField]
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
     """Return whether a value is one of `values`: 0 equals 0.0, but not false."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
+    )
 
 
 def ignored(type: Any = Any) -> ForeignField:
@@ -100,12 +103,12 @@ def unsupported(*neutral: Any, advice: str = "", code: str | None = None) -> For
 
 
 def renamed(type: Any, name: str) -> ForeignField:
-    """A field with another name here. This server's name takes precedence."""
+    """A field that has another name in this server. This server's own field takes precedence."""
     return ForeignField(type, lambda fields, value: _default(fields, name, value))
 
 
 def inside(type: Any, name: str, key: str) -> ForeignField:
-    """An entry of a field that is an object. An empty string is ignored."""
+    """A field that becomes the entry `key` of the object `name`. An empty string is ignored."""
 
     def apply(fields: Fields, value: Any) -> None:
         if value != "":
@@ -121,9 +124,9 @@ def _default(fields: Fields, name: str, value: Any) -> None:
 
 def _merge(fields: Fields, name: str, entries: dict[str, Any]) -> None:
     """Add entries to a field that is an object. Entries of the request take precedence."""
-    given = _value(fields, name)
-    if given is None or isinstance(given, dict):
-        fields[name] = entries | (given or {})
+    requested = _value(fields, name)
+    if requested is None or isinstance(requested, dict):
+        fields[name] = entries | (requested or {})
 
 
 def _value(fields: Fields, name: str) -> Any:
@@ -134,13 +137,13 @@ def _value(fields: Fields, name: str) -> Any:
 # ── translations ────────────────────────────────────────────────────────────────────────────────
 
 
-def _without_cache(fields: Fields, cache_prompt: bool) -> None:
-    if not cache_prompt:
-        fields["cache_salt"] = uuid4().hex  # no other request has the same
+def _cache_prompt(fields: Fields, value: bool) -> None:
+    if not value:
+        fields["cache_salt"] = uuid4().hex  # a unique salt: no cached prefix is found
 
 
 def _max_tokens(name: str, unlimited: int | None) -> ForeignField:
-    """llama.cpp's n_predict; -1 means until the context is full."""
+    """llama.cpp's n_predict. A negative value means no limit (`unlimited`)."""
 
     def apply(fields: Fields, value: int) -> None:
         _default(fields, name, value if value >= 0 else unlimited)
@@ -160,13 +163,13 @@ def _thinking(fields: Fields, value: Any) -> None:
 
 def _reasoning(fields: Fields, value: Any) -> None:
     """Translate a boolean, or OpenRouter's object: effort, max_tokens, enabled, exclude."""
-    given = value if isinstance(value, dict) else {"enabled": value}
-    if given.get("enabled") is not None:
-        _thinking(fields, given["enabled"])
+    options = value if isinstance(value, dict) else {"enabled": value}
+    if options.get("enabled") is not None:
+        _thinking(fields, options["enabled"])
     for key, name in (("effort", "reasoning_effort"), ("max_tokens", "thinking_token_budget")):
-        if given.get(key) is not None:
-            _default(fields, name, given[key])
-    if given.get("exclude"):
+        if options.get(key) is not None:
+            _default(fields, name, options[key])
+    if options.get("exclude"):
         _default(fields, "include_reasoning", False)
 
 
@@ -187,18 +190,18 @@ def _text_probabilities(fields: Fields, value: int) -> None:
 
 
 def _samplers(fields: Fields, names: list[str]) -> None:
-    for sampler, values in WITHOUT.items():
+    for sampler, values in SAMPLER_OFF.items():
         if names and sampler not in names:
             fields.update(values)
 
 
 def _repeat_last_n(fields: Fields, value: int) -> None:
-    """Refuse a window of the penalties: here they apply to the whole text. The field must follow
-    `repeat_penalty` in the table."""
+    """Refuse a window for the penalties, because here they apply to the whole text. In the table
+    this field must follow `repeat_penalty`."""
     if value == 0:
-        fields.update(WITHOUT["penalties"])
+        fields.update(SAMPLER_OFF["penalties"])
     elif value > 0 and any(
-        _value(fields, name) not in (None, off) for name, off in WITHOUT["penalties"].items()
+        _value(fields, name) not in (None, off) for name, off in SAMPLER_OFF["penalties"].items()
     ):
         message = "repeat_last_n: penalties apply to the whole text; leave it out, or give -1"
         raise ApiError(400, message, param="repeat_last_n")
@@ -206,8 +209,8 @@ def _repeat_last_n(fields: Fields, value: int) -> None:
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
 
-# Settings of samplers that are off, slots, stops by indentation or time, and timings, which are in
-# the last part of every answer.
+# Settings of unsupported samplers, of slots, of stops by indentation or time, and of timings (which
+# every answer has).
 LLAMA_IGNORED: Final[ForeignTable] = {
     name: ignored()
     for name in (
@@ -234,7 +237,7 @@ LLAMA: Final[ForeignTable] = {
     **{name: unsupported(*values) for name, values in LLAMA_OFF.items()},
     **LLAMA_IGNORED,
 }
-OLLAMA_OPTIONS: Final[ForeignTable] = {  # the last fields are for loading a model
+OLLAMA_OPTIONS: Final[ForeignTable] = {  # most of the ignored options are for loading a model
     **LLAMA,
     "tfs_z": unsupported(1.0),
     **{
@@ -264,7 +267,7 @@ STRUCTURED: Final[ForeignTable] = {
     "disable_fallback": ignored(bool),
     "disable_any_whitespace": unsupported(False),
 }
-# For all routes with a request of OpenAI's.
+# For all requests with OpenAI's fields.
 _SHARED: Final[ForeignTable] = {
     # vLLM
     "guided_json": inside(str | dict[str, Any], "structured_outputs", "json"),
@@ -281,7 +284,7 @@ _SHARED: Final[ForeignTable] = {
     "kv_transfer_params": unsupported(),
     "repetition_detection": unsupported(),
     "vllm_xargs": unsupported(),
-    "mm_processor_kwargs": ignored(),  # for media, which no request may have
+    "mm_processor_kwargs": ignored(),  # for images and audio, which are refused
     "media_io_kwargs": ignored(),
     # llama-server
     "repeat_penalty": renamed(float, "repetition_penalty"),
@@ -289,7 +292,7 @@ _SHARED: Final[ForeignTable] = {
     "samplers": ForeignField(list[str], _samplers),
     "grammar": inside(str, "structured_outputs", "grammar"),
     "json_schema": inside(dict[str, Any], "structured_outputs", "json"),
-    "cache_prompt": ForeignField(bool, _without_cache),
+    "cache_prompt": ForeignField(bool, _cache_prompt),
     "return_tokens": ignored(bool),
     "response_fields": ignored(list[str]),
     **LLAMA,
@@ -307,7 +310,7 @@ _SHARED: Final[ForeignTable] = {
     # OpenRouter, Mistral
     "transforms": unsupported(),
     "top_a": unsupported(0.0),
-    "usage": ignored(dict[str, Any]),  # of a stream: `stream_options` asks for it
+    "usage": ignored(dict[str, Any]),  # in a stream, `stream_options` switches usage on
     "provider": ignored(),
     "random_seed": renamed(int, "seed"),
     "safe_prompt": unsupported(False),
@@ -337,7 +340,7 @@ CHAT: Final[ForeignTable] = {
     "functions": unsupported(advice="use tools"),
     "function_call": unsupported("none", "auto", advice="use tool_choice"),
     "audio": unsupported(advice="this server writes text only"),
-    "modalities": unsupported(["text"], advice='only ["text"] is'),
+    "modalities": unsupported(["text"], advice='give ["text"]'),
     "web_search_options": unsupported(),
 }
 COMPLETION: Final[ForeignTable] = {
@@ -359,7 +362,7 @@ RESPONSES: Final[ForeignTable] = {
     "n_probs": unsupported(0, advice="include message.output_text.logprobs, and give top_logprobs"),
     "n": unsupported(1),
     "n_cmpl": unsupported(1),
-    "conversation": unsupported(advice="go on from an answer with previous_response_id"),
+    "conversation": unsupported(advice="continue a response with previous_response_id"),
     "prompt": unsupported(advice="send instructions and input"),
     "context_management": unsupported(advice='set truncation to "auto", or shorten the input'),
     "enable_response_messages": unsupported(False),
@@ -388,10 +391,10 @@ MESSAGES: Final[ForeignTable] = {
             fields, "chat_template_kwargs", {"enable_thinking": value, "thinking": value}
         ),
     ),
-    "mcp_servers": unsupported(advice="call them on the client's side, as tools"),
-    "container": unsupported(advice="nothing is run on the server's side"),
-    "compaction": unsupported(advice="shorten the conversation on the client's side"),
-    # With this code Anthropic's clients continue without threads.
+    "mcp_servers": unsupported(advice="let the client call them, as tools"),
+    "container": unsupported(advice="this server runs no code"),
+    "compaction": unsupported(advice="let the client shorten the conversation"),
+    # If an error has this code, Anthropic's clients continue without threads.
     "thread": unsupported(
         advice="this server keeps no threads; send the whole conversation",
         code="thread_unsupported_request",
@@ -399,7 +402,7 @@ MESSAGES: Final[ForeignTable] = {
 }
 OLLAMA_GENERATE: Final[ForeignTable] = {
     "template": unsupported(
-        advice="the model's own is used; send raw: true and a prompt that is rendered"
+        advice="the model's own template is used; send raw: true and a rendered prompt"
     ),
     "context": unsupported(advice="send the conversation to /api/chat"),
 }

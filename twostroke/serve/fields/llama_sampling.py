@@ -1,4 +1,4 @@
-"""llama.cpp's sampling fields, as llama-server's requests and Ollama's options name them."""
+"""`LlamaSampling`: llama.cpp's sampling fields, in llama-server's requests and Ollama's options."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LlamaSampling(EngineFields, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: int | None = None  # only 0 and -1: penalties apply to the whole text
+    repeat_last_n: int | None = None  # 0: no penalties; -1: the whole text; others are refused
     stop: StopText | Stops | None = None
 
     def apply_to(self, request: GenerateRequest) -> None:
-        """Set the fields in a request of OpenAI's; raise `ApiError` if one is unsupported."""
+        """Set the fields of OpenAI's request. Raise `ApiError` for an unsupported value."""
         if self.temperature is not None:
-            request.temperature = max(self.temperature, 0.0)  # below 0 is greedy, too
+            request.temperature = max(self.temperature, 0.0)  # in llama.cpp, below 0 is greedy too
         if self.top_k is not None:
             request.top_k = max(self.top_k, 0)
         if self.seed not in RANDOM_SEEDS:

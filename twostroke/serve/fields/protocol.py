@@ -1,8 +1,8 @@
-"""Request types: OpenAI's fields, with vLLM's and llama.cpp's additions.
+"""Request types: OpenAI's fields, with additions of vLLM and llama.cpp.
 
-Fields of other servers are in the tables of `foreign_fields.py`. Any other field is unknown: it is
-ignored with a warning in the answer, or refused with `--strict-fields`. `null` means that the field
-is not set. `SamplingParams` checks the ranges of sampling values.
+Fields of other servers are in the tables of `foreign_fields.py`. Any other field is unknown: the
+server ignores it and adds a warning to the response, or refuses it (`--strict-fields`). `null`
+means: not set. `SamplingParams` checks the ranges of sampling values.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None  # false: only the first call is returned
     reasoning_effort: Name | None = None  # a variable of the chat template
     verbosity: Name | None = None  # has no effect
-    prediction: PredictedContent | None = None  # the expected answer; read by a drafter
+    prediction: PredictedContent | None = None  # the expected answer, for speculative decoding
 
 
 # Fields that `BatchChatRequest` refuses.
@@ -283,7 +283,7 @@ class TokenizeRequest(Body, kw_only=True):
     tools: list[Tool] | None = None
 
 
-TemplatedRequest = ChatRequest | TokenizeRequest  # with fields for the chat template
+TemplatedRequest = ChatRequest | TokenizeRequest  # requests with fields for the chat template
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -317,8 +317,8 @@ class LearnPredictRequest(Body, kw_only=True):
 
 
 class LearnAttentionRequest(Body, kw_only=True):
-    """The attention of one head over a short prompt: token ids, as the experiment
-    "text" returned them."""
+    """A request for the attention of one head over a short prompt. `tokens`: token ids that the
+    experiment "text" has returned."""
 
     tokens: Annotated[TokenIds, Meta(min_length=1, max_length=64)]
     layer: Annotated[int, Meta(ge=0)] = 0
@@ -333,7 +333,7 @@ class PoolsRequest(Body, kw_only=True):
     prefill_engines: int | None = msgspec.field(default=None, name="prefill")
     decode_engines: int | None = msgspec.field(default=None, name="decode")
     data_parallel_size: int | None = None  # engines that do both phases
-    drain_timeout: float = 120.0  # seconds; then requests move to another engine
+    drain_timeout: float = 120.0  # seconds until requests of a leaving engine move to another one
 
 
 class ErrorContent(msgspec.Struct):

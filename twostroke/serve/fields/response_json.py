@@ -1,7 +1,8 @@
-"""Responses as bytes: JSON, server-sent events, and the fields that all routes share.
+"""Encodes responses as JSON and server-sent events, and makes the fields that all routes share:
+head, usage, timings and log-probabilities.
 
-Small values are encoded at once, long ones in chunks, so that the event loop can do other work in
-between. The shared fields are the head, usage, timings and log-probabilities.
+Small values are encoded at once. Long values are encoded in chunks, so that the event loop can do
+other work in between.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from twostroke.outputs import Logprobs, RequestOutput
 from twostroke.plan import TokenLogprobs
 from twostroke.serve.error_responses import ApiError
 
-CHUNK_BYTES = 16 * 1024  # about a millisecond's work
+CHUNK_BYTES = 16 * 1024  # takes about a millisecond to encode
 DONE = b"data: [DONE]\n\n"
 
 Encoded = bytes | Iterator[bytes]  # an iterator for long values
@@ -109,20 +110,20 @@ def error_event(error: ApiError) -> bytes:
 
 
 def concat(events: Sequence[Encoded]) -> Encoded:
-    if all(isinstance(one, bytes) for one in events):
+    if all(isinstance(each, bytes) for each in events):
         return b"".join(cast(Sequence[bytes], events))
-    return chain.from_iterable((one,) if isinstance(one, bytes) else one for one in events)
+    return chain.from_iterable((each,) if isinstance(each, bytes) else each for each in events)
 
 
 class TextEventTemplate:
-    """Encodes events that differ only in a text: `encode(text)` equals `plain(text)`, but only the
-    text is encoded for each token. The bytes around the text are encoded once."""
+    """Encodes events that differ only in a text. `encode(text)` returns the same bytes as
+    `encode_event(text)`, but is faster: the bytes around the text are encoded only once."""
 
     __slots__ = ("_after", "_before")
 
-    def __init__(self, plain: Callable[[str], bytes]) -> None:
+    def __init__(self, encode_event: Callable[[str], bytes]) -> None:
         mark = secrets.token_hex(16)
-        self._before, self._after = plain(mark).split(f'"{mark}"'.encode())
+        self._before, self._after = encode_event(mark).split(f'"{mark}"'.encode())
 
     def encode(self, text: str) -> bytes:
         return self._before + encode_json(text) + self._after
@@ -133,7 +134,7 @@ class TextEventTemplate:
 
 Json = dict[str, Any]
 MIN_LOGPROB = -9999.0  # JSON has no -inf
-TOKENS_KEPT = 16384
+MAX_CACHED_TOKENS = 16384  # in a cache of `TokenNames`
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +159,13 @@ class ResponseHead:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens read and written for one response."""
+    """The number of tokens in the prompt and in the completion of one response."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     reasoning: int | None = None  # of the completion; None: reasoning is not parsed
-    # Tokens of a predicted output that were verified: accepted, rejected. None: there were none.
+    # Accepted and rejected tokens of a predicted output; None: no token was verified.
     predicted: tuple[int, int] | None = None
 
     def usage(self, details: bool = True) -> Json:
@@ -201,8 +202,7 @@ def count_tokens(outputs: Sequence[RequestOutput]) -> TokenCounts:
 
 
 def predicted_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int] | None:
-    """Return how many tokens of predicted outputs were accepted and rejected; None if there were
-    none."""
+    """Return the accepted and the rejected tokens of predicted outputs; None: none verified."""
     records = [record for output in outputs for record in output.records if record.predicted]
     if not records:
         return None
@@ -211,19 +211,20 @@ def predicted_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int] | None
 
 
 def cached_tokens(output: RequestOutput) -> int:
-    """Return the prompt tokens found in the prefix cache, without tokens that the first of several
-    continuations has computed for the others."""
+    """Return the number of prompt tokens found in the prefix cache when the request began. (Later
+    continuations of the request also find the tokens that its first continuation has computed.)"""
     return min((record.num_cached for record in output.records), default=0)
 
 
 def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | None:
-    """Return llama.cpp's `timings`, measured by the engine: prompt is prefill, predicted is decode.
+    """Return llama.cpp's `timings`, measured by the engine: `prompt_…` is prefill, `predicted_…` is
+    decode. If there are several continuations, times are those of the slowest one, and tokens are
+    summed.
 
-    `predicted_per_token_ms` is the mean gap between tokens, so the first token, which prefill
-    computes, does not count. With several continuations, times are those of the slowest and tokens
-    are summed. Further fields: the queue time, the gaps between tokens by cause (summed over
-    continuations; those of one add up to `decode_ms`), the worst gap, preemptions, and tokens
-    evicted from the KV cache. `each_gap`: add the causes of each gap.
+    `predicted_per_token_ms` is the mean gap between tokens, so it does not include the first token,
+    which prefill computes. Further fields: the queue time, the gaps between tokens by cause (summed
+    over continuations; for one continuation the causes add up to `decode_ms`), the worst gap,
+    preemptions, and tokens evicted from the KV cache. `each_gap`: add the causes of each gap.
     """
     records = [record for output in outputs for record in output.records]
     if not records:
@@ -259,18 +260,18 @@ def timings(outputs: Sequence[RequestOutput], each_gap: bool = False) -> Json | 
         found["draft_n"] = drafted
         found["draft_n_accepted"] = sum(record.accepted for record in records)
     if each_gap:
-        one = records[0].gap_causes if len(records) == 1 else None
-        found["token_gaps_ms"] = None if one is None else LazyList(_gaps_in_ms(one))
+        causes = records[0].gap_causes if len(records) == 1 else None
+        found["token_gaps_ms"] = None if causes is None else LazyList(_gaps_in_ms(causes))
     return found
 
 
 def _tier_fetches(records: Sequence[RequestRecord]) -> Json:
-    """Return the prefix found in tiers below the KV cache, and what it was expected to cost; empty
-    if nothing was found there. Of several continuations, that of the longest fetch."""
-    found = [record.tier_fetch for record in records if record.tier_fetch is not None]
-    if not found:
+    """Return the field `kv_fetch`: the longest fetch of a prefix from the tiers below the KV cache,
+    with its measured and expected times; {} if there was none."""
+    fetches = [record.tier_fetch for record in records if record.tier_fetch is not None]
+    if not fetches:
         return {}
-    longest = max(found, key=lambda one: one.seconds)
+    longest = max(fetches, key=lambda fetch: fetch.seconds)
     return {
         "kv_fetch": {
             "outcome": longest.outcome,
@@ -292,8 +293,7 @@ def _gaps_in_ms(causes: Sequence[float]) -> Iterator[list[float] | None]:
 
 
 def request_metrics(outputs: Sequence[RequestOutput]) -> Json | None:
-    """Return vLLM's `metrics` of an answer with `--enable-per-request-metrics`; None for an answer
-    with several texts."""
+    """Return vLLM's `metrics` (`--enable-per-request-metrics`); None with several choices."""
     records = [record for output in outputs for record in output.records]
     if len(records) != 1:
         return None
@@ -319,7 +319,7 @@ def _ratio(amount: float, per: float) -> float:
 
 
 def progress(output: RequestOutput) -> Json:
-    """llama.cpp's `prompt_progress`: the number of prompt tokens in the KV cache."""
+    """Return llama.cpp's `prompt_progress`: the number of prompt tokens in the KV cache."""
     return {
         "total": len(output.prompt_token_ids),
         "cache": output.num_cached_tokens,
@@ -328,13 +328,12 @@ def progress(output: RequestOutput) -> Json:
 
 
 class TokenNames:
-    """Texts of tokens for log-probabilities, with a cache: an answer may need twenty for each of
-    its tokens."""
+    """The texts of tokens, cached: log-probabilities may need twenty texts for each token."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self.text = lru_cache(TOKENS_KEPT)(self._text)
-        self.json_around = lru_cache(TOKENS_KEPT)(self._json_around)
+        self.text = lru_cache(MAX_CACHED_TOKENS)(self._text)
+        self.json_around = lru_cache(MAX_CACHED_TOKENS)(self._json_around)
 
     def _text(self, token: int, as_id: bool = False) -> str:
         if as_id or self._tokenizer is None:
@@ -342,7 +341,7 @@ class TokenNames:
         return self._tokenizer.token_text(token)
 
     def _json_around(self, token: int, as_id: bool) -> tuple[bytes, bytes]:
-        """The JSON before and after the log-probability in the object of a token."""
+        """Return the JSON before and after the log-probability in the object of a token."""
         raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
         text = encode_json(self.text(token, as_id))
         return b'{"token":%b,"logprob":' % text, b',"bytes":%b}' % encode_json(list(raw))
@@ -352,26 +351,26 @@ class LogprobWriter:
     """Encodes log-probabilities in the formats of OpenAI's chat and completion APIs."""
 
     def __init__(self, names: TokenNames, top: int, as_ids: bool) -> None:
-        """`top`: the length of `top_logprobs` in a chat, with the chosen token; -1: all."""
+        """`top`: the length of `top_logprobs` in a chat, including the sampled token; -1: all."""
         self._names = names
         self._top = None if top < 0 else top
         self._as_ids = as_ids
 
     def chat(self, entries: Logprobs) -> Iterator[msgspec.Raw]:
-        """Yield one encoded object for each token. Plain objects would be too slow."""
+        """Yield one encoded object for each token. (Encoding dicts would be too slow.)"""
         for entry in entries.plain():
             assert entry is not None
-            listed = islice(_own_first(entry).items(), self._top)
-            best = b",".join([self._token(token, value) for token, value in listed])
-            own = self._token(entry.token_ids[0], entry.logprobs[0])
-            yield msgspec.Raw(b'%b,"top_logprobs":[%b]}' % (own[:-1], best))
+            listed = islice(_sampled_first(entry).items(), self._top)
+            top = b",".join([self._token(token, value) for token, value in listed])
+            sampled = self._token(entry.token_ids[0], entry.logprobs[0])
+            yield msgspec.Raw(b'%b,"top_logprobs":[%b]}' % (sampled[:-1], top))
 
     def completion(
         self, token_ids: Sequence[int], parts: Sequence[Logprobs | None], offset: int = 0
     ) -> Json:
-        """Return the `logprobs` of a completion. `parts`: log-probabilities of prompt and text, in
-        order; None is skipped. `offset`: the number of characters before. The first token of a
-        prompt has no log-probability."""
+        """Return the `logprobs` of a completion. `parts`: the log-probabilities of prompt and
+        completion, in order; None is skipped. `offset`: the number of characters before the first
+        token. The first token of a prompt has no log-probability."""
         tokens = [self._text(token) for token in token_ids]
         lengths = accumulate(map(len, tokens), initial=offset)
 
@@ -384,13 +383,13 @@ class LogprobWriter:
                 None if e is None else _finite(e.logprobs[0]) for e in entries()
             ),
             "tokens": tokens,
-            "top_logprobs": LazyList(map(self._best_by_text, entries())),
+            "top_logprobs": LazyList(map(self._top_by_text, entries())),
         }
 
-    def _best_by_text(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
+    def _top_by_text(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
         if entry is None:
             return None
-        return {self._text(token): _finite(value) for token, value in _own_first(entry).items()}
+        return {self._text(token): _finite(value) for token, value in _sampled_first(entry).items()}
 
     def _token(self, token: int, value: float) -> bytes:
         before, after = self._names.json_around(token, self._as_ids)
@@ -407,8 +406,9 @@ class LogprobWriter:
         return LazyList(None if e is None else self._by_id(e) for e in entries.plain())
 
     def _by_id(self, entry: TokenLogprobs) -> Json:
-        (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs
-        ranked = [(chosen, own, entry.rank), *zip(ids, values, range(1, len(ids) + 1), strict=True)]
+        (sampled, *ids), (logprob, *values) = entry.token_ids, entry.logprobs
+        ranks = range(1, len(ids) + 1)
+        ranked = [(sampled, logprob, entry.rank), *zip(ids, values, ranks, strict=True)]
         return {
             str(token): {
                 "logprob": _finite(value),
@@ -419,8 +419,8 @@ class LogprobWriter:
         }
 
 
-def _own_first(entry: TokenLogprobs) -> dict[int, float]:
-    """Return log-probabilities by token: the chosen token first, as in vLLM."""
+def _sampled_first(entry: TokenLogprobs) -> dict[int, float]:
+    """Return log-probabilities by token: the sampled token first, as in vLLM."""
     return dict(zip(entry.token_ids, entry.logprobs, strict=True))
 
 

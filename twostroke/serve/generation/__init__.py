@@ -1,1 +1,1 @@
-"""The path of a request: prompt, sampling parameters, generation, conversation."""
+"""The path of a generating request: prompt, sampling parameters, engine, response."""

@@ -1,5 +1,4 @@
-"""`ConversationGeneration`: a conversation of any API as a chat request of OpenAI's form, and
-`AssistantMessage`, the message that the model writes."""
+"""`ConversationGeneration`: a conversation of any API. `AssistantMessage`: its answer."""
 
 from __future__ import annotations
 
@@ -40,10 +39,10 @@ R = TypeVar("R", bound=Body)
 
 
 class ConversationGeneration(Generation[R]):
-    """A request that is answered with an assistant's message (or `n` of them).
+    """A request that is answered with an assistant's message, or with `n` messages.
 
-    An API translates its request into a chat request (`as_chat`) and writes its answer from
-    `AssistantMessage`; this class does everything in between."""
+    A subclass for each API translates the request into OpenAI's chat request (`as_chat`) and writes
+    the response from `AssistantMessage`. This class does the work in between."""
 
     def __init__(self, service: Service, request: R) -> None:
         super().__init__(service, request)
@@ -54,8 +53,8 @@ class ConversationGeneration(Generation[R]):
         self.reasoning: Reasoning | None = None
 
     def drop_server_tools(self, types: Sequence[str]) -> None:
-        """Warn of tools, given by their types, that the client expects the server to run. This
-        server runs no tools, and the model is not shown them."""
+        """Warn that the prompt does not have these types of tools, which the client expects the
+        server to run: this server runs no tools."""
         if types:
             message = "tools that this server does not run were left out"
             self.warnings.append(IgnoredParts(message, types))
@@ -152,8 +151,7 @@ def _thinking_budget(chat: ChatRequest, reasoning: Reasoning | None) -> int | No
 def requested_tools(
     request: ChatRequest, settings: ServeSettings, chat_template: str | None
 ) -> ToolCalls | None:
-    """Return the tools that the model may call, or None. The template shows the tools to the model
-    even if it may not call them."""
+    """Return the tools that the model may call, or None. The template may still show tools."""
     if not request.tools and request.tool_choice in (None, "none", "auto"):
         return None
     parser = settings.tool_call_parser or "auto"
@@ -217,7 +215,7 @@ class AssistantMessage:
     @property
     def is_plain(self) -> bool:
         """Return whether all further text is content."""
-        return all(isinstance(one, ReasoningParser) and one.ended for one in self._parsers)
+        return all(isinstance(each, ReasoningParser) and each.ended for each in self._parsers)
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         """Add text and return the new deltas. Text that may be part of a tag is held back.

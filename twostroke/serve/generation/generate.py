@@ -1,12 +1,12 @@
-"""The path of every request that generates text, shared by all routes:
+"""The path of a request that generates text, the same for all routes:
 
     GenerateRoute   admit ─▶ read the body ─▶ Generation.prepare, off the event loop ─▶ submit
-    ResponseStream  engine ─▶ output ─▶ encoded at once ─▶ connection     a fast reader
-                                └─▶ unread ─▶ next_chunks()               a slow reader
-                    engine ─▶ last output of each prompt ─▶ final_outputs()     without streaming
+    ResponseStream  engine ─▶ output ─▶ encode ─▶ connection            if the client reads fast
+                                          └─▶ queue ─▶ next_chunks()    if it reads slowly
+                    engine ─▶ last output of each prompt ─▶ final_outputs()    without streaming
 
-An output is encoded when it arrives, so that the data waiting for a slow reader is small, counted,
-and cheap to write or to drop (`UnreadBytes`).
+An output is encoded when it arrives. So the data that waits for a slow client is small, counted
+(`UnreadBytes`), and cheap to write or to drop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from twostroke.serve.http.http_request import SSE, DirectWriter, Headers, HttpRe
 
 SUBMITTED_AT_ONCE = 16  # prompts of one request; then other tasks run
 MAX_REQUEST_ID = 256  # characters
-LOGPROB_BYTES = 8  # of a token and its log-probability in `Logprobs`
+LOGPROB_BYTES = 8  # memory for one token id and its log-probability in `Logprobs`
 
 R = TypeVar("R", bound=Body)
 G = TypeVar("G", bound="Generation[Any]")
@@ -65,12 +65,12 @@ class StreamWriter(Protocol):
 
 
 class Generation(ABC, Generic[R]):
-    """One request of a route. Prepares the engine's requests and writes the response."""
+    """One API request: prepares the engine's requests and writes the response."""
 
     request_type: ClassVar[type[Any]]
     id_prefix: ClassVar[str]
     stream_headers: ClassVar[Headers] = SSE
-    fields: GenerateRequest  # the request itself, or its translation into OpenAI's fields
+    fields: GenerateRequest  # `request`, or its translation into OpenAI's fields
     head: ResponseHead
 
     def __init__(self, service: Service, request: R) -> None:
@@ -80,18 +80,20 @@ class Generation(ABC, Generic[R]):
             self.fields = request
         self.num_choices = 1  # prompts times n
         self.warnings: list[IgnoredParts] = []
-        self.num_stored_bytes = 0  # of stored responses that the prompt includes
+        self.num_stored_bytes = 0  # of the stored responses that the prompt includes
 
     def holding_stored(self) -> AbstractContextManager[None]:
-        """A context around `prepare`, in which stored responses that are read stay counted."""
+        """Return a context for `prepare`. In this context the memory of the stored responses that
+        `prepare` reads counts as used, even if they are deleted."""
         return nullcontext()
 
     @abstractmethod
     def prepare(self) -> list[EngineRequest]:
-        """Return one request for each prompt, or raise a refusal. Called off the event loop."""
+        """Return one request for each prompt, or raise an error. Called off the event loop."""
 
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
-        """Called before anything is written, after the request's input has been dropped."""
+        """Set the head of the response. Called before the response is written, and after the
+        request's input has been dropped."""
         self.head = head
 
     @abstractmethod
@@ -140,7 +142,7 @@ class ChunkWriter(ABC, Generic[G]):
         more: Json = {"timings": timings(self.finished)}
         if self.generation.service.settings.enable_per_request_metrics:
             metrics = request_metrics(self.finished)
-            if metrics is not None:  # vLLM's last chunk has no null values, unlike whole answers
+            if metrics is not None:  # as in vLLM, a stream has no null values, a whole answer does
                 known = {name: value for name, value in metrics.items() if value is not None}
                 more["metrics"] = known
         return event(self.chunk([], usage=self.counts.usage(), **more)) + DONE
@@ -165,7 +167,7 @@ class GenerateRoute:
         return self._generation_type(self._service, request)
 
     async def prepare(self, http: HttpRequest) -> tuple[Generation[Any], list[EngineRequest]]:
-        """Read the request and return the engine's requests. The body's memory is released."""
+        """Read the request and return the engine's requests. Release the memory of the body."""
         service = self._service
         service.admission.check()
         async with service.read(http, self._request_type) as (request, num_bytes):
@@ -212,8 +214,8 @@ class GenerateRoute:
         *,
         without_client: bool = False,
     ) -> AsyncIterator[ResponseStream]:
-        """Run the requests in the engine. Leaving the block aborts them, and so does a client that
-        disconnects, unless `without_client`."""
+        """Run the requests in the engine. They are aborted at the end of the block, and if the
+        client disconnects (unless `without_client`)."""
         service = self._service
         self._check_logprobs_size(requests, whole=write is None)
         tracing = service.tracing
@@ -266,8 +268,8 @@ def _request_id(http: HttpRequest) -> str | None:
 
 
 class ResponseStream:
-    """The outputs of one HTTP request, from the engine to the connection. Use as `async with`:
-    leaving the block aborts the requests that still run."""
+    """The outputs of one HTTP request, from the engine to the connection. Use with `async with`:
+    the requests that still run at the end of the block are aborted."""
 
     def __init__(
         self,
@@ -277,7 +279,8 @@ class ResponseStream:
         unread: UnreadBytes,
         write: Callable[[int, RequestOutput], Encoded] | None = None,
     ) -> None:
-        """`write` encodes the events of a stream; None: only the last outputs are kept."""
+        """`write` encodes an output as events of a stream. None: no streaming; keep only the last
+        output of each prompt."""
         self._client = client
         self._requests = requests
         several = len(requests) > 1
@@ -329,14 +332,14 @@ class ResponseStream:
         self._unread.remove(self)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, after the ready chunks. Only the first error counts."""
+        """End the stream with an error after the ready chunks. Keep only the first error."""
         self._error = self._error or error
         if isinstance(error, ClientGone):
             self._drop()
         self._wake()
 
     def cancel(self, error: Exception) -> None:
-        """Abort, drop all chunks and fail: the client may never read them."""
+        """Abort the requests, drop all chunks, which the client may never read, and fail."""
         self._abort()
         self._drop()
         self.fail(error)
@@ -404,8 +407,8 @@ class ResponseStream:
         return [self._last_outputs[index] for index in range(len(self._requests))]
 
     async def next_chunks(self) -> list[Encoded]:
-        """Wait for chunks and return them; empty after the last chunk. The chunks count as unread
-        until the next call."""
+        """Wait for chunks and return them; return [] after the last chunk. The chunks count as
+        unread until the next call."""
         self._unread.remove(self, self._num_handed)
         self._num_handed = 0
         while not self._ready and self._error is None and self._running:
@@ -417,8 +420,8 @@ class ResponseStream:
         return ready
 
     async def send(self, http: HttpRequest, writer: StreamWriter, headers: Headers) -> None:
-        """Send the whole stream. A failure before the first output is raised, to become a
-        status."""
+        """Send the whole stream. Raise an error that occurs before the response has begun; send a
+        later error as an event."""
         try:
             while ready := await self.next_chunks():
                 if not http.status:
@@ -426,7 +429,7 @@ class ResponseStream:
                 await _write_chunks(http, ready)
                 self._direct = http.direct
             last = writer.end()
-            if not http.status:  # nothing was written before
+            if not http.status:  # the response has not begun
                 await http.start_stream(headers)
             if isinstance(last, bytes):
                 await http.finish(last)
@@ -443,7 +446,7 @@ class ResponseStream:
 
 
 async def _write_chunks(http: HttpRequest, ready: list[Encoded]) -> None:
-    """Write small chunks together and long ones piece by piece; other tasks run in between."""
+    """Write small chunks together, and long chunks in pieces between which other tasks run."""
     small: list[bytes] = []
     for encoded in ready:
         if isinstance(encoded, bytes):

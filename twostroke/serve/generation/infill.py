@@ -37,9 +37,9 @@ def infill_prompt(
     middle: str = "",
     files: tuple[tuple[str, str], ...] = (),
 ) -> list[int]:
-    """Return the prompt after which a model writes the text between prefix and suffix.
+    """Return the prompt for the text between prefix and suffix.
 
-    `middle` is the beginning of that text; `files` are (name, text) of other files for context."""
+    `middle`: the beginning of this text. `files`: (name, text) of other files, for context."""
     tokens = infill_tokens(tokenizer)
     if tokens is None or tokenizer is None:
         raise ApiError(

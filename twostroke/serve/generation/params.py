@@ -17,7 +17,7 @@ from twostroke.serve.fields.protocol import (
 )
 from twostroke.serve.settings import ServeSettings
 
-COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
+COMPLETION_TOKENS = 16  # OpenAI's default max_tokens for /v1/completions; a chat has no default
 
 _SAME_NAME = (
     "temperature",
@@ -55,12 +55,13 @@ def chat_params(
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     max_tokens = request.max_completion_tokens
     max_tokens = request.max_tokens if max_tokens is None else max_tokens
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _params(
         request,
         info,
         n=request.n,
         max_tokens=_capped(max_tokens, settings),
-        logprobs=_count_logprobs(request, request.top_logprobs or 0 if request.logprobs else None),
+        logprobs=_count_logprobs(request, num_logprobs),
         structured=_structured(request, settings, request.response_format, forced),
     )
 
@@ -104,7 +105,7 @@ def _params(
     output_kind = "delta" if request.stream else "final_only"
     return replace(
         info.sampling,
-        n=n or 1 if n != 0 else 0,
+        n=1 if n is None else n,
         max_tokens=max_tokens,
         logprobs=logprobs,
         output_kind=output_kind,
@@ -112,11 +113,11 @@ def _params(
     )
 
 
-def _count_logprobs(request: GenerateRequest, asked: int | None) -> int | None:
-    """Return the number of top log-probabilities: 0 if the request names the tokens itself."""
+def _count_logprobs(request: GenerateRequest, requested: int | None) -> int | None:
+    """Return the number of top log-probabilities: 0 if `logprob_token_ids` selects the tokens."""
     if not request.logprob_token_ids:
-        return asked
-    if asked is None:
+        return requested
+    if requested is None:
         raise ApiError(400, "logprob_token_ids needs logprobs", param="logprob_token_ids")
     return 0
 
@@ -145,8 +146,8 @@ def _structured(
     """Return the grammar: `forced`, or `structured_outputs`, or `response_format`, in this
     order."""
     fields = request.structured_outputs or StructuredFields()
-    asked = fields.disable_additional_properties
-    closed = settings.disable_additional_properties if asked is None else asked
+    requested = fields.disable_additional_properties
+    closed = settings.disable_additional_properties if requested is None else requested
     if forced is not None:
         return replace(forced, disable_additional_properties=closed)
     kinds = {
@@ -158,7 +159,7 @@ def _structured(
         kinds["json_object"] = True
     elif not kinds and form is not None and form.type == "json_schema":
         kinds["json"] = _schema(form)
-    if not kinds and (request.structured_outputs is None or asked is not None):
+    if not kinds and (request.structured_outputs is None or requested is not None):
         return None
     return StructuredOutputs(**kinds, disable_additional_properties=closed)
 

@@ -1,13 +1,13 @@
-"""`PromptProcessor`: turns the prompt of a request into an `EngineRequest`, off the event loop, so
-that streams continue meanwhile.
+"""`PromptProcessor`: makes an `EngineRequest` from the prompt of a request. The work runs in
+threads, so that it does not delay streams:
 
     text (2 threads): render the model's template (in a process), tokenise, validate
-    large (1 thread): the same for large bodies, one after the other, since they take memory
-    own templates (1 thread): the same with a chat template of the request
+    large (1 thread): the same for large bodies, one at a time to limit memory
+    own templates (1 thread): the same for requests with a chat template of their own
     grammars (2 threads): compile a new grammar (in a process)
 
-Each kind of work has a queue of its own. A full queue refuses with 429. Work for a request whose
-client has disconnected is not started.
+Each kind of work has its own queue. If a queue is full, the request is refused with 429. Work for a
+request whose client has disconnected is not started.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from twostroke.serve.error_responses import ApiError, retry_after
 from twostroke.serve.fields.protocol import GenerateRequest, TemplatedRequest
 from twostroke.serve.settings import ServeSettings
 
-# Arguments of `ChatTemplate.render`: chat_template_kwargs may not use these names.
-TAKEN = ("self", "messages", "add_generation_prompt", "tools", "continue_final_message")
+# Arguments of `ChatTemplate.render`, which chat_template_kwargs must not set.
+RESERVED = ("self", "messages", "add_generation_prompt", "tools", "continue_final_message")
 TEXT_THREADS: Final = 2
 MAX_GRAMMARS_WAITING: Final = 16  # requests with a new grammar
-MAX_BAD_WORD_TOKENS: Final = 16_384  # of one request; the engine prepares them for its rows
+MAX_BAD_WORD_TOKENS: Final = 16_384  # of one request
 MAX_TEMPLATES_WAITING: Final = 8  # requests with a chat template of their own
 RENDERING: Final = Limits(cpu_s=1.0, wall_s=10.0, memory_bytes=64 * 1024**2, nice=10)
 OWN_TEMPLATE_RENDERING: Final = Limits(cpu_s=0.5, wall_s=5.0, memory_bytes=32 * 1024**2, nice=10)
@@ -67,10 +67,10 @@ class PromptProcessor:
         self._max_chars = input_processor.max_chars(self.max_tokens)
         self._text = ThreadPool("requests", TEXT_THREADS, settings.max_queue)
         self._large = ThreadPool("large requests", 1, settings.max_queue)
-        what = "requests with a chat template of their own"
-        self._own_templates = ThreadPool(what, 1, MAX_TEMPLATES_WAITING)
-        what = "requests with new grammars"
-        self._grammars = ThreadPool(what, GRAMMAR_WORKERS, MAX_GRAMMARS_WAITING)
+        name = "requests with a chat template of their own"
+        self._own_templates = ThreadPool(name, 1, MAX_TEMPLATES_WAITING)
+        name = "requests with new grammars"
+        self._grammars = ThreadPool(name, GRAMMAR_WORKERS, MAX_GRAMMARS_WAITING)
         self._renderer = TemplateRenderer(TEXT_THREADS + 1, RENDERING)
         self._own_template_renderer = TemplateRenderer(1, OWN_TEMPLATE_RENDERING)
         if input_processor.tokenizer is not None and input_processor.chat_template is not None:
@@ -95,12 +95,12 @@ class PromptProcessor:
     async def prepare_off_loop(
         self, request: GenerateRequest, num_bytes: int, work: Callable[[], list[EngineRequest]]
     ) -> list[EngineRequest]:
-        """Return the requests of `work`, with their grammar checked. They count as received now, so
-        that the time for template and tokenizer is included in their queue time."""
+        """Run `work` in a thread, check the grammar of its requests, and return the requests. They
+        count as received now, so that their queue time includes template and tokenizer."""
         received_s, session = monotonic(), _session(request)
 
         def prepare() -> tuple[list[EngineRequest], Callable[[], None] | None]:
-            requests = [replace(one, received_s=received_s, session=session) for one in work()]
+            requests = [replace(each, received_s=received_s, session=session) for each in work()]
             grammar = requests[0].params.structured_outputs if requests else None
             if grammar is None or self._input.grammars.known(grammar):
                 return requests, None
@@ -122,7 +122,7 @@ class PromptProcessor:
             "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt,
             "cache_salt": request.cache_salt,
         }
-        made = self._input.process(
+        engine_request = self._input.process(
             fields,
             params,
             request.priority or 0,
@@ -132,14 +132,14 @@ class PromptProcessor:
             check_grammar=False,
             max_prompt_tokens=self.max_tokens,
         )
-        if sum(map(len, made.bad_words_ids)) > MAX_BAD_WORD_TOKENS:
+        if sum(map(len, engine_request.bad_words_ids)) > MAX_BAD_WORD_TOKENS:
             raise ApiError(
                 400,
                 f"bad_words have more than {MAX_BAD_WORD_TOKENS} tokens together (each word is "
                 "banned with and without a space before it); give fewer or shorter words",
                 param="bad_words",
             )
-        return made
+        return engine_request
 
     def encode_prediction(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a predicted output, at most as many as an answer may have."""
@@ -148,7 +148,7 @@ class PromptProcessor:
         return tuple(islice(known, self.max_tokens))
 
     def _truncated(self, prompt: str | Sequence[int], request: GenerateRequest) -> Sequence[int]:
-        """Return the last tokens of the prompt, or the first with `truncation_side: "right"`."""
+        """Cut the prompt to `truncate_prompt_tokens` tokens, at the side `truncation_side`."""
         count, from_left = request.truncate_prompt_tokens or 0, request.truncation_side != "right"
         if count > self.max_tokens:
             raise ApiError(
@@ -158,8 +158,7 @@ class PromptProcessor:
             )
         count = self.max_tokens if count < 0 else count
         if isinstance(prompt, str):
-            # Text far from the kept end is not tokenised.
-            limit = self._max_chars
+            limit = self._max_chars  # do not tokenise text that will be cut off
             prompt = self.tokenizer.encode(prompt[-limit:] if from_left else prompt[:limit])
         return prompt[max(0, len(prompt) - count) :] if from_left else prompt[:count]
 
@@ -169,8 +168,7 @@ class PromptProcessor:
         return tokenizer.encode(text, add_special_tokens)
 
     def encode_parts(self, parts: Iterable[int | str], add_special_tokens: bool) -> list[int]:
-        """Encode a sequence of token ids and texts as one prompt. A prompt that is too long is
-        refused early."""
+        """Encode token ids and texts as one prompt. Refuse a prompt as soon as it is too long."""
         ids: list[int] = []
         for n, part in enumerate(parts):
             if isinstance(part, int):
@@ -207,10 +205,10 @@ class PromptProcessor:
             **variables,
             **(request.chat_template_kwargs or {}),
         }
-        if taken := [name for name in TAKEN if name in variables]:
+        if reserved := [name for name in RESERVED if name in variables]:
             raise ApiError(
                 400,
-                f"chat_template_kwargs: {' and '.join(taken)} cannot be set there; other names can",
+                f"chat_template_kwargs cannot set {' and '.join(reserved)}; remove these names",
                 param="chat_template_kwargs",
             )
         run = partial(
@@ -233,12 +231,12 @@ class PromptProcessor:
         )
 
     def _check_template(self, of_request: bool) -> None:
-        """Refuse the template of a request unless the server trusts such templates."""
+        """Refuse a template of the request unless the server allows it, and a model without one."""
         if of_request and not self._settings.trust_request_chat_template:
             raise ApiError(
                 400,
-                "chat_template: this server uses the model's own; start it with "
-                "trust_request_chat_template to allow others",
+                "chat_template: this server accepts no templates in requests; start it with "
+                "--trust-request-chat-template to allow them",
                 param="chat_template",
             )
         if not of_request and self._input.chat_template is None:
@@ -269,7 +267,7 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
         return [prompt]
     if not prompt:
         raise ApiError(400, "the prompt is empty; give at least one token", param="prompt")
-    kinds = {type(one) for one in prompt}
+    kinds = {type(each) for each in prompt}
     if int in kinds and len(kinds) > 1:
         raise ApiError(400, "prompt: give texts, token ids or lists of them, not a mixture")
     return [prompt] if kinds == {int} else list(prompt)
@@ -331,7 +329,7 @@ class ThreadPool:
                 error = raised
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(_resolve, result, value, error)
-            del job, work, loop, result, value, error  # not kept while waiting for the next job
+            del job, work, loop, result, value, error  # free them while waiting for the next job
 
 
 def _resolve(result: asyncio.Future[T], value: T, error: BaseException | None) -> None:
@@ -344,7 +342,7 @@ def _resolve(result: asyncio.Future[T], value: T, error: BaseException | None) -
 
 
 def _session(request: GenerateRequest) -> str:
-    """Return a name of the conversation that is unique across tenants."""
+    """Return a name of the conversation. It depends on the cache salt, so tenants share no name."""
     if not request.prompt_cache_key:
         return ""
     text = json.dumps([request.cache_salt, request.prompt_cache_key])

@@ -1,5 +1,5 @@
-"""`Service`: the objects that all routes share, and the limits over all requests: the number of
-open sequences (`Admission`) and the bytes that clients have not read (`UnreadBytes`).
+"""`Service`: the objects that all routes share. `Admission` limits the open sequences of all
+requests, `UnreadBytes` the bytes that clients have not read.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Service:
         info = client.info
         setup = f"{info.model_name} {info.dtype} {info.device}"
         self.fingerprint = f"twostroke-{__version__}-{sha256(setup.encode()).hexdigest()[:8]}"
-        # Salts of prefixes by key. They depend on the key, not on its place in the list of keys:
-        # prefixes on a disk outlive the list.
+        # The salt of each key's prefixes. A salt depends on the key itself, not on the position of
+        # the key in the list: the list may change while prefixes are kept on a disk.
         keys = (*settings.api_keys, *settings.admin_api_keys)
         self._salts = [sha256(f"salt {key}".encode()).hexdigest() for key in keys]
         self.open_streams: set[OpenStream] = set()
@@ -68,10 +68,10 @@ class Service:
 
     @asynccontextmanager
     async def read(self, http: HttpRequest, request_type: type[T]) -> AsyncIterator[tuple[T, int]]:
-        """Read the body of a request. The context has the request and the number of its bytes.
+        """Read the body of a request; yield the request and the size of the body in bytes.
 
-        The bytes count as memory in use until the context ends, so leave the context as soon as the
-        prompt is rendered."""
+        The size counts as memory in use until the context ends, so end the context as soon as the
+        prompt has been made."""
         async with self.bodies.read(http, request_type) as (request, num_bytes):
             yield request, num_bytes
             request.drop_input()
@@ -94,8 +94,8 @@ class Service:
         running = self.client.load().running
         if http.is_admin:
             return running
-        own = (s.num_running for s in self.open_streams if s.owner == http.key_number)
-        return min(running, sum(own))
+        of_key = (s.num_running for s in self.open_streams if s.owner == http.key_number)
+        return min(running, sum(of_key))
 
     def shows_token_ids(self, request: GenerateRequest) -> bool:
         """Return whether log-probabilities show tokens as ids ("token_id:42") instead of text. The
@@ -114,7 +114,7 @@ class Service:
             return ()
         load = self.client.load()
         metrics = {
-            "kv_cache_usage_perc": load.kv.taken,  # a share, as in vLLM: from 0 to 1
+            "kv_cache_usage_perc": load.kv.taken,  # from 0 to 1, as in vLLM
             "num_requests_waiting": float(load.waiting),
         }
         if load_format == b"JSON":
@@ -148,7 +148,7 @@ class Admission:
     def __init__(self, client: EngineClient, max_queue: int, max_choices: int | None) -> None:
         self._client = client
         self._max_queue = max_queue
-        # All choices of a request run in the same steps, so many choices make every stream slower,
+        # All choices of a request run in the same steps. So many choices slow down every stream,
         # above all on a CPU.
         on_gpu = client.info.device.startswith("cuda")
         cores = os.cpu_count() or 1
@@ -175,9 +175,9 @@ class Admission:
                 f"{max_count} are allowed; send several requests, or raise --max-choices",
                 param="n",
             )
-        # Two counts are checked. `num_open` is exact, but with little memory fewer than
-        # max_num_seqs sequences run, and more wait. The engine's count of waiting requests may be
-        # outdated.
+        # Two counts are checked, because neither is enough. `num_open` is exact, but does not tell
+        # how many sequences wait: with little memory, fewer than max_num_seqs sequences run. The
+        # engine's count of waiting requests may be outdated.
         waiting = self._client.load().waiting
         if self.num_open + count > limit or (waiting and waiting + count > self._max_queue):
             raise ApiError(
@@ -226,9 +226,9 @@ class UnreadBytes:
         self.num_bytes = 0
 
     def add(self, stream: OpenStream, count: int) -> None:
-        """Add `count` bytes that a stream has written. Cancel the stream if it now has more unread
-        bytes than allowed, unless all of them are from this call: a first write may have any size.
-        If all streams together have too many, cancel the stream with the most."""
+        """Add `count` bytes that a stream has written. Cancel the stream if it had unread bytes
+        before and now has more than allowed: the first write may have any size. If all streams
+        together have too many, cancel the stream with the most unread bytes."""
         before = self._bytes.get(stream, 0)
         self._bytes[stream] = before + count
         self.num_bytes += count
@@ -239,9 +239,9 @@ class UnreadBytes:
 
     def remove(self, stream: OpenStream, count: int | None = None) -> None:
         """Subtract `count` bytes that were read or dropped. None: all bytes of the stream."""
-        held = self._bytes.pop(stream, 0)
-        left = 0 if count is None else max(0, held - count)
-        self.num_bytes -= held - left
+        unread = self._bytes.pop(stream, 0)
+        left = 0 if count is None else max(0, unread - count)
+        self.num_bytes -= unread - left
         if left:
             self._bytes[stream] = left
 

@@ -1,4 +1,4 @@
-"""Tool calls: the `tools` and `tool_choice` of a request. `parsers` reads the calls."""
+"""`ToolCalls`: the `tools` and `tool_choice` of a request, as a parser and a grammar."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _read_choice(choice: Any, schemas: Mapping[str, Any]) -> str:
-    """ "auto", "none", "required", or "name:" and the tool that must be called."""
+    """Return "auto", "none", "required", or "name:" and the tool that must be called."""
     if choice is None:
         return "auto" if schemas else "none"
     if isinstance(choice, Mapping):

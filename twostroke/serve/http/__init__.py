@@ -1,1 +1,1 @@
-"""HTTP: connections, requests, bodies, routing, and their limits."""
+"""HTTP: connections, requests, bodies and routing, with their limits."""

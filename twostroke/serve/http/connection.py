@@ -4,10 +4,11 @@
           ──▶ `ParseScheduler` gives each connection a piece in turn
           ──▶ `LimitedProtocol` counts and parses a piece ──▶ uvicorn starts the application
 
-A piece never crosses the end of a message, and no piece is parsed while a response is being
-written. So a client that pipelines requests has one of them in the server at a time.
+A piece never crosses the end of a message (a request with its body), and no piece is parsed while a
+response is being written. So the server works on one request of a connection at a time, even if the
+client pipelines requests.
 
-Reading goes on while a response is being written, because only a read shows that the client has
+Reading continues while a response is being written, because only a read shows that the client has
 disconnected. A client that closes its sending side counts as disconnected.
 """
 
@@ -32,13 +33,13 @@ from twostroke.serve.http.http_request import DIRECT, DISCARD_BYTES, LINGER_S, D
 from twostroke.serve.settings import ServeSettings
 
 READ_BYTES = 16 * 1024  # the largest read from a connection
-PIECE_BYTES = 4 * 1024  # of heads and chunked bodies: some 1,000 header lines or 700 chunks
-TURN_S = 0.004  # the time for parsing in one iteration of the event loop
+PIECE_BYTES = 4 * 1024  # the largest piece of a head or a chunked body: up to about 1,000 lines
+TURN_S = 0.004  # the maximum time for parsing in one iteration of the event loop
 MAX_HEADER_LINES = 256
-CHUNK_OVERHEAD_BYTES = 16 * 1024  # of chunk headers and trailers, above the size of the data
-MAX_PIPELINED = 8  # consecutive requests sent before a response was read
-UNREAD_BODY_BYTES = 32 * 1024  # of a body, not yet read by the application
-END_OF_HEAD = b"\r\n\r\n"  # and of a chunked body
+CHUNK_OVERHEAD_BYTES = 16 * 1024  # chunk headers and trailers may exceed the data by this
+MAX_PIPELINED = 8  # consecutive requests that a client may send before it reads a response
+UNREAD_BODY_BYTES = 32 * 1024  # body bytes that wait for the application, before parsing pauses
+END_OF_HEAD = b"\r\n\r\n"  # also ends a chunked body
 
 _REASONS = {
     400: b"Bad Request",
@@ -46,15 +47,15 @@ _REASONS = {
     431: b"Request Header Fields Too Large",
     503: b"Service Unavailable",
 }
-MAX_CONNECTIONS = 65536  # if the limit of open files allows it
+MAX_CONNECTIONS = 65536  # if the limit of open files allows so many
 SPARE_FILES = 16  # file descriptors kept free for other files
 
 
 class ParseScheduler:
-    """Gives the connections with unparsed bytes a piece each, in turn.
+    """Parses one piece of each connection in turn.
 
-    New bytes wait for one iteration of the event loop, which reads all sockets again. So the server
-    drops a request before parsing if its client has closed the connection at once."""
+    New bytes wait for one iteration of the event loop, in which all sockets are read again. So a
+    request whose client closes the connection at once is dropped before it is parsed."""
 
     def __init__(self) -> None:
         self._new: list[HttpConnection] = []
@@ -96,9 +97,9 @@ class HttpConnection(asyncio.BufferedProtocol):
     def __init__(self, **arguments: Any) -> None:
         self._http = self.protocol(**arguments)
         self._unparsed = bytearray()
-        self._tail = b""  # the end of the last piece: may be the beginning of `END_OF_HEAD`
+        self._tail = b""  # the end of the last piece, which may be the beginning of `END_OF_HEAD`
         self._queued = self._paused = False
-        self._ignoring = False  # further bytes are dropped
+        self._ignoring = False  # drop all further bytes
         self._ignored_bytes = 0
         self._pipelined = 0  # consecutive messages followed by bytes of the next message
         self._transport: asyncio.Transport
@@ -137,7 +138,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._enqueue()
 
     def parse_piece(self) -> bool:
-        """Return whether there is more to parse."""
+        """Parse the next piece, if the parser is free. Return whether there is more to parse."""
         http = self._http
         if self._transport.is_closing():
             self._unparsed.clear()
@@ -157,7 +158,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._queued
 
     def _next_size(self) -> int:
-        """The size of the next piece, which must not cross the end of a message."""
+        """Return the size of the next piece, which must not cross the end of a message."""
         if self._http.body_left:
             return min(len(self._unparsed), self._http.body_left)
         seen = self._tail + self._unparsed[:PIECE_BYTES]
@@ -170,7 +171,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return size
 
     def _close_after_response(self) -> None:
-        """Drop the requests that a client has sent before reading responses, and close."""
+        """Drop the unparsed requests, and close the connection after the current response."""
         self._ignoring = True
         self._unparsed.clear()
         if self._http.responding():
@@ -202,7 +203,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 class Flow(FlowControl):
-    """uvicorn's flow control, but it pauses parsing. `HttpConnection` pauses reading."""
+    """uvicorn's flow control, which here pauses parsing. `HttpConnection` pauses reading."""
 
     def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -220,8 +221,10 @@ class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on
 
     - the number of connections, so that file descriptors are left for other files,
-    - the size, lines and time of a head: the application sees only requests with a complete head,
-    - bytes of a message that are neither head nor body. Trailers are dropped."""
+    - the size, the lines and the time of a head,
+    - the chunk headers and trailers of a body. (Trailers are dropped.)
+
+    The application gets only requests with a complete head."""
 
     max_connections: ClassVar[int]
     max_head_bytes: ClassVar[int]
@@ -229,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
     write_timeout_s: ClassVar[float]
     log: ClassVar[RateLimitedLog]
 
-    num_messages = 0  # complete messages
+    num_messages = 0  # complete requests so far
     body_left = 0  # unparsed bytes of a body with Content-Length
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
@@ -247,16 +250,16 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def responding(self) -> bool:
-        """Return whether a request is complete and its response is not."""
+        """Return whether the request is complete and its response is not."""
         cycle = self.cycle
         return cycle is not None and not (cycle.more_body or cycle.response_complete)
 
     def busy(self) -> bool:
-        """Return whether the next piece must wait."""
+        """Return whether parsing must wait."""
         return self.flow.read_paused or self.responding()
 
     def data_received(self, data: bytes) -> None:
-        """Parse a piece that crosses no end of a head or a message."""
+        """Parse a piece. It does not cross the end of a head or of a message."""
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
@@ -329,14 +332,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_timers()
         self._expect_head()
         if self.cycle.response_complete:
-            self._start_keep_alive_timer()  # body bytes have cancelled the previous timer
+            self._start_keep_alive_timer()  # the bytes of the body have cancelled the timer
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later(self.write_timeout_s)
         elif not self._in_head:
-            # The client has some time to read the response. The rest of its body is dropped.
+            # The rest of the body is dropped. The client has some time to read the response.
             self._abort_later(LINGER_S)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -368,7 +371,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_timer = self._abort_timer = None
 
     def close(self) -> None:
-        """Close after the client has read the written bytes, or after `write_timeout_s`."""
+        """Close when the client has read the written bytes, or after `write_timeout_s`."""
         if not self.transport.is_closing():
             self.transport.close()
             self._abort_later(self.write_timeout_s)
@@ -383,7 +386,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"no headers arrived within {self.head_timeout_s:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with an error and close. A response that has begun is aborted."""
+        """Send an error response and close. If a response has begun, abort the connection."""
         self._refused = True
         self.log.log(logging.INFO, "%d before a route was found: %s", error.status, error.message)
         cycle = self.cycle
@@ -393,7 +396,7 @@ class LimitedProtocol(HttpToolsProtocol):
         body = error.body()
         head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
         head %= error.status, _REASONS[error.status], len(body)
-        head += b"".join([b"%b: %b\r\n" % one for one in error.headers])
+        head += b"".join([b"%b: %b\r\n" % header for header in error.headers])
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.close()
 
@@ -407,7 +410,7 @@ def too_many_headers() -> ApiError:
 
 
 def connection_type(settings: ServeSettings) -> type[HttpConnection]:
-    """Return the protocol that uvicorn makes for each connection of one server."""
+    """Return the protocol class that uvicorn instantiates for each connection."""
     limits: dict[str, Any] = {
         "max_connections": settings.max_connections or _files_left(),
         "max_head_bytes": settings.max_header_bytes,

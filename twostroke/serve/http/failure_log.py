@@ -1,5 +1,5 @@
-"""`FailureLog`: a log line for each failed request and for each warning: status, route, request id
-and reason. The log never contains text of the client: quotations are cut from messages.
+"""`FailureLog`: a log line for each failed request and each warning, with status, route, request id
+and reason. The log has no text of the client: a message is cut before its first quotation.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from twostroke.log_lines import WORK, RateLimitedLog
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.http.http_request import HttpRequest
 
-# A message up to its first quotation, bracket or explanation; it may begin with a field's name.
-_OURS = re.compile(r"""(?:[\w.\[\]-]+:\ )?(?:[^:'"\[{(]|(?<=\w)'(?=\w)|:(?!\ ))*""", re.X)
+# The beginning of a message: an optional field name with a colon, then the text up to the first
+# quotation mark, bracket or further colon. An apostrophe is no quotation mark.
+_OWN_TEXT = re.compile(r"""(?:[\w.\[\]-]+:\ )?(?:[^:'"\[{(]|(?<=\w)'(?=\w)|:(?!\ ))*""", re.X)
 
 
 class FailureLog:
@@ -21,7 +22,7 @@ class FailureLog:
         self._log = RateLimitedLog(WORK)
 
     def add(self, http: HttpRequest, path: str, error: ApiError) -> None:
-        """`path`: the path of the route, which the client cannot choose."""
+        """`path`: the path of the route, not of the request: the client must not choose it."""
         level = logging.ERROR if error.status >= 500 else logging.INFO
         self._add(level, error.status, http, path, reason(error))
 
@@ -39,11 +40,11 @@ def reason(error: ApiError) -> str:
 
 
 def _without_quotations(message: str) -> str:
-    match = _OURS.match(message)
-    ours = match[0].strip() if match else ""
-    return ours + ("" if ours == message.strip() else " …")
+    match = _OWN_TEXT.match(message)
+    own_text = match[0].strip() if match else ""
+    return own_text + ("" if own_text == message.strip() else " …")
 
 
 def _request_id(http: HttpRequest) -> str:
-    given = http.header(b"x-request-id") or b""
-    return http.response_id or shortened(re.sub(rb"[^!-~]", b"?", given).decode()) or "-"
+    sent = http.header(b"x-request-id") or b""
+    return http.response_id or shortened(re.sub(rb"[^!-~]", b"?", sent).decode()) or "-"

@@ -1,4 +1,4 @@
-"""`HttpRequest`: one request and its response, directly on ASGI."""
+"""`HttpRequest`: one HTTP request and its response, written directly on ASGI."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ WARNING = b"x-twostroke-warning"
 MAX_NAMES, MAX_NAME_CHARS = 8, 64  # in one warning
 CLOSE: Headers = ((b"connection", b"close"),)
 
-WRITE_BYTES = 64 * 1024  # of an answer, given to the connection at once
-WHOLE_BYTES = 1024**2  # a longer answer is sent while it is encoded, without Content-Length
+WRITE_BYTES = 64 * 1024  # the largest single write of a response
+WHOLE_BYTES = 1024**2  # a longer response is sent while it is encoded, without Content-Length
 
-# For a body that the server does not need:
-DISCARD_BYTES = 1024**2  # read at most, to keep the connection
-LINGER_BYTES, LINGER_S = 64 * 1024**2, 2.0  # read at most, so that the client reads the answer
-DISCARD_STEP_BYTES, DISCARD_PAUSE_S = 256 * 1024, 0.01  # so that other requests have the processor
+# Limits for reading a body that the server does not need (`respond_error`):
+DISCARD_BYTES = 1024**2  # up to this size the connection stays open for the next request
+LINGER_BYTES, LINGER_S = 64 * 1024**2, 2.0  # then the connection is closed
+DISCARD_STEP_BYTES, DISCARD_PAUSE_S = 256 * 1024, 0.01  # pauses let other requests run
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class IgnoredParts:
 
 
 class HttpRequest:
-    """One HTTP request. The response is one body or a stream of writes. `bodies.py` reads the
-    request's body.
+    """One HTTP request. Its response is one body or a stream of writes. `bodies.py` reads the body
+    of the request.
 
-    `write_timeout_s`: the time within which a client must read written bytes."""
+    `write_timeout_s`: the time that the client has to read written bytes."""
 
     def __init__(
         self, scope: Message, receive: Receive, send: Send, write_timeout_s: float = 60.0
@@ -75,9 +75,9 @@ class HttpRequest:
         self.path_params: dict[str, str] = {}  # the values of {name} in the route's path
         self.status = 0  # of the response; 0: no response has begun
         self.late_error: ApiError | None = None  # an error after the response had begun
-        self.response_id = ""  # the id in the answer's JSON, once there is one
-        self.key_number: int | None = None  # the number of its API key
-        self.is_admin = False  # may change the server, and sees the requests of every key
+        self.response_id = ""  # the id in the JSON of the response, when it is known
+        self.key_number: int | None = None  # the number of the client's API key
+        self.is_admin = False  # the client may change the server and see requests of every key
         self.more_headers: Headers = ()  # headers of every response to this request
         self.warnings: list[str] = []
         self._receive = receive
@@ -102,7 +102,7 @@ class HttpRequest:
         return client[0] if client else ""
 
     def query(self) -> dict[str, str]:
-        """The query parameters; of a repeated name, the last value."""
+        """Return the query parameters. If a name is repeated, the last value counts."""
         try:
             pairs = parse_qsl(
                 self.scope.get("query_string", b"").decode("ascii"), max_num_fields=64
@@ -112,7 +112,7 @@ class HttpRequest:
         return dict(pairs)
 
     def warn(self, warning: IgnoredParts) -> None:
-        """Add a response header that names the parts of the request without effect."""
+        """Add a response header with the names of the ignored parts."""
         self.warnings.append(warning.message)
         self.more_headers += ((WARNING, str(warning).encode()),)
 
@@ -137,7 +137,7 @@ class HttpRequest:
 
     @contextlib.contextmanager
     def ended_by_disconnect(self) -> Iterator[None]:
-        """Raise `ClientGone` in the body as soon as the client disconnects."""
+        """Raise `ClientGone` inside the `with` block as soon as the client disconnects."""
         task, gone = asyncio.current_task(), False
         assert task is not None
 
@@ -176,7 +176,7 @@ class HttpRequest:
         await self.finish(body[last:])
 
     async def respond_json(self, content: Any, headers: Headers = JSON) -> None:
-        """Encode and send in chunks; other tasks run in between."""
+        """Encode and send the content in chunks, so that other tasks run in between."""
         chunks, begin, size = iter_json(content), [], 0
         for chunk in chunks:
             begin.append(chunk)
@@ -195,10 +195,11 @@ class HttpRequest:
         await self.finish()
 
     async def respond_error(self, error: ApiError, body: bytes) -> None:
-        """`body`: the error as the route's API writes it.
+        """Send an error response. `body`: the error in the JSON format of the route's API.
 
-        A client that is still sending when the connection closes loses the answer. So the rest of
-        the body is read first; a very long body is read for some time after the answer."""
+        A client that is still sending when the connection closes loses the response. So the rest of
+        the request's body is read before the response. If the body is very long, some of it is read
+        after the response instead."""
         length = self.header(b"content-length") or b"0"
         chunked = self.header(b"transfer-encoding") is not None
         short = not chunked and length.isdigit() and int(length) <= DISCARD_BYTES
@@ -231,12 +232,12 @@ class HttpRequest:
         await self._start(200, headers)
 
     async def write(self, body: bytes) -> None:
-        """Send more of a started stream. Waits while the client reads too slowly."""
+        """Send the next bytes of a stream. Wait while the client reads too slowly."""
         await self._put(body, True)
 
     @property
     def direct(self) -> DirectWriter | None:
-        """The direct writer, usable while no `write` is in progress; None without uvicorn."""
+        """The direct writer; None without uvicorn. Use it only while no `write` is in progress."""
         return self.scope.get(DIRECT)
 
     async def finish(self, body: bytes = b"") -> None:
@@ -258,7 +259,7 @@ class HttpRequest:
 
 
 class DirectWriter:
-    """Writes more of a started response immediately, without the task switch of `await send(…)`."""
+    """Writes the next bytes of a response at once, without the task switch of `await send()`."""
 
     __slots__ = ("_cycle", "_write")
 
@@ -275,7 +276,7 @@ class DirectWriter:
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, body: bytes) -> None:
-        self._write(b"%x\r\n%b\r\n" % (len(body), body))  # uvicorn has announced a chunked body
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))  # uvicorn has begun a chunked body
 
     def close(self) -> None:
         """Abort the connection; unread bytes are lost."""

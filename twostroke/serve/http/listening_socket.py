@@ -1,5 +1,5 @@
-"""The listening socket. It is bound before the HTTP server is imported, so this module imports only
-the settings of `serve`."""
+"""Binds the listening socket. This happens before the HTTP server is imported, so this module
+imports only the settings of `serve`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import stat
 from twostroke.errors import ConfigError
 from twostroke.serve.settings import ServeSettings
 
-MIN_OPEN_FILES = 64  # with fewer, a server has too few left for connections
+MIN_OPEN_FILES = 64  # with a lower limit, too few files are left for connections
 
 
 def check_open_files() -> None:
@@ -24,7 +24,7 @@ def check_open_files() -> None:
         if 0 <= limit < MIN_OPEN_FILES:
             raise ConfigError(
                 f"this process may open {limit} files, and a server needs at least "
-                f"{MIN_OPEN_FILES}; raise the limit, as with 'ulimit -n 4096'"
+                f"{MIN_OPEN_FILES}; raise the limit, for example with 'ulimit -n 4096'"
             )
 
 

@@ -1,16 +1,15 @@
-"""The route of a request, and the clients that may call it.
+"""Finds the route of a request, and checks whether the client may call it.
 
     RouteTable     path and method → `Route`
-    ApiKeys        the key of a request, and whether it is an admin key
+    ApiKeys        checks the API key of a request
     BrowserGuard   refuses requests that web pages of other sites make
     Cors           tells browsers which other sites may call the server (`--allowed-origins`)
 
-Two attacks use a browser to reach a server on the user's machine:
+A server without a key is open to every program of the machine. One such program is the browser,
+which runs pages of foreign sites. `BrowserGuard` detects two attacks by these pages:
 
-    DNS rebinding   a foreign name resolves to this machine; its Host header is foreign
-    cross-site      a foreign page sends a request to this address; its Origin header is foreign
-
-A server without a key is open to every local program, and a browser runs pages of the whole web.
+    DNS rebinding   the site's name resolves to this machine: the Host header is foreign
+    cross-site      the page sends a request to this machine: the Origin header is foreign
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from twostroke.serve.settings import ServeSettings
 class Route:
     """One method of one path, with its handler.
 
-    A path may have one parameter: "/v1/responses/{response_id}", or with a last word after it,
-    "/v1/responses/{response_id}/cancel". "{model...}" also takes slashes. The handler finds the
-    value in `http.path_params`."""
+    A path may have a parameter, which matches one word: "/v1/responses/{response_id}/cancel". At
+    the end of a path, "{model...}" matches several words with slashes. The handler finds the value
+    in `http.path_params`."""
 
     method: str
     path: str
     handler: Callable[[HttpRequest], Awaitable[None]]
     summary: str
     body: type[msgspec.Struct] | None = None
-    open: bool = False  # answers without an API key
-    acts: bool = False  # changes the server or its engines, for every client
+    open: bool = False  # needs no API key
+    acts: bool = False  # changes the server or its engines for all clients; needs an admin key
     error: type[ErrorBody] = ErrorAnswer  # the JSON of this route's errors
     stream_type: str = "text/event-stream"  # the Content-Type of a streamed answer
-    supported: bool = True  # False: always answers 501, and is not in /openapi.json
+    supported: bool = True  # False: the route always answers 501, and is not in /openapi.json
 
 
 class RouteTable:
@@ -77,16 +76,17 @@ class RouteTable:
     def _by_pattern(self, http: HttpRequest) -> dict[str, Route] | None:
         words = http.path.split("/")
         for pattern in self._patterns:
-            rest = len(pattern) - 1
-            given = words
-            if pattern[rest].endswith("...}"):
-                given = [*words[:rest], "/".join(words[rest:])]
-            if len(given) != len(pattern):
+            last = len(pattern) - 1
+            parts = words
+            if pattern[last].endswith("...}"):
+                parts = [*words[:last], "/".join(words[last:])]
+            if len(parts) != len(pattern):
                 continue
-            pairs = list(zip(pattern, given, strict=True))
-            if all(known == word or (known[:1] == "{" and word) for known, word in pairs):
-                params = {known.strip("{.}"): word for known, word in pairs if known[:1] == "{"}
-                http.path_params = params
+            pairs = list(zip(pattern, parts, strict=True))
+            if all(expected == part or (expected[:1] == "{" and part) for expected, part in pairs):
+                http.path_params = {
+                    expected.strip("{.}"): part for expected, part in pairs if expected[:1] == "{"
+                }
                 return self._by_path["/".join(pattern)]
         return None
 
@@ -95,9 +95,9 @@ class RouteTable:
 
 
 class ApiKeys:
-    """The API keys and admin keys. Every check compares the digests of all keys, in constant time.
+    """Checks the API key of a request. The digests of all keys are compared, in constant time.
 
-    An admin key is an API key too. Admin keys are numbered after the other keys."""
+    An admin key is an API key too. The numbers of admin keys follow those of the other keys."""
 
     def __init__(self, settings: ServeSettings) -> None:
         keys, admin_keys = settings.api_keys, settings.admin_api_keys
@@ -107,8 +107,8 @@ class ApiKeys:
 
     def check(self, http: HttpRequest) -> None:
         """Set `http.key_number` and `http.is_admin`. Raise 401 if the request needs a key."""
-        given = sha256(_sent_key(http)).digest()
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        sent = sha256(_sent_key(http)).digest()
+        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
         http.key_number = matches.index(True) if any(matches) else None
         http.is_admin = self._all_are_admins or any(matches[self._num_keys :])
         if self._num_keys and http.key_number is None:
@@ -124,8 +124,8 @@ class ApiKeys:
         if not http.is_admin:
             raise ApiError(
                 403,
-                "only an admin key may do this; send one, as 'Authorization: Bearer KEY' (the "
-                "server is started with it: --admin-api-key KEY)",
+                "this route needs an admin key; send it as 'Authorization: Bearer KEY' (the server "
+                "is started with --admin-api-key KEY)",
                 code="admin_key_needed",
             )
 
@@ -145,19 +145,21 @@ class BrowserGuard:
     def __init__(self, settings: ServeSettings) -> None:
         self._origins = settings.cors_origins
         hosts = settings.allowed_hosts
-        has_own_rule = bool(settings.api_keys) or settings.uds is not None
-        self._any_host = WILDCARD in hosts or (has_own_rule and not hosts)
+        # With a key, or on a Unix socket, a foreign page cannot call the server anyway.
+        is_protected = bool(settings.api_keys) or settings.uds is not None
+        self._any_host = WILDCARD in hosts or (is_protected and not hosts)
         self._suffixes = tuple(name[1:] for name in hosts if name.startswith("*."))
         self._hosts = {name.strip("[]") for name in hosts}
         listens_at = _address(settings.host)
-        # A page opened by IP address cannot be rebound: its origin is that address.
+        # If the Host header is an IP address, no name was resolved, so there is no DNS rebinding.
         self._any_address = listens_at is not None and listens_at.is_unspecified
         self._hosts.add(
             socket.gethostname().lower() if self._any_address else settings.host.lower()
         )
 
     def check_host(self, http: HttpRequest) -> None:
-        """Refuse a request whose Host header names another server. Browsers always send one."""
+        """Refuse a request whose Host header names another server. A request without this header
+        is allowed, because browsers always send it."""
         if self._any_host:
             return
         for name, value in http.scope["headers"]:
@@ -173,9 +175,9 @@ class BrowserGuard:
     def check_page(self, http: HttpRequest) -> None:
         """Refuse a request that changes the server if a page of another site has sent it.
 
-        Pages of this server must send `Content-Type: application/json`: a browser makes a preflight
-        request before a page of another site may send that. Programs other than browsers send
-        neither Origin nor Sec-Fetch-Site."""
+        Pages of this server must send `Content-Type: application/json`, because a browser does not
+        let pages of other sites send this header without a preflight request. Programs other than
+        browsers send neither Origin nor Sec-Fetch-Site."""
         origin, site = http.header(b"origin"), http.header(b"sec-fetch-site")
         if origin is None and site is None:
             return
@@ -183,8 +185,8 @@ class BrowserGuard:
             named = "another site" if origin is None else origin.decode("latin-1")[:200]
             raise ApiError(
                 403,
-                f"a page of {named} may not do this; start the server with --allowed-origins "
-                "ORIGIN to allow one",
+                f"a page of {named} may not call this route; start the server with "
+                "--allowed-origins ORIGIN to allow an origin",
                 code="origin_not_allowed",
             )
         if not is_json(http):
@@ -236,7 +238,7 @@ _ALLOW_ORIGIN = b"access-control-allow-origin"
 
 class Cors:
     """An ASGI application with CORS headers. Pages of the allowed origins may call every route with
-    any headers, except from a public site into a private network."""
+    any headers, except that a public site may not call a server in a private network."""
 
     def __init__(self, app: Application, origins: Sequence[str]) -> None:
         self._app = app
@@ -263,7 +265,7 @@ class Cors:
         await self._app(scope, receive, send_with_headers)
 
     def _add_headers(self, headers: Iterable[tuple[bytes, bytes]], origin: bytes | None) -> Headers:
-        """The headers of a response with Access-Control-Allow-Origin and Vary."""
+        """Return the headers of a response, with Access-Control-Allow-Origin and Vary added."""
         headers = tuple(headers)
         if origin is not None and self._any_origin:
             headers = (*headers, (_ALLOW_ORIGIN, b"*"))
@@ -276,7 +278,7 @@ class Cors:
     async def _answer_preflight(
         self, send: Send, origin: bytes, method: bytes, sent: Mapping[bytes, bytes]
     ) -> None:
-        """Answer the request by which a browser asks whether a page may make another request."""
+        """Answer a preflight request, by which a browser asks whether a page may make a request."""
         headers = [
             (b"vary", _PREFLIGHT_VARY),
             (b"access-control-allow-methods", ", ".join(CORS_METHODS).encode()),

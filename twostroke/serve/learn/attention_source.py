@@ -1,5 +1,5 @@
-"""`AttentionSource`: the attention of a short prompt, computed in a process of its own
-(`model/attention_maps.py`), not in the engine. This module imports neither torch nor numpy."""
+"""`AttentionSource`: the attention of a short prompt. A process of its own computes it
+(`model/attention_maps.py`), so this module imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class AttentionMaps:
         self.heads, self.size, self._values = heads, size, values
 
     def rows(self, layer: int, head: int) -> list[list[float]]:
-        """The rows of one head: a row is a query, its columns are the keys up to the query
-        itself."""
+        """Return a row for each query of one head: the attention to the keys up to the query."""
         square = self.size**2
         first = (sum(self.heads[:layer]) + head) * square
         return [
-            [round(one, 4) for one in self._values[first + at : first + at + row + 1]]
+            [round(value, 4) for value in self._values[first + at : first + at + row + 1]]
             for row, at in enumerate(range(0, square, self.size))
         ]
 
@@ -43,8 +42,8 @@ class AttentionSource:
         self._running = False
 
     async def maps(self, tokens: Sequence[int]) -> AttentionMaps:
-        """Raise `ApiError` if this model's attention cannot be computed, or while the attention of
-        another prompt is computed."""
+        """Return the attention of a prompt. Raise `ApiError` if it cannot be computed, or while the
+        attention of another prompt is being computed."""
         key = tuple(tokens)
         if key not in self._kept:
             self._kept[key] = await self._computed(key)

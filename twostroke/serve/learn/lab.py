@@ -1,7 +1,8 @@
-"""`Lab`: the experiments of `/learn`. Each experiment is a real run; its picture shows its records.
+"""`Lab`: the experiments of `/learn`. An experiment runs requests in an engine, and the page draws
+their records.
 
-    experiment ─▶ arms (an engine each) × script (requests; some wait for tokens of others)
-               ─▶ the records of these requests and of their steps
+    experiment = arms (the engines to compare) × script (the requests that every arm runs)
+    result     = the records of these requests and of their steps, for each arm
 
 An arm without overrides runs on the server's engine, together with the requests of other clients.
 An arm with overrides has an engine of its own, which ends with the experiment; it needs the setting
@@ -31,10 +32,10 @@ MAX_RUN_S = 180.0
 MAX_PROMPT, MAX_OUTPUT, MAX_STREAMS = 2048, 128, 16
 PER_REQUEST_FIELDS = ("chunks", "first", "late")
 CANDIDATES = 20  # tokens with a log-probability, at each position
-# Prompt length and streams, one group after the other. A forecast ignores the first step of an
-# engine. The next steps are long, so that other work of a fresh engine has little weight. The last
-# groups have one stream each: the step-time model follows the newest steps. Short prompts come
-# several times, since a stall of the machine is long compared with their steps.
+# Groups of (prompt length, number of streams), run one after the other. A forecast ignores the
+# first step of an engine. The next steps are long, so that other work of a new engine has little
+# weight. The last groups have one stream each, because the step-time model follows new steps. Short
+# prompts are repeated, because a stall of the machine is long compared with their steps.
 CALIBRATION = (
     *((512, 1), (1024, 1), (64, 4), (16, 1), (192, 2), (384, 1), (96, 1)),
     *((1536, 1), (32, 8), (256, 1), (24, 1), (768, 1), (48, 1), (128, 1), (32, 1), (64, 1)),
@@ -45,26 +46,26 @@ EXAMPLE_TEXT = (  # the prompt that the page proposes
     "tell what it had read, it spoke slowly, one word after the other, and before each word it "
     "went through everything that it knew. One day a child asked the robot to"
 )
-WARM_UP = ((64, 1), (384, 1), (128, 1), (256, 1))
+WARM_UP = ((64, 1), (384, 1), (128, 1), (256, 1))  # groups, as in `CALIBRATION`
 
 
 class ScriptedRequest(NamedTuple):
-    """A request of a script. `after`: (index of another request, number of tokens); the request is
-    sent when the other request has written that many tokens."""
+    """A request of a script. `after`: (index of another request, number of tokens): the request is
+    sent when the other request has written this number of tokens."""
 
     name: str
     tokens: Sequence[int]
     max_tokens: int
     after: tuple[int, int] | None = None
-    prefix_scope: str = ""  # requests with the same word may share cached prefixes
+    prefix_scope: str = ""  # requests with the same scope may share cached prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
     name: str
     overrides: dict[str, Any] = field(default_factory=dict)  # of `EngineConfig`
-    pools: bool = False  # an engine for each phase, with half of the cores each
-    warm: bool = False  # run a few requests first: a fresh engine's first steps are slow
+    pools: bool = False  # one engine for each phase, each with half of the cores
+    warm: bool = False  # run a few requests first, because the first steps of an engine are slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class LabExperiment:
 
 
 def filler(count: int, first: int, vocab_size: int) -> list[int]:
-    """Arbitrary token ids. Calls with another `first` return another first token."""
+    """Return arbitrary token ids. Calls with another `first` return another first token."""
     return [5 + (first * 7919 + n * 104729) % max(1, vocab_size - 5) for n in range(count)]
 
 
@@ -94,12 +95,12 @@ class Lab:
         return filler(count, self._count, self._service.client.info.vocab_size)
 
     def text(self, tokens: Sequence[int], max_tokens: int, params: dict[str, Any]) -> LabExperiment:
-        """The reader's own prompt. The second run of the same prompt finds its blocks cached."""
+        """A prompt of the reader. A second run of the same prompt finds its blocks cached."""
         request = ScriptedRequest("you", tokens, max_tokens, prefix_scope="text")
         return LabExperiment((Arm("this server"),), [request], {"logprobs": CANDIDATES, **params})
 
     def predict(self, prompt: int, output: int, streams: int, rounds: int) -> LabExperiment:
-        """`rounds`: the number of runs of the streams, one after the other."""
+        """Streams to compare with a forecast. They run `rounds` times, one after the other."""
         return LabExperiment(
             (Arm("this server"),), self._requests(((prompt, streams),) * rounds, output)
         )
@@ -110,7 +111,7 @@ class Lab:
         return LabExperiment((Arm("this server"),), requests)
 
     def _requests(self, groups: Sequence[tuple[int, int]], output: int) -> list[ScriptedRequest]:
-        """Groups of a prompt length and a number of streams, one group after the other."""
+        """Return requests for groups (`CALIBRATION`); a group waits for the end of the previous."""
         requests: list[ScriptedRequest] = []
         for size, streams in groups:
             after = (len(requests) - 1, output) if requests else None
@@ -120,7 +121,7 @@ class Lab:
         return requests
 
     def _short_enough(self, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The groups, with prompts shortened to fit this engine."""
+        """Return the groups, with prompts shortened to fit this engine."""
         return [(min(size, self._longest()), streams) for size, streams in groups]
 
     def stall(self) -> LabExperiment:
@@ -145,6 +146,7 @@ class Lab:
         return LabExperiment(self._allowed_arms(arms), script)
 
     def prefix(self) -> LabExperiment:
+        """The same prompt twice: the second request finds its blocks cached."""
         prompt = self.prompt(min(768, self._longest()))
         salt = uuid4().hex
         return LabExperiment(
@@ -156,14 +158,14 @@ class Lab:
         )
 
     def full_cache(self) -> LabExperiment:
-        """Four streams that need more tokens in the end than the cache holds, and grow by more than
-        the scheduler keeps free (`SchedulerConfig.lookahead`)."""
-        most = self._service.client.info.max_model_len
-        output = max(1, min(200, most - 40))
+        """Four streams that in the end need more tokens than the cache holds. They also grow by
+        more tokens than the scheduler keeps free (`SchedulerConfig.lookahead`)."""
+        longest = self._service.client.info.max_model_len
+        output = max(1, min(200, longest - 40))
         script = [ScriptedRequest(f"stream {n + 1}", self.prompt(32), output) for n in range(4)]
         small = {
             "num_gpu_blocks_override": 44,
-            "max_model_len": min(448, most),
+            "max_model_len": min(448, longest),
             "max_num_seqs": 8,
         }
         large = {**small, "num_gpu_blocks_override": 256}
@@ -180,7 +182,7 @@ class Lab:
         return LabExperiment((Arm("this server"),), self._requests(groups, 24))
 
     def context(self) -> LabExperiment:
-        """One stream after prompts of growing length: decode reads more of the cache."""
+        """One stream with prompts of growing length: decode reads more of the cache each time."""
         groups = self._short_enough([(size, 1) for size in (16, 256, 512, 1024, 1792)])
         return LabExperiment((Arm("this server"),), self._requests(groups, 16))
 
@@ -242,7 +244,7 @@ class Lab:
                     {**request_json(record), **run.as_json()}
                     for record, run in zip(records, runs, strict=True)
                 ],
-                "steps": [_without_requests(step_json(one)) for one in steps],
+                "steps": [_without_requests(step_json(step)) for step in steps],
             }
 
     @asynccontextmanager
@@ -303,23 +305,23 @@ class _RunningRequest:
         }
 
     def on_output(self, output: RequestOutput) -> None:
-        (one,) = output.outputs
-        self.text, self.written, self.finished = one.text, list(one.token_ids), output.finished
-        if output.finished and one.logprobs is not None:
-            self.candidates = [_candidates(entry) for entry in one.logprobs.plain()]
+        (completion,) = output.outputs
+        self.text, self.written = completion.text, list(completion.token_ids)
+        self.finished = output.finished
+        if output.finished and completion.logprobs is not None:
+            self.candidates = [_candidates(entry) for entry in completion.logprobs.plain()]
 
 
 def _without_requests(step: Json) -> Json:
-    """The record of a step without the fields about single requests, which may be other
-    clients'."""
+    """Remove the fields of a step about single requests, which may be those of other clients."""
     return {name: value for name, value in step.items() if name not in PER_REQUEST_FIELDS}
 
 
 def _candidates(entry: Any) -> Json:
-    (chosen, *ids), (own, *values) = entry.token_ids, entry.logprobs
+    (sampled, *ids), (logprob, *values) = entry.token_ids, entry.logprobs
     return {
-        "chosen": chosen,
-        "logprob": round(own, 4),
+        "chosen": sampled,
+        "logprob": round(logprob, 4),
         "ids": ids,
         "logprobs": [round(value, 4) for value in values],
     }
@@ -332,7 +334,6 @@ class _RunningScript:
         self, client: EngineClient, runs: list[_RunningRequest], params: dict[str, Any]
     ) -> None:
         self._client, self._runs, self._params = client, runs, params
-        self._salt = uuid4().hex
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
@@ -388,10 +389,10 @@ class _RunningScript:
 
 
 async def _records_of(client: EngineClient, runs: Sequence[_RunningRequest]) -> list[RequestRecord]:
-    """Wait for the records of ended requests; a record comes with or soon after the last output."""
+    """Wait for the records of ended requests, which arrive with the last output or soon after."""
     wanted = {run.request_id for run in runs}
     for _ in range(200):
-        found = {one.request_id: one for one in list(client.records.requests)}
+        found = {record.request_id: record for record in list(client.records.requests)}
         if wanted <= found.keys():
             return [found[run.request_id] for run in runs]
         await asyncio.sleep(0.01)
@@ -399,11 +400,11 @@ async def _records_of(client: EngineClient, runs: Sequence[_RunningRequest]) -> 
 
 
 def _steps_of(client: EngineClient, records: Sequence[RequestRecord]) -> list[StepRecord]:
-    """All steps from the first to the last step of these requests."""
-    numbers = {step for record in records for _, step, _, _ in record.chunks}
-    numbers.update(step for record in records for step in record.token_step)
+    """Return all steps from the first to the last step of these requests."""
+    numbers = {number for record in records for _, number, _, _ in record.chunks}
+    numbers.update(number for record in records for number in record.token_step)
     steps = list(client.records.steps)
-    own = [one for one in steps if one.step in numbers]
-    begin_s = min((one.planned_s for one in own), default=0.0)
-    end_s = max((one.committed_s for one in own), default=0.0)
-    return [one for one in steps if begin_s <= one.planned_s and one.committed_s <= end_s]
+    of_requests = [step for step in steps if step.step in numbers]
+    begin_s = min((step.planned_s for step in of_requests), default=0.0)
+    end_s = max((step.committed_s for step in of_requests), default=0.0)
+    return [step for step in steps if begin_s <= step.planned_s and step.committed_s <= end_s]

@@ -1,7 +1,8 @@
-"""`/learn` as one HTML file with recorded data. The file needs no server.
+"""Exports the page `/learn` as one HTML file with recorded data, which needs no server.
 
-The page's modules become `data:` addresses of an import map, styles and scripts become inline, and
-the answers of the routes are JSON in the page (`static/learn/source.js` reads it).
+The modules of the page become `data:` addresses of an import map, and styles and scripts become
+inline. The recorded responses of the routes become JSON in the page, which `static/learn/source.js`
+reads.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from twostroke.serve.fields.response_json import Json
 from twostroke.serve.learn.lab import EXAMPLE_TEXT
 from twostroke.serve.learn.learn_routes import LearnData
 
-# The settings of "predict, then run" that a recording has.
+# The settings that a recording offers for "predict, then run" (prompt and output tokens, streams).
 SETTINGS = ((64, 32, 1), (256, 32, 1), (256, 64, 1), (512, 16, 1), (1024, 32, 1), (256, 32, 4))
-# Further settings, which the questions of the lessons ask for.
-ASKED = (
+# Further settings, which the lessons' questions need.
+QUESTION_SETTINGS = (
     *((512, 32, 1), (128, 24, 1), (128, 48, 1), (256, 2, 1), (512, 2, 1), (64, 16, 1)),
     *((64, 24, 1), (1024, 16, 1), (32, 96, 1), (512, 24, 1), (64, 48, 1)),
 )
@@ -47,31 +48,32 @@ async def recorded(data: LearnData) -> Json:
         runs[name] = [_slim(await data.run(LearnRunRequest(experiment=name)))]
     text = LearnRunRequest(experiment="text", text=EXAMPLE_TEXT)
     runs["text"] = [_slim(await data.run(text)), _slim(await data.run(text))]
-    runs["predict"] = [await _predicted(data, one) for one in _settings(data)]
-    ids = [one["id"] for one in runs["text"][0]["tokens"]][:ATTENDED]
+    runs["predict"] = [await _predicted(data, settings) for settings in _settings(data)]
+    ids = [token["id"] for token in runs["text"][0]["tokens"]][:ATTENDED]
     return {"facts": data.facts(), "runs": runs, "attention": await _attention(data, ids)}
 
 
 def _settings(data: LearnData) -> list[tuple[int, int, int]]:
-    """All settings that the page can ask for, within the limits of the model."""
+    """Return all settings that the page can ask for, within the limits of the model."""
     facts = data.facts()
     longest = facts["limits"]["prompt_tokens"]
-    chunked = (round(2.5 * facts["max_num_batched_tokens"]), 2, 1)
-    asked = [
+    in_chunks = (round(2.5 * facts["max_num_batched_tokens"]), 2, 1)
+    settings = [
         (min(prompt, longest), answer, streams)
-        for prompt, answer, streams in (*SETTINGS, *ASKED, chunked)
+        for prompt, answer, streams in (*SETTINGS, *QUESTION_SETTINGS, in_chunks)
     ]
-    return list(dict.fromkeys(asked))
+    return list(dict.fromkeys(settings))
 
 
 async def _predicted(data: LearnData, settings: tuple[int, int, int]) -> Json:
-    given = asdict(Workload(*settings))
-    offered = settings[1:] in [one[1:] for one in SETTINGS]
-    prediction = await data.predict(Workload(*settings))
+    workload = Workload(*settings)
+    offered = settings[1:] in [each[1:] for each in SETTINGS]
+    prediction = await data.predict(workload)
     rounds = ROUNDS if offered else 1
-    run = await data.run(LearnRunRequest(experiment="predict", **given, rounds=rounds))
+    request = LearnRunRequest(experiment="predict", **asdict(workload), rounds=rounds)
+    run = await data.run(request)
     return {
-        "settings": given,
+        "settings": asdict(workload),
         "offered": offered,
         "prediction": prediction,
         "run": _slim(run),
@@ -79,20 +81,21 @@ async def _predicted(data: LearnData, settings: tuple[int, int, int]) -> Json:
 
 
 async def _attention(data: LearnData, ids: list[int]) -> Json:
-    """All maps, one byte for each probability: rows up to the token itself, one after the other."""
+    """Return all maps with one byte for each probability. A map is the concatenation of its rows; a
+    row ends at the position of its token."""
     heads = (await data.attention(ids, 0, 0))["heads"]
     maps = []
     for layer, count in enumerate(heads):
         rows = [(await data.attention(ids, layer, head))["rows"] for head in range(count)]
-        packed = [bytes(round(255 * one) for row in each for one in row) for each in rows]
-        maps.append([base64.b64encode(one).decode() for one in packed])
+        packed = [bytes(round(255 * value) for row in each for value in row) for each in rows]
+        maps.append([base64.b64encode(each).decode() for each in packed])
     return {"heads": heads, "maps": maps}
 
 
 def _slim(run: Json) -> Json:
-    """The run without the fields that no picture uses."""
+    """Remove the fields of a run that the page does not use."""
     for arm in run["arms"]:
-        arm["steps"] = [{name: one[name] for name in STEP_FIELDS} for one in arm["steps"]]
+        arm["steps"] = [{name: step[name] for name in STEP_FIELDS} for step in arm["steps"]]
         for request in arm["requests"]:
             for name in ("prefix_marks", "stays", "worst_gap", "gaps"):
                 del request[name]
@@ -107,9 +110,9 @@ def exported(recording: Json) -> bytes:
         return folder.joinpath(path).read_text(encoding="utf-8")
 
     modules = {
-        f"learn/{one.name}": one.read_text(encoding="utf-8")
-        for one in folder.joinpath("learn").iterdir()
-        if one.name.endswith(".js")
+        f"learn/{file.name}": file.read_text(encoding="utf-8")
+        for file in folder.joinpath("learn").iterdir()
+        if file.name.endswith(".js")
     }
     modules |= {"shared/dom.js": text("shared/dom.js"), "shared/api.js": NO_SERVER}
     imports = {name: _address(name, source) for name, source in sorted(modules.items())}
@@ -136,12 +139,12 @@ def exported(recording: Json) -> bytes:
 
 
 def _address(name: str, source: str) -> str:
-    """A module as a `data:` address. Its imports use the names of the import map."""
+    """Return a module as a `data:` address, with the names of the import map in its imports."""
     here = name.partition("/")[0]
-    source = IMPORT.sub(lambda one: f'{one[1]}"{one[2] or here}/{one[3]}"', source)
+    source = IMPORT.sub(lambda match: f'{match[1]}"{match[2] or here}/{match[3]}"', source)
     return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
 
 
 def _json(content: Any) -> str:
-    """JSON without `<`, which an HTML parser could read as a tag."""
+    """Return JSON without `<`, which an HTML parser could read as a tag."""
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")

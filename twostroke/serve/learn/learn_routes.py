@@ -1,6 +1,5 @@
-"""The data of the page `/learn`: facts of model and machine, forecasts, experiments, and the
-attention of a short prompt. The routes need an API key if the server has keys. Nothing runs until
-a reader asks for it."""
+"""The routes with the data of the page `/learn`: facts of model and machine, forecasts,
+experiments, and the attention of a short prompt. Experiments run only when a reader starts them."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from twostroke.serve.learn.lab import (
 )
 
 MAX_TEXT_TOKENS = 1536
-ANSWER_TOKENS = 32  # of the context, to answer a text
+ANSWER_TOKENS = 32  # of the context, kept free for the answer to a text
 IDLE_BEFORE_FIRST_STEP_S = 60.0  # the idle time of an engine that has run no step yet
 
 
@@ -40,12 +39,12 @@ def learn_routes(service: Service) -> list[Route]:
     routes = LearnRoutes(service)
     facts, predict = "Model, machine and limits.", "TTFT and TPOT of requests before they run."
     run, attention = "An experiment, with its records.", "A head's attention over a short prompt."
-    kinds = LearnPredictRequest, LearnRunRequest, LearnAttentionRequest
+    attention_body = LearnAttentionRequest
     return [
         Route("GET", "/learn/facts", routes.facts, facts),
-        Route("POST", "/learn/predict", routes.predict, predict, kinds[0]),
-        Route("POST", "/learn/run", routes.run, run, kinds[1], acts=True),
-        Route("POST", "/learn/attention", routes.attention, attention, kinds[2], acts=True),
+        Route("POST", "/learn/predict", routes.predict, predict, LearnPredictRequest),
+        Route("POST", "/learn/run", routes.run, run, LearnRunRequest, acts=True),
+        Route("POST", "/learn/attention", routes.attention, attention, attention_body, acts=True),
     ]
 
 
@@ -73,7 +72,7 @@ class LearnRoutes:
 
 
 class LearnData:
-    """The data of the routes; also used to make a recording (`commands/learn.py`)."""
+    """Makes the data of the routes, also for a recording (`commands/learn.py`)."""
 
     def __init__(self, service: Service) -> None:
         client = service.client
@@ -108,7 +107,7 @@ class LearnData:
             "threads": info.threads,
             "read_bytes_per_s": ceilings.read_bytes_per_s or None,
             "ops_per_s": ceilings.ops_per_s or None,
-            "engines": [one.phase for one in client.engines_by_name().values()],
+            "engines": [engine.phase for engine in client.engines_by_name().values()],
             "own_engines": self._lab.has_engines,
             "example_text": EXAMPLE_TEXT,
             "limits": {
@@ -119,12 +118,12 @@ class LearnData:
             },
             "hardware": [
                 {
-                    "name": one.name,
-                    "flops_per_s": one.rate("fp16"),
-                    "bytes_per_s": one.bandwidth,
-                    "memory_bytes": one.memory,
+                    "name": device.name,
+                    "flops_per_s": device.rate("fp16"),
+                    "bytes_per_s": device.bandwidth,
+                    "memory_bytes": device.memory,
                 }
-                for one in HARDWARE.values()
+                for device in HARDWARE.values()
             ],
         }
 
@@ -134,7 +133,7 @@ class LearnData:
         return None if found is None else self._as_json(found)
 
     def _as_json(self, prediction: Prediction) -> Json:
-        steps = [one._asdict() for one in prediction.steps]
+        steps = [step._asdict() for step in prediction.steps]
         bytes_per_token = self._service.client.info.figures.kv_bytes_per_token
         return {
             **prediction._asdict(),
@@ -148,8 +147,8 @@ class LearnData:
             tokens = await self._tokens(request)
         found = await self._lab.run(self._experiment(request, tokens))
         if tokens:
-            found["tokens"] = [{"id": one, "text": self._word(one)} for one in tokens]
-            found["vocabulary"] = self._words(found["arms"][0]["requests"][0])
+            found["tokens"] = [{"id": token, "text": self._text_of(token)} for token in tokens]
+            found["vocabulary"] = self._vocabulary(found["arms"][0]["requests"][0])
         return {"experiment": request.experiment, **found}
 
     @property
@@ -162,7 +161,7 @@ class LearnData:
         if not 1 <= len(tokens) <= self._text_tokens:
             raise ApiError(
                 400,
-                f"text: give 1 to {self._text_tokens} tokens of text; this has {len(tokens)}",
+                f"text: send a text of 1 to {self._text_tokens} tokens; this one has {len(tokens)}",
                 param="text",
             )
         return tokens
@@ -176,26 +175,27 @@ class LearnData:
             return lab.predict(
                 request.prompt_tokens, request.output_tokens, request.streams, request.rounds
             )
-        made: LabExperiment = getattr(lab, request.experiment)()
-        return made
+        experiment: LabExperiment = getattr(lab, request.experiment)()
+        return experiment
 
-    def _words(self, run: Json) -> dict[str, str]:
-        """The texts of all tokens in an answer, by token id."""
+    def _vocabulary(self, run: Json) -> dict[str, str]:
+        """Return the texts of all tokens and candidates of an answer, by token id."""
         ids = {*run["output_tokens"]}
-        ids.update(one for entry in run["candidates"] for one in (entry["chosen"], *entry["ids"]))
-        return {str(one): self._word(one) for one in sorted(ids)}
+        for entry in run["candidates"]:
+            ids.update((entry["chosen"], *entry["ids"]))
+        return {str(token): self._text_of(token) for token in sorted(ids)}
 
-    def _word(self, token: int) -> str:
+    def _text_of(self, token: int) -> str:
         tokenizer = self._service.tokenizer
         return "" if tokenizer is None else tokenizer.token_text(token)
 
     async def attention(self, tokens: list[int], layer: int, head: int) -> Json:
         size = self._service.client.info.vocab_size
-        if not all(0 <= one < size for one in tokens):
+        if not all(0 <= token < size for token in tokens):
             raise ApiError(400, f"tokens: the model's ids go from 0 to {size - 1}", param="tokens")
         maps = await self._attention.maps(tokens)
         for name, value, count in (("layer", layer, len(maps.heads)), ("head", head, None)):
             count = maps.heads[layer] if count is None else count
             if value >= count:
-                raise ApiError(400, f"{name}: there are 0 to {count - 1}", param=name)
+                raise ApiError(400, f"{name} must be from 0 to {count - 1}", param=name)
         return {"layer": layer, "head": head, "heads": maps.heads, "rows": maps.rows(layer, head)}

@@ -1,4 +1,5 @@
-"""The ceilings of the machine, measured in the background while a page that shows them is open."""
+"""`CeilingsProbe`: the maximum rates (ceilings) of the machine, measured in the background while a
+page that shows them is open."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 5.0  # idle time of the engine before a measurement
 SPACING_S = 20.0  # between two measurements
-MEASUREMENTS = 5  # the best counts: other programs may have used the machine
-MAX_TRIES = 20  # including measurements that a request has ended
+MEASUREMENTS = 5  # the best counts, because other programs may slow down a measurement
+MAX_TRIES = 20  # including measurements that were stopped because a request arrived
 TIMEOUT_S = 60.0
 POLL_S = 0.05
 
 
 class CeilingsProbe:
-    """The ceilings that the engine has measured (`--measure-ceilings`). Otherwise, on a CPU, a
-    process measures them while the engine is idle: a few times, for about a second. A request that
-    arrives ends the process, and the next idle time starts it again."""
+    """Provides the ceilings that the engine has measured (`--measure-ceilings`). If it has measured
+    none, a process measures those of a CPU while the engine is idle: a few times, for about a
+    second. When a request arrives, the process is killed, and started again at the next idle
+    time."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -43,7 +45,7 @@ class CeilingsProbe:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the ceilings are unknown and will be measured when the engine is idle."""
+        """Whether the ceilings are unknown and will be measured when the engine is idle."""
         return not any(self.ceilings) and (self._wants_more() or self._task is not None)
 
     def _wants_more(self) -> bool:
@@ -79,10 +81,10 @@ class CeilingsProbe:
             self._task = None
 
     async def _run(self, threads: int) -> bytes:
-        """Return the output of the process; empty if a request arrived before it ended."""
-        words = (sys.executable, "-P", "-m", "twostroke.observe.ceilings", str(threads))
+        """Return the output of the process; b"" if it was killed because a request arrived."""
+        command = (sys.executable, "-P", "-m", "twostroke.observe.ceilings", str(threads))
         with subprocess.Popen(
-            words,
+            command,
             env=child_process.environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

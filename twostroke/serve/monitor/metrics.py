@@ -1,5 +1,5 @@
-"""`/metrics` for Prometheus: totals of the records (`observe/totals.py`) under the names of
-`prometheus.py`, HTTP answers, and figures of the GPU."""
+"""`/metrics` for Prometheus: the totals of all records (`observe/totals.py`), which `prometheus.py`
+names, the counts of HTTP responses, and the GPU's figures."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class ServerMetrics:
         self._rejected = rejections.labels(model_name, "max_num_queued_reqs")
 
     def expect_routes(self, routes: Iterable[str]) -> None:
-        """Create the series of all routes at 0: a series that begins at 1 hides its first
-        answer."""
+        """Create the series of all routes at 0, so that `increase()` counts the first response."""
         for route in routes:
             self._http.labels(route, "200")
 
@@ -83,14 +82,10 @@ def gpu_families(device: str) -> Iterator[Metric]:
     if figures is None:
         return
     for name, text, value in (
-        ("memory_used_bytes", "Memory in use, by all processes.", figures.memory_used_bytes),
-        ("memory_total_bytes", "Memory there is.", figures.memory_total_bytes),
-        (
-            "utilisation",
-            "Share of time in which any kernel ran; not how much of it was used.",
-            figures.utilisation,
-        ),
-        ("power_watts", "Power that it draws.", figures.power_w),
+        ("memory_used_bytes", "Memory that all processes use.", figures.memory_used_bytes),
+        ("memory_total_bytes", "Memory of the GPU.", figures.memory_total_bytes),
+        ("utilisation", "Share of time in which any kernel ran.", figures.utilisation),
+        ("power_watts", "Power that the GPU draws.", figures.power_w),
     ):
         if value is not None:
             family = GaugeMetricFamily(f"twostroke:gpu_{name}", text, labels=["gpu"])

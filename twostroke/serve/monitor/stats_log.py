@@ -1,5 +1,5 @@
-"""A log line about both phases and the KV cache, every ten seconds while there is work. It has the
-same totals and load as `/metrics` and `/dash`."""
+"""`log_stats`: logs the throughput of both phases and the KV cache, every ten seconds while there
+is work. The figures are those of `/metrics` and `/dash`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StatsLog:
         return totals.prefill.tokens, totals.decode.tokens, sum(totals.ended.values())
 
     def line(self, now: float) -> str | None:
-        """Return the work since the last line; None if there was none and no request is running."""
+        """Return the log line; None if nothing has run since the last line and nothing waits."""
         amounts, load = self._amounts(), self._client.load()
         if amounts == self._last and not load.running and not load.waiting:
             self._last_s = now

@@ -1,11 +1,11 @@
-"""OpenTelemetry: one span for each request, made from its records after its end. With several
-engines it contains a span for the time in each engine, and for each fetch of KV blocks.
+"""OpenTelemetry: one span for each request, made from the request's records after its end. With
+several engines it has a child span for the time in each engine, and for each fetch of KV blocks.
 
     GenerateRoute ──▶ begin(name, headers, params)          the client's trace context
     Records         ──▶ add_request(record) ──▶ span ──▶ the SDK's queue ──▶ its own thread ──▶ OTLP
 
-Names of spans and attributes are vLLM's and SGLang's; attributes of this engine only begin with
-`twostroke.`. Spans contain no text of requests. The queue is bounded and drops spans if the
+Names of spans and attributes are those of vLLM and SGLang. Attributes that exist only here begin
+with `twostroke.`. Spans contain no text of requests. The queue is bounded and drops spans if the
 collector is slow or absent, so that requests are not delayed.
 """
 
@@ -28,7 +28,7 @@ from twostroke.serve.http.http_request import HttpRequest
 
 SPAN = "llm_request"
 HEADERS = ("traceparent", "tracestate")  # W3C's
-FORGET_S = 60.0  # how long after the answer a record may arrive; refused requests have none
+FORGET_S = 60.0  # time after the response in which a record may arrive; a refused request has none
 CLOSE_TIMEOUT_S = 3.0
 PROTOCOLS = ("grpc", "http/protobuf")
 INSTALL = "pip install 'twostroke[otel]'"
@@ -45,7 +45,7 @@ class TracedRequest:
 
 
 class Tracing:
-    """A listener of the records. `endpoint`: "" to use OTEL_EXPORTER_OTLP_*."""
+    """A listener of the records, which writes spans. `endpoint`: "" to use OTEL_EXPORTER_OTLP_*."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         self._model = model
@@ -61,14 +61,15 @@ class Tracing:
         http: HttpRequest,
         params: Sequence[SamplingParams],
     ) -> None:
-        """`names`: the engine's request ids, one for each prompt; `params`: one for each id."""
+        """Trace a request. `names`: the engine's request ids, one for each prompt. `params`: one
+        for each id. `request_id`: the id in the response."""
         found = {header: http.header(header.encode()) for header in HEADERS}
         carrier = {header: text.decode("latin-1") for header, text in found.items() if text}
-        for name, one in zip(names, params, strict=True):
-            self._traced[name] = TracedRequest(request_id, one, carrier)
+        for name, prompt_params in zip(names, params, strict=True):
+            self._traced[name] = TracedRequest(request_id, prompt_params, carrier)
 
     def end(self, names: Sequence[str]) -> None:
-        """The response has ended; records may still arrive for `FORGET_S`."""
+        """Forget a request `FORGET_S` after the end of its response."""
         for name in names:
             if name in self._traced:
                 asyncio.get_running_loop().call_later(FORGET_S, self._traced.pop, name, None)
@@ -106,11 +107,11 @@ class Tracing:
         )
         for name, seconds in _events(records):
             span.add_event(name, timestamp=at(seconds))
-        for name, began_s, ended_s, more in _stays(records):
-            inner = self._tracer.start_span(
+        for name, began_s, ended_s, more in _engine_spans(records):
+            child = self._tracer.start_span(
                 name, sdk.set_span_in_context(span), attributes=more, start_time=at(began_s)
             )
-            inner.end(at(ended_s))
+            child.end(at(ended_s))
         if any(record.finish_reason == FinishReason.ERROR for record in records):
             span.set_status(sdk.StatusCode.ERROR)
         span.end(at(max(record.finished_s for record in records)))
@@ -123,8 +124,8 @@ class Tracing:
 
 
 def attributes(traced: TracedRequest, model: str) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a span. Over n continuations: the earliest beginning, the latest end,
-    and sums of counts."""
+    """Yield the attributes of a span. With several continuations: the earliest beginning, the
+    latest end, and sums of counts."""
     records, params = traced.records, traced.params
     begun = [record for record in records if record.token_s]
     received_s = min(record.received_s for record in records)
@@ -178,20 +179,20 @@ def _events(records: Sequence[RequestRecord]) -> Iterator[tuple[str, float]]:
             yield "preempted", seconds
 
 
-def _stays(
+def _engine_spans(
     records: Sequence[RequestRecord],
 ) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
-    """Yield inner spans with several engines: name, begin, end, attributes."""
+    """Yield the child spans: name, begin, end, attributes. With one engine there are none."""
     for record in records:
-        ends = [*(stay.began_s for stay in record.stays[1:]), record.finished_s]
-        for stay, ended_s in zip(record.stays, ends, strict=False):  # empty with one engine
-            engine = {"twostroke.engine": stay.engine}
-            yield f"engine {stay.engine}", stay.began_s, ended_s, engine
-            if stay.fetched_s:
-                more: dict[str, Any] = {"twostroke.fetch.bytes": stay.fetched_bytes, **engine}
-                more["twostroke.fetch.seconds"] = stay.fetch_s
-                # The message about a fetch may come after the record of the request's end.
-                yield "kv_fetch", stay.began_s, min(stay.fetched_s, ended_s), more
+        ends = [*(span.began_s for span in record.stays[1:]), record.finished_s]
+        for span, ended_s in zip(record.stays, ends, strict=False):
+            engine = {"twostroke.engine": span.engine}
+            yield f"engine {span.engine}", span.began_s, ended_s, engine
+            if span.fetched_s:
+                more: dict[str, Any] = {"twostroke.fetch.bytes": span.fetched_bytes, **engine}
+                more["twostroke.fetch.seconds"] = span.fetch_s
+                # The message about a fetch may arrive after the record of the request's end.
+                yield "kv_fetch", span.began_s, min(span.fetched_s, ended_s), more
 
 
 # ── the SDK, which may not be installed ─────────────────────────────────────────────────────────
@@ -206,7 +207,7 @@ class Sdk:
 
 
 def missing() -> str:
-    """Return a message if a package for traces is missing, else ""."""
+    """Return an error message if a package for traces is missing, else ""."""
     for name in (
         "opentelemetry.sdk.trace",
         "opentelemetry.exporter.otlp.proto.grpc",

@@ -1,8 +1,8 @@
 """The OpenAPI description of the server: routes, request types, and limits of fields.
 
-A type does not say every limit of its fields: ranges of numbers, token ids of the vocabulary, names
-of served models. `SamplingParams` and `InputProcessor` check these limits; here they are only
-described.
+The request types do not have all limits of their fields: ranges of numbers, token ids of the
+vocabulary, names of models. `SamplingParams` and `InputProcessor` check these limits. This module
+only describes them.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{named}",
         "responses": {
-            "200": {"description": "The answer.", "content": _answer(route)},
+            "200": {"description": "The response.", "content": _answer(route)},
             "4XX": {"description": "The request is refused.", "content": error},
-            "5XX": {"description": "The server cannot answer now.", "content": error},
+            "5XX": {"description": "The server cannot process the request.", "content": error},
         },
     }
     if params := [word.strip("{.}") for word in route.path.split("/") if word.startswith("{")]:

@@ -15,7 +15,7 @@ from twostroke.serve.http.routing import Route
 
 PAGES = {"/": "chat", "/learn": "learn"}  # the folder of each page's index.html
 SUMMARIES = {"/learn": "A page that explains prefill and decode with this engine."}
-ROOT_SUMMARY = "A chat with the model. Other clients than browsers get a list of routes."
+ROOT_SUMMARY = "A chat with the model. Clients other than browsers get a list of routes."
 TITLES = {"/": "Chat", "/learn": "Learn", "/dash": "Dashboard", "/docs": "API"}
 TYPES = {
     "html": b"text/html; charset=utf-8",
@@ -52,7 +52,7 @@ class StaticFile:
 
     async def send(self, http: HttpRequest, more: Headers = ()) -> None:
         known = (http.header(b"if-none-match") or b"").split(b",")
-        unchanged = any(one.strip().removeprefix(b"W/") in (self.etag, b"*") for one in known)
+        unchanged = any(etag.strip().removeprefix(b"W/") in (self.etag, b"*") for etag in known)
         if unchanged:
             await http.respond(304, b"", (*self.headers, *more))
         else:
@@ -62,16 +62,16 @@ class StaticFile:
 class StaticPages:
     """The static pages. `linked`: the paths of other pages to link to.
 
-    The files are read once. A request for another name is answered 404, so no path leads out of the
+    The files are read once, at the start. Any other name gets 404, so no path can leave the
     folder."""
 
     def __init__(self, linked: Sequence[str]) -> None:
         folder = files("twostroke.serve").joinpath("static")
         found = dict(_files(folder))
-        have = {path for path, name in PAGES.items() if f"{name}/index.html" in found}
-        shown = [path for path in TITLES if path in have or path in linked]
+        pages = {path for path, name in PAGES.items() if f"{name}/index.html" in found}
+        shown = [path for path in TITLES if path in pages or path in linked]
         self._pages = {
-            path: _page(path, found[f"{PAGES[path]}/index.html"], shown) for path in sorted(have)
+            path: _page(path, found[f"{PAGES[path]}/index.html"], shown) for path in sorted(pages)
         }
         self._files: Mapping[str, StaticFile] = {
             name: StaticFile.from_content(content, name.rpartition(".")[2])
@@ -80,7 +80,7 @@ class StaticPages:
         }
 
     def routes(self) -> list[Route]:
-        """Return all routes except `/`, which answers other clients with a list of routes."""
+        """Return the routes of all pages and files, except `/`, which `App` serves."""
         summary = "Stylesheets and modules of the pages."
         pages = [path for path in self._pages if path != "/"]
         return [
@@ -104,23 +104,23 @@ def wants_page(http: HttpRequest) -> bool:
 
 
 def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-    for one in folder.iterdir():
-        if one.is_dir():
-            yield from _files(one, f"{prefix}{one.name}/")
-        elif one.name.rpartition(".")[2] in TYPES:
-            yield prefix + one.name, one.read_bytes()
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in TYPES:
+            yield prefix + entry.name, entry.read_bytes()
 
 
 def _page(path: str, html: bytes, linked: Sequence[str]) -> StaticFile:
-    """Return a page with links to the other pages. `./` is the root for a page below it."""
+    """Return a page with links to the other pages. Pages are below the root, which is `./`."""
     links = "".join(
-        f'<a href="{escape(one[1:] or "./")}"{_current(one, path)}>{escape(TITLES[one])}</a>'
-        for one in linked
+        f'<a href="{escape(link[1:] or "./")}"{_current(link, path)}>{escape(TITLES[link])}</a>'
+        for link in linked
     )
     button = '<button type="button" data-theme-switch hidden></button>'
     nav = f'<nav class="pages" aria-label="Pages">{links}{button}</nav>'
     return StaticFile.from_content(html.replace(NAV.encode(), nav.encode()), "html")
 
 
-def _current(one: str, path: str) -> str:
-    return ' aria-current="page"' if one == path else ""
+def _current(link: str, path: str) -> str:
+    return ' aria-current="page"' if link == path else ""

@@ -60,7 +60,7 @@ TOOL_PARSERS: Final[dict[str, type[CallParser]]] = {
 }
 REASONING_PARSERS: Final = tuple(FORMATS)
 # (text, parser): a chat template that contains the text uses the format of the parser. The first
-# match counts, so a text that occurs in several formats comes after the texts of one format only.
+# match counts, so texts that several formats contain are at the end.
 _TEMPLATE_TEXTS: Final = (
     ("[TOOL_CALLS]", "mistral"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),

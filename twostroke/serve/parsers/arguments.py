@@ -1,5 +1,5 @@
-"""Converts arguments that a format writes without types to JSON, with the types of the tool's
-schema."""
+"""Converts the arguments of tool calls to JSON, for formats whose values are texts without a type.
+The types are those in the tool's schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     types: set[str] = set()
     for part in _resolved(schema, root):
         kind = part.get("type")
-        types |= {one for one in (kind if isinstance(kind, list) else [kind]) if one}
+        types |= {name for name in (kind if isinstance(kind, list) else [kind]) if name}
         values = part.get("enum", [part["const"]] if "const" in part else [])
         if not kind and isinstance(values, list):
             types |= {_type_of(value) for value in values}
@@ -36,7 +36,7 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schema, and the schemas that it refers to or chooses from in the same document."""
+    """Return the schema, its alternatives, and its references within the same document."""
     parts: list[Mapping[str, Any]] = []
     queue = [schema]
     while queue and len(parts) < MAX_PARTS:
@@ -62,18 +62,17 @@ def _type_of(value: Any) -> str:
 
 
 def as_json(text: str, types: JsonTypes) -> str:
-    """Return a bare value as JSON of an allowed type; a string if strings are allowed, or if the
-    value has none of the types."""
-    bare = text.strip()
-    bare = _PYTHON.get(bare, bare)
-    if bare == "null" and "null" in types:
-        return bare
+    """Return a text as JSON: a string if `types` allows strings or the text is no other value."""
+    stripped = text.strip()
+    stripped = _PYTHON.get(stripped, stripped)
+    if stripped == "null" and "null" in types:
+        return stripped
     if types and "string" not in types:
-        if bare.lower() in ("true", "false") and "boolean" in types:
-            return bare.lower()
-        if _is_json(bare):
-            return bare
-        if (value := python_as_json(bare)) is not None:
+        if stripped.lower() in ("true", "false") and "boolean" in types:
+            return stripped.lower()
+        if _is_json(stripped):
+            return stripped
+        if (value := python_as_json(stripped)) is not None:
             return value
     return json.dumps(text, ensure_ascii=False)
 

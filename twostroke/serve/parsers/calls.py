@@ -1,5 +1,5 @@
-"""`CallParser`: the base of the parsers of tool calls. A parser finds the calls and reads their
-names. Arguments in JSON are emitted as written; other arguments are converted to JSON one by
+"""`CallParser`: the base of the parsers of tool calls, which find the calls in the model's text.
+Arguments in JSON are emitted as the model writes them. Other arguments are converted to JSON one by
 one."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from twostroke.serve.parsers.arguments import JsonTypes, as_json
 from twostroke.serve.parsers.deltas import ToolCall, ToolCallDelta
 from twostroke.serve.parsers.scanner import SPACE, Scanner, Steps
 
-ARGUMENTS: Final = ("arguments", "parameters")  # both names are accepted everywhere
-CALL_KEYS: Final = ("name", "id", "type", *ARGUMENTS)  # keys of a call without tags
+ARGUMENTS: Final = ("arguments", "parameters")  # every format accepts both names
+CALL_KEYS: Final = ("name", "id", "type", *ARGUMENTS)  # the allowed keys of a call without tags
 FENCE: Final = "```json"
 MAX_NAME: Final = 64  # characters
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
-_BAD: Final = object()
+_INVALID: Final = object()  # the result of `_loads` for a text that is not JSON
 
 Tools = Mapping[str, Mapping[str, JsonTypes]]  # tool name → argument name → allowed types
 MakeId = Callable[[], str]
@@ -27,9 +27,9 @@ MakeId = Callable[[], str]
 
 class CallParser(Scanner):
     """Splits text into content and calls. A call is emitted as soon as its name is known and its
-    arguments begin. Text that turns out to be no call before that point is content."""
+    arguments begin. If the text turns out before this point not to be a call, it is content."""
 
-    special_tokens: ClassVar[bool] = False  # the tags are special tokens, to be kept
+    special_tokens: ClassVar[bool] = False  # the tags are special tokens, which must not be skipped
     # The text before and after the arguments of a forced call; {name} is replaced.
     forced: ClassVar[tuple[str, str]]
     instead: ClassVar[type[CallParser] | None] = None  # the parser of forced calls
@@ -39,7 +39,7 @@ class CallParser(Scanner):
         self.calls: list[ToolCall] = []
         self.tools = tools
         self._make_id = make_id or self.new_id
-        self._no_text = True  # no content since the last call
+        self._no_content = True  # since the last call
         self._num_arguments = 0
 
     @staticmethod
@@ -47,12 +47,12 @@ class CallParser(Scanner):
         return f"call_{secrets.token_hex(12)}"
 
     def emit_text(self, text: str) -> None:
-        self._no_text &= not text
+        self._no_content &= not text
         super().emit_text(text)
 
     def give_up(self) -> None:
         # White space and separators after the last call belong to the call.
-        if self._held is not None and self._ended and self.calls and self._no_text:
+        if self._held is not None and self._ended and self.calls and self._no_content:
             held = self._text[self._held : self._at]
             if held.strip(SPACE) in ("", ";"):
                 self._held = None
@@ -67,7 +67,7 @@ class CallParser(Scanner):
         call = ToolCall(id or self._make_id(), name, "")
         self._deltas.append(ToolCallDelta(len(self.calls), call.id, call.name))
         self.calls.append(call)
-        self._no_text = True
+        self._no_content = True
         self._num_arguments = 0
         self.emit_arguments(arguments)
 
@@ -84,7 +84,7 @@ class CallParser(Scanner):
         self._num_arguments += 1
 
     def end_arguments(self) -> None:
-        """After the last `emit_argument`."""
+        """Emit the closing brace. Called after the last `emit_argument`."""
         self.emit_arguments("}" if self._num_arguments else "{}")
 
     def typed_argument(self, name: str, key: str, text: str) -> None:
@@ -93,7 +93,7 @@ class CallParser(Scanner):
     # ── shared by several formats ───────────────────────────────────────────────────────────
 
     def name(self) -> Steps[str]:
-        """Read a tool's name; "" if there is none. The name may be unknown."""
+        """Read a name, which may be that of an unknown tool; "" if there is none."""
         name = ""
         while len(name) < MAX_NAME:
             char = yield from self.peek()
@@ -104,8 +104,7 @@ class CallParser(Scanner):
         return name
 
     def arguments(self, name: str, id: str | None = None) -> Steps[bool]:
-        """Read the JSON object of a tool's arguments. False if the tool is unknown or no object
-        follows."""
+        """Read the JSON object of a call's arguments; False if there is none, or no such tool."""
         if name not in self.tools or (yield from self.peek()) != "{":
             return False
         self.begin_call(name, id=id)
@@ -113,10 +112,10 @@ class CallParser(Scanner):
         return True
 
     def next_tag(self, *tags: str) -> Steps[str]:
-        """Emit text up to one of the tags and return the tag; "" if the text ends first.
+        """Emit text up to one of the tags, read the tag and return it; "" if the text ends first.
 
-        Calls without tags are read as well, because models forget tags in later turns: a JSON
-        object at the beginning of a line, or in ```json."""
+        Also read calls without tags, because models forget the tags in later turns: a JSON object
+        at the beginning of a line, or in a ```json fence."""
         while tag := (yield from self.text_until(*tags, FENCE, "{")):
             if tag in tags:
                 return tag
@@ -130,14 +129,14 @@ class CallParser(Scanner):
         return ""
 
     def _begins_line(self) -> bool:
-        """Return whether only white space precedes the brace in its line, or since the last
+        """Return whether only white space precedes the brace in its line, or follows the last
         call."""
         before = self._text[self._held : self._at - 1]
-        return self._no_text or "\n" in before
+        return self._no_content or "\n" in before
 
     def call_object(self, keys: tuple[str, ...] = ()) -> Steps[bool]:
-        """Read `{"name": …, "arguments": {…}}`, in either order. False if the object is no call.
-        With `keys`, an object with another key is no call."""
+        """Read `{"name": …, "arguments": {…}}`, in either order. Return False if the object is no
+        call. With `keys`, an object with any other key is no call."""
         if not (yield from self.accept("{")):
             return False
         name, arguments, begun = "", "", False
@@ -157,7 +156,7 @@ class CallParser(Scanner):
             else:
                 text = yield from self.json_value()
                 value = _loads(text)
-                if value is _BAD:
+                if value is _INVALID:
                     return begun
                 if key == "name" and not begun:
                     if name or not isinstance(value, str) or value not in self.tools:
@@ -165,7 +164,7 @@ class CallParser(Scanner):
                     name = value
                 elif is_arguments and not begun and value is not None:
                     arguments = text if isinstance(value, dict) else value
-                    if not isinstance(_loads(arguments), dict):  # some models write it in a string
+                    if not isinstance(_loads(arguments), dict):  # (it may be JSON in a string)
                         return False
                 if name and arguments and not begun:
                     self.begin_call(name, arguments)
@@ -179,7 +178,7 @@ class CallParser(Scanner):
             return bool(name)
 
     def call_list(self) -> Steps[bool]:
-        """Read `[{…}, {…}]`. False if the first entry is no call."""
+        """Read a list of calls `[{…}, {…}]`. Return False if the first entry is not a call."""
         found = False
         if not (yield from self.accept("[")):
             return False
@@ -198,7 +197,7 @@ class CallParser(Scanner):
         return True
 
     def json_call(self, end: str) -> Steps[bool]:
-        """Read the object of a call and its closing tag, which some models forget."""
+        """Read the JSON object of a call, and its closing tag `end`, which some models forget."""
         yield from self.space()
         if not (yield from self.call_object()):
             return False
@@ -206,7 +205,7 @@ class CallParser(Scanner):
         return True
 
     def fence(self) -> Steps[bool]:
-        """Read a call after ```json, and the end of the fence."""
+        """Read the call in a ```json fence, and the end of the fence."""
         return (yield from self.json_call("```"))
 
 
@@ -214,4 +213,4 @@ def _loads(text: Any) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
-        return _BAD
+        return _INVALID

@@ -1,5 +1,5 @@
-"""Typed parts of a streamed message: content, reasoning and tool calls. Every API encodes its own
-events from these deltas."""
+"""Deltas: the parts of a streamed message, which are content, reasoning or tool calls. Each API
+encodes its own events from the deltas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a call. The first part has id and name, the following parts only arguments."""
+    """A part of a tool call. The first part has id and name, the next parts only arguments."""
 
     index: int
     id: str | None = None

@@ -26,7 +26,7 @@ class Harmony(CallParser):
 
     def read(self) -> Steps[None]:
         self.hold()
-        # The prompt may end within the header of the first message.
+        # The prompt may end within the header of the first message, before "to=".
         tag = yield from self.accept("to=", after=" ")
         if not tag:
             tag = yield from self.text_until("<|start|>", "<|channel|>")

@@ -1,7 +1,7 @@
-"""Formats with arguments in JSON. The JSON is emitted as the model writes it.
+"""Parsers for formats whose arguments are JSON, which is emitted as the model writes it.
 
     hermes          text<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>, any number
-    llama3_json     {"name": …, "parameters": {…}}, the whole text; several with ; between
+    llama3_json     {"name": …, "parameters": {…}}, the whole text; several calls separated by ;
     mistral         text[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and since 2025
                     text[TOOL_CALLS]name[ARGS]{…}, with [CALL_ID]… before [ARGS], or without [ARGS]
     granite         text<|tool_call|>[{"name": …, "arguments": {…}}, …], with <tool_call> as well
@@ -90,8 +90,8 @@ class Granite(CallParser):
     def read(self) -> Steps[None]:
         while (yield from self.next_tag("<|tool_call|>", "<tool_call>")):
             yield from self.space()
-            one = (yield from self.peek()) == "{"
-            if (yield from (self.call_object() if one else self.call_list())):
+            is_object = (yield from self.peek()) == "{"
+            if (yield from (self.call_object() if is_object else self.call_list())):
                 yield from self.accept("</tool_call>", "<|/tool_call|>", after=SPACE)
             else:
                 self.give_up()
@@ -204,7 +204,7 @@ class KimiK2(TaggedCalls):
     forced = (f"{all_begin}{begin}functions.{{name}}:0{separator}", f"{end}{all_end}")
 
     def _call(self) -> Steps[bool]:
-        """The call's id contains the tool's name: functions.name:0"""
+        # The id of a call contains the tool's name: functions.name:0
         id, tag = yield from self.until(self.separator, max_chars=128)
         if not tag:
             return False

@@ -1,4 +1,4 @@
-"""Reasoning: the formats in which models write it, and its parser.
+"""The formats in which models write their reasoning, and the parser of reasoning.
 
     deepseek_r1, deepseek_v3, qwen3,
     glm45, glm47, kimi_k2,
@@ -8,10 +8,15 @@
     granite                     Here is my thought process:…Here is my response:
     openai_gptoss               Harmony's channel `analysis` (`harmony.py`)
 
-If the prompt ends with the opening tag, the model reasons from its first token on. If the prompt
-ends with the closed tags, as templates write for `enable_thinking: false`, the model does not
-reason. Otherwise the model reasons if it writes the opening tag first. deepseek_r1, kimi_k2, olmo3
-and seed_oss, as in vLLM, need no opening tag. Kimi's reasoning also ends where its calls begin.
+The prompt decides whether the model reasons:
+
+    the prompt ends with the opening tag    from the first token
+    ends with opening and closing tag       no; templates write this for `enable_thinking: false`
+    otherwise                               if the model writes the opening tag first. With
+                                            deepseek_r1, kimi_k2, olmo3 and seed_oss (as in vLLM)
+                                            always, even without the tag
+
+With kimi_k2, reasoning also ends where tool calls begin.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ if TYPE_CHECKING:  # the settings import this module, and --help must not import
     from twostroke.model.text.tokenizer import Tokenizer
 
 PROMPT_END: Final = 24  # tokens at the end of a prompt that are searched for tags
-CONTINUED_END: Final = 4096  # the same for a prompt that ends within a message
+CONTINUED_END: Final = 4096  # the same, for a prompt that ends within a message
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,13 @@ class ReasoningFormat:
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     ends_before: tuple[str, ...] = ()  # texts that end the reasoning and belong to the answer
-    begins_open: bool = False  # the model reasons unless the prompt has the closed tags
-    forced_end: str = ""  # written when the budget is used up; "": the first of `ends`
+    begins_open: bool = False  # the opening tag is not needed
+    forced_end: str = ""  # inserted when the token budget is used up; "": the first of `ends`
 
     def opened(self, prompt_end: str, continued: bool) -> bool | None:
-        """Return whether reasoning is open at the end of a prompt; None if there are no tags.
-        `continued`: the prompt ends within a message, which may have the tags anywhere."""
+        """Return True if reasoning is open at the end of a prompt, False if it has been closed, and
+        None if there are no tags. `continued`: the prompt ends within a message, which may have the
+        tags anywhere."""
         if continued:
             start = max(prompt_end.rfind(text) for text in self.starts)
             end = max(prompt_end.rfind(text) for text in self.ends)
@@ -53,7 +59,7 @@ class ReasoningFormat:
         return False if prompt_end.endswith(self.ends) else None
 
     def has_special_tokens(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the closing tag is lost when special tokens are skipped."""
+        """Return whether the text loses the closing tag when special tokens are skipped."""
         (tag, *_) = self.ends
         return tokenizer.decode(tokenizer.encode(tag, add_special_tokens=False)) != tag
 
@@ -110,7 +116,7 @@ class ReasoningParser(Scanner):
         super().__init__()
         self._form = form
         self.thinking = is_open
-        self.ended = False  # only content follows
+        self.ended = False  # True if only content follows
 
     def read(self) -> Steps[None]:
         started = yield from self.accept(*self._form.starts, after=SPACE)
@@ -130,11 +136,11 @@ class ReasoningParser(Scanner):
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The reasoning of one request: its format and its state at the end of the prompt."""
+    """The format of a request's reasoning, and the state of reasoning at the end of the prompt."""
 
     form: ReasoningFormat
-    is_open: bool  # the model reasons from the first token on
-    is_closed: bool  # the prompt has closed tags: the model does not reason
+    is_open: bool  # the model reasons from the first token
+    is_closed: bool  # the prompt has the closing tag, so the model does not reason
 
     def parser(self) -> Scanner:
         return Harmony({}) if self.form is HARMONY else ReasoningParser(self.form, self.is_open)
@@ -148,8 +154,8 @@ class Reasoning:
         form = self.form
         starts: tuple[int, ...] = ()
         if not self.is_open:
-            # The model may write the opening tag before a grammar only if the tag is one token: the
-            # first of several tokens could also begin a text of the grammar.
+            # If a grammar restricts the answer, the model may write the opening tag only if the tag
+            # is one token: the first of several tokens could also begin a text of the grammar.
             starts = tuple(
                 ids[0]
                 for text in form.starts
@@ -178,9 +184,9 @@ def requested_reasoning(
 ) -> Reasoning | None:
     """Return the reasoning to parse in the answer to a prompt, or None.
 
-    `parser`: the name of a format, "auto" for the format of the chat template, "none" for no
-    parsing. None, the default: parse only if reasoning is open at the end of the prompt, or if the
-    format is Harmony. `continued`: the prompt ends within the message that the model continues.
+    `parser`: the name of a format; "auto": the format of the chat template; "none": no parsing;
+    None: as "auto", but only if reasoning is open at the end of the prompt, or with Harmony.
+    `continued`: the prompt ends within the message that the model continues.
     """
     if parser == "none":
         return None

@@ -1,12 +1,12 @@
 """`Scanner`: the base of parsers of streamed text.
 
-A parser is a generator (`read`), written as if the whole text were available. When it needs a
-character that has not arrived, it yields, and continues when more text has arrived. A parser never
-asks how much text has arrived, so the result does not depend on where the stream is cut. A parser
-never goes back by more than the length of a tag, so the time is linear in the length of the text.
+A parser is a generator (`read`), written as if the whole text were available. When the parser needs
+a character that has not arrived, it yields, and continues when more text has arrived. The parser
+never asks how much text has arrived, so its result does not depend on where the stream is cut. It
+never goes back by more than the length of a tag, so its time is linear in the length of the text.
 
-    held ──────────────┬──────── at ─────────┬── end of the text so far
-    may yet be content │ read, no call yet   │ looked at, not read
+    _held ───────────────────────────┬─ _at ───────────────┬── end of the text so far
+    read, but may still be content   │ peeked at, not read │
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IN_VALUE: Final = re.compile(r'["{}\[\],\s]')
 class Scanner(ABC):
     """Turns streamed text into deltas, independent of where the stream is cut."""
 
-    thinking = False  # the text at the current position is reasoning
+    thinking = False  # True while the current position is within reasoning
 
     def __init__(self) -> None:
         self._text = ""
@@ -38,13 +38,13 @@ class Scanner(ABC):
         self._ended = False
         self._deltas: list[Delta] = []
         self._kind: Callable[[str], Delta] = ContentDelta
-        self._runs: list[str] = []  # texts of that kind, not yet in `_deltas`
-        self._sink: Callable[[str], None] = self.emit_text
+        self._runs: list[str] = []  # texts of this kind, not yet in `_deltas`
+        self._sink: Callable[[str], None] = self.emit_text  # for text that is in no tag or call
         self._reader = self._read_all()
 
     @abstractmethod
     def read(self) -> Steps[None]:
-        """Read the text. Text that the parser leaves is content."""
+        """Read the text. Text that the parser does not read is content."""
 
     def push(self, text: str) -> list[Delta]:
         """Add text and return the new deltas. Text that may be part of a tag or call is held
@@ -83,7 +83,7 @@ class Scanner(ABC):
     # ── reading ─────────────────────────────────────────────────────────────────────────────
 
     def peek(self, ahead: int = 0) -> Steps[str]:
-        """Return a character without reading it; "" if the text ends before it."""
+        """Return the character `ahead` of the position, unread; "" if the text ends before it."""
         while self._at + ahead >= len(self._text):
             if self._ended:
                 return ""
@@ -96,8 +96,8 @@ class Scanner(ABC):
             self._at += 1
 
     def accept(self, *texts: str, after: str = "") -> Steps[str]:
-        """Read one of the texts if it is next, and return it; otherwise read nothing and return "".
-        Characters of `after` may precede the text and are read with it."""
+        """If one of the texts follows, read and return it; otherwise read nothing and return "".
+        Characters of `after` before the text are skipped."""
         skipped = 0
         while after and (char := (yield from self.peek(skipped))) and char in after:
             skipped += 1
@@ -113,12 +113,12 @@ class Scanner(ABC):
         return ""
 
     def text_until(self, *tags: str) -> Steps[str]:
-        """Emit text up to one of the tags and return the tag; "" if the text ends first. The tag
-        and the white space before it are held."""
+        """Emit text up to one of the tags, read the tag and return it; "" if the text ends first.
+        Hold the tag and the white space before it."""
         firsts = {tag[0] for tag in tags}
         here, later = _before_tags(tags)
         while True:
-            # Skip text that is neither the end of the text so far nor before a possible tag.
+            # Emit the text before the next possible tag, or before the end of the text so far.
             found = here.match(self._text, self._at) or later.search(self._text, self._at)
             assert found is not None
             self._sink(self._text[self._at : found.start()])
@@ -147,7 +147,7 @@ class Scanner(ABC):
         while max_chars is None or size <= max_chars:
             found = pattern.search(self._text, self._at)
             stop = found.start() if found else len(self._text)
-            if max_chars is not None:  # independent of how much text has arrived
+            if max_chars is not None:  # so that the result does not depend on the stream's cuts
                 stop = min(stop, self._at + max_chars + 1 - size)
             run = self._text[self._at : stop]
             self._at = stop
@@ -208,7 +208,7 @@ class Scanner(ABC):
     # ── output ──────────────────────────────────────────────────────────────────────────────
 
     def hold(self) -> None:
-        """Hold the text read from here on: it may turn out to be content."""
+        """Hold the text that is read from now on: it may turn out to be content."""
         self._held = self._at
 
     def give_up(self) -> None:
@@ -218,7 +218,7 @@ class Scanner(ABC):
             self._held = None
 
     def drop(self) -> None:
-        """Drop the held text: it is no content."""
+        """Drop the held text, which is not content."""
         self._held = None
 
     def emit_text(self, text: str) -> None:
@@ -243,14 +243,14 @@ class Scanner(ABC):
 
 @cache
 def _first_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern for the first characters of the texts."""
+    """Return a pattern for the first character of any of the texts."""
     return re.compile(f"[{re.escape(''.join(text[0] for text in texts))}]")
 
 
 @cache
 def _before_tags(tags: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns for optional white space before a possible tag or the end of the text: one to match
-    at a position, one to search. The latter finds only the beginning of a run, so that long runs of
-    white space are scanned once."""
-    run = rf"[{SPACE}]*(?=[{re.escape(''.join(tag[0] for tag in tags))}]|\Z)"
-    return re.compile(run), re.compile(rf"(?<![{SPACE}]){run}")
+    """Return two patterns for optional white space before a possible tag or the end of the text:
+    one to match at a position, one to search. The search finds white space only from its beginning,
+    so that long white space is scanned once."""
+    space = rf"[{SPACE}]*(?=[{re.escape(''.join(tag[0] for tag in tags))}]|\Z)"
+    return re.compile(space), re.compile(rf"(?<![{SPACE}]){space}")

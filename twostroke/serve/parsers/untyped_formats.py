@@ -1,11 +1,11 @@
-"""Formats with untyped arguments. The tool's schema gives the types.
+"""Parsers for formats whose arguments are texts without a type. The tool's schema has the types.
 
     qwen3_coder  <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n
                  </function>\\n</tool_call>, any number of them
     seed_oss     the same between <seed:tool_call> and </seed:tool_call>
     glm45        <tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n
                  </tool_call>, any number of them
-    pythonic     [name(key=value, …), …], the whole text; values are Python's
+    pythonic     [name(key=value, …), …], the whole text; values are Python literals
     olmo3        text<function_calls>\\nname(key=value, …)\\n…\\n</function_calls>
     minicpm5     <function name="name"><param name="key">value</param></function>, any number of
                  them; a value may be in <![CDATA[ ]]>
@@ -27,7 +27,7 @@ from twostroke.serve.parsers.json_formats import Hermes, Llama
 from twostroke.serve.parsers.scanner import SPACE, Steps
 
 MAX_KEY = 256  # characters
-_BARE = frozenset({"integer", "boolean", "null"})  # types of a value that is not escaped
+_UNESCAPED = frozenset({"integer", "boolean", "null"})  # types of a value without <escape>
 
 
 class Qwen3Coder(CallParser):
@@ -136,8 +136,7 @@ class Pythonic(CallParser):
         return True
 
     def _value(self) -> Steps[tuple[str, bool]]:
-        """Read the source of a value up to the comma or bracket after it. Return whether it was
-        complete."""
+        """Read the source of a value up to the next comma or bracket; return if it is complete."""
         parts: list[str] = []
         depth, quote = 0, ""
         while char := (yield from self.peek()):
@@ -199,7 +198,7 @@ class MiniCpm5(CallParser):
                 self.end_arguments()
 
     def _quoted(self) -> Steps[str]:
-        """Read the name in the quotes of a tag, and the end of the tag; "" if there is none."""
+        """Read the quoted name at the end of a tag, and the end of the tag; "" if there is none."""
         quote = yield from self.accept('"', "'")
         name, tag = yield from self.until(f"{quote}>", max_chars=MAX_KEY)
         return name if quote and tag else ""
@@ -264,7 +263,7 @@ class FunctionGemma(CallParser):
                 if word and is_key:
                     parts.append(json.dumps(word, ensure_ascii=False))
                 elif word:
-                    parts.append(python_as_json(word) or as_json(word, types | _BARE))
+                    parts.append(python_as_json(word) or as_json(word, types | _UNESCAPED))
         return "".join(parts) if char else ""
 
     def _word(self, ends: str) -> Steps[str]:

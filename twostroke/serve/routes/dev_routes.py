@@ -52,12 +52,12 @@ class DevRoutes:
         if mode not in ("abort", "wait"):
             raise ApiError(
                 400,
-                'mode must be "abort" or "wait": the results of a request end with the '
-                "engine's process",
+                'mode must be "abort" or "wait": requests cannot be kept, because the engine\'s '
+                "process ends",
                 param="query.mode",
             )
         client = self._service.client
-        # Shielded: a client that disconnects must not interrupt the change.
+        # If the client disconnects, `shield` lets the change go to its end.
         await asyncio.shield(asyncio.ensure_future(client.sleep(drain=mode == "wait")))
         info = client.info
         freed = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes}

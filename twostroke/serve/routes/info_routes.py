@@ -1,4 +1,4 @@
-"""Routes with information: models, health, load, version, metrics, tokenizer."""
+"""Routes that return information: models, health, load, version, metrics, tokenizer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class InfoRoutes:
 
     async def health(self, http: HttpRequest) -> None:
         service = self._service
-        if service.admission.draining:  # not an error: a probe sees it and sends no more requests
+        if service.admission.draining:  # no `ApiError`: this is not a failure to log
             await http.respond(503, b'{"status":"shutting down"}', JSON)
             return
-        if service.client.asleep:  # intended: a supervisor must not restart the server
+        if service.client.asleep:  # status 200, so that a supervisor does not restart the server
             await http.respond_json({"status": "sleeping"})
             return
         if not service.client.healthy:
@@ -38,7 +38,7 @@ class InfoRoutes:
         await http.respond_json({"status": "ok"})
 
     async def load(self, http: HttpRequest) -> None:
-        """Answer with the number of running requests, under vLLM's name."""
+        """Send the number of open requests, under vLLM's name."""
         await http.respond_json({"server_load": len(self._service.open_streams)})
 
     async def version(self, http: HttpRequest) -> None:

@@ -1,4 +1,4 @@
-"""`GET /pools/advice`: the planner's sizes of the pools. `autoscale`: pools that follow them."""
+"""`GET /pools/advice`: the planner's advice for the pools. `autoscale`: follows the advice."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from twostroke.serve.http.routing import Route
 from twostroke.serve.routes.record_routes import pacing_of
 from twostroke.serve.settings import ServeSettings
 
-SECONDS, MAX_SECONDS = 300.0, 3600.0  # of records, as far as the ring buffers reach
-TARGET = 0.95
-PROCESS_S = 300.0  # limit of an advice
-DRAIN_S = 120.0  # of an engine that leaves
+SECONDS, MAX_SECONDS = 300.0, 3600.0  # of records; the ring buffers may hold less
+TARGET = 0.95  # share of requests that must meet the goals
+PROCESS_S = 300.0  # time limit of the planner
+DRAIN_S = 120.0  # time for the requests of an engine that leaves
 log = logging.getLogger(WORK)
 Json = dict[str, Any]
 
 
 class PoolAdvisor:
-    """Runs the planner in a process of its own, one at a time."""
+    """Runs the planner in a process of its own, for one advice at a time."""
 
     def __init__(self, client: EngineClient, settings: ServeSettings) -> None:
         self._client, self._settings = client, settings
@@ -50,8 +50,8 @@ class PoolAdvisor:
         ttft_s: float | None = None,
         tpot_s: float | None = None,
     ) -> Json:
-        """Return the advice for the last seconds. Without goals those of the server count. Raise
-        `RequestError` if there is no advice, with the reason."""
+        """Return the advice for the requests of the last seconds. Without `ttft_s` and `tpot_s`,
+        the goals of the server count. Raise `RequestError` if there is no advice."""
         counts = self._client.pools().counts
         if ttft_s is None and tpot_s is None:
             ttft_s, tpot_s = goals_of(self._settings)
@@ -61,39 +61,41 @@ class PoolAdvisor:
                 "give ttft_slo_ms or itl_slo_ms here"
             )
         async with self._lock:
-            asked = self._records(seconds) | {
+            question = self._records(seconds) | {
                 "counts": counts,
                 "goals": {"ttft_s": ttft_s, "tpot_s": tpot_s},
                 "target": target,
                 "max_engines": max(max_engines, *counts.values()),
             }
-            found: Json = await asyncio.to_thread(_planned, asked)
-        if "error" in found:
-            raise RequestError(f"no advice: {found['error']}")
-        return found
+            advice: Json = await asyncio.to_thread(_run_planner, question)
+        if "error" in advice:
+            raise RequestError(f"no advice: {advice['error']}")
+        return advice
 
     def _records(self, seconds: float) -> Json:
-        """Return the requests and steps of the last seconds, and the shape of an engine."""
+        """Return the requests and steps of the last seconds, and the properties of an engine."""
         client = self._client
         since = monotonic() - seconds
         ended = client.records.requests
-        if len(ended) == ended.maxlen:  # older ones are gone
-            since = max(since, min(one.received_s for one in ended))
-        info = next(one.info for one in client.engines_by_name().values() if one.phase != "prefill")
+        if len(ended) == ended.maxlen:  # the ring buffer has dropped older requests
+            since = max(since, min(record.received_s for record in ended))
+        engines = client.engines_by_name().values()
+        info = next(engine.info for engine in engines if engine.phase != "prefill")
         requests: list[tuple[Any, ...]] = [
-            (one.received_s, one.num_prompt, len(one.token_s), one.prefix_marks)
-            for one in ended
-            if one.received_s >= since and len(one.token_s)
+            (record.received_s, record.num_prompt, len(record.token_s), record.prefix_marks)
+            for record in ended
+            if record.received_s >= since and len(record.token_s)
         ]
         requests += [
-            (one.received_s, len(one.prompt_token_ids), None, one.prefix_marks)
-            for one in client.open_requests()
+            (request.received_s, len(request.prompt_token_ids), None, request.prefix_marks)
+            for request in client.open_requests()
         ]
-        sent = [one for one in client.transfers_by_engine_pair().values() if one.seconds]
-        copied_s = sum(one.seconds for one in sent)
+        transfers = [each for each in client.transfers_by_engine_pair().values() if each.seconds]
+        copied_s = sum(totals.seconds for totals in transfers)
+        num_bytes = sum(totals.num_bytes for totals in transfers)
         return {
             "requests": requests,
-            "bytes_per_s": sum(one.num_bytes for one in sent) / copied_s if copied_s else None,
+            "bytes_per_s": num_bytes / copied_s if copied_s else None,
             "records": {
                 "kv_tokens": info.kv_tokens,
                 "kv_bytes": info.kv_bytes,
@@ -105,10 +107,11 @@ class PoolAdvisor:
                 "pacing": pacing_of(self._settings.engine, info.device != "cpu"),
                 "device": info.device,
                 "requests": [
-                    {"received_s": one.received_s, "queued_s": one.queued_s} for one in ended
+                    {"received_s": record.received_s, "queued_s": record.queued_s}
+                    for record in ended
                 ],
-                # Copied here, because the buffer changes, and encoded in the thread.
-                "steps": [one for one in client.records.steps if one.committed_s >= since],
+                # A copy, because the buffer changes; `_run_planner` encodes it in a thread.
+                "steps": [step for step in client.records.steps if step.committed_s >= since],
             },
         }
 
@@ -133,22 +136,22 @@ def _step(record: StepRecord) -> Json:
     }
 
 
-def _planned(asked: Json) -> Json:
-    """Run `twostroke.planner.advice`. Called in a thread."""
-    asked["records"]["steps"] = [_step(one) for one in asked["records"]["steps"]]
+def _run_planner(question: Json) -> Json:
+    """Return the advice of `twostroke.planner.advice`, or {"error": …}. Called in a thread."""
+    question["records"]["steps"] = [_step(step) for step in question["records"]["steps"]]
     process: Popen[bytes] = child_process.start(
         "twostroke.planner.advice", stdin=PIPE, stdout=PIPE, stderr=PIPE
     )
     try:
-        out, err = process.communicate(msgspec.json.encode(asked), timeout=PROCESS_S)
+        out, err = process.communicate(msgspec.json.encode(question), timeout=PROCESS_S)
     except TimeoutExpired:
         process.kill()
         return {"error": f"the planner took more than {PROCESS_S:g} s; ask for fewer seconds"}
     if process.returncode:
         reason = err.decode(errors="replace").strip().rpartition("\n")[2]
         return {"error": f"the planner failed: {reason}"}
-    found: Json = msgspec.json.decode(out)
-    return found
+    advice: Json = msgspec.json.decode(out)
+    return advice
 
 
 # ── the route ───────────────────────────────────────────────────────────────────────────────────
@@ -167,12 +170,12 @@ class AdviceRoute:
     async def __call__(self, http: HttpRequest) -> None:
         seconds = _number(http, "seconds", SECONDS, 10.0, MAX_SECONDS)
         target = _number(http, "target", TARGET, 0.01, 1.0)
-        most = _number(http, "max_engines", MAX_ENGINES, 1, MAX_ENGINES)
+        max_engines = int(_number(http, "max_engines", MAX_ENGINES, 1, MAX_ENGINES))
         ttft_ms, itl_ms = (
             _number(http, name, 0.0, 0.001, 1e9) for name in ("ttft_slo_ms", "itl_slo_ms")
         )
         goals = (ms / 1e3 if ms else None for ms in (ttft_ms, itl_ms))
-        await http.respond_json(await self._advisor.advise(seconds, target, int(most), *goals))
+        await http.respond_json(await self._advisor.advise(seconds, target, max_engines, *goals))
 
 
 def _number(http: HttpRequest, name: str, default: float, low: float, high: float) -> float:
@@ -207,13 +210,13 @@ async def autoscale_once(
     bounds: Bounds,
     clock: Callable[[], float] = monotonic,
 ) -> None:
-    """Ask for an advice, and change the pools if it is time to. Say why in the log."""
+    """Ask for an advice, and change the pools if `scaler` decides so. Log the reason."""
     pools = client.pools()
     if pools.scaling:
         return
     try:
         found = await advisor.advise(max_engines=bounds.high)
-    except RequestError as error:  # too few requests, say: nothing is known about fewer engines
+    except RequestError as error:  # for example, too few requests: advise the present numbers
         log.debug("autoscale: %s", error)
         found = {"advice": pools.counts, "why": str(error)}
     decision = scaler.decide(clock(), client.pools().counts, found["advice"], found["why"])

@@ -34,14 +34,14 @@ class PoolRoutes:
 
     async def scale(self, http: HttpRequest) -> None:
         """Change the pools and answer when it is done, even if the client has disconnected."""
-        async with self._service.read(http, PoolsRequest) as (asked, _):
+        async with self._service.read(http, PoolsRequest) as (request, _):
             requested = {
-                "prefill": asked.prefill_engines,
-                "decode": asked.decode_engines,
-                "data_parallel_size": asked.data_parallel_size,
+                "prefill": request.prefill_engines,
+                "decode": request.decode_engines,
+                "data_parallel_size": request.data_parallel_size,
             }
             counts = {name: count for name, count in requested.items() if count is not None}
-            drain_timeout_s = asked.drain_timeout
+            drain_timeout_s = request.drain_timeout
         if not counts:
             raise ApiError(400, "send prefill, decode or data_parallel_size: a number of engines")
         if not 0 <= drain_timeout_s <= MAX_DRAIN_S:

@@ -46,5 +46,5 @@ class ProfileRoutes:
             "ops_per_s": info.ops_per_s,
         }
         head = msgspec.json.encode({"schema_version": SCHEMA, "server": server})
-        # Both are JSON objects. The engine's object may have megabytes and is not decoded.
+        # Join two JSON objects as text: the engine's object may have megabytes.
         await http.respond(200, b"".join([head[:-1], b",", found[1:]]))

@@ -17,8 +17,8 @@ from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import HttpRequest
 from twostroke.serve.http.routing import Route
 
-MAX_SECONDS = 600.0  # limited by the ring buffers, too
-NOT_SENT = ("slots",)  # fields of a step that stay in the engine
+MAX_SECONDS = 600.0  # the ring buffers may hold less
+NOT_SENT = ("slots",)  # fields of a step that only the engine uses
 
 
 def record_routes(service: Service) -> list[Route]:
@@ -36,13 +36,13 @@ class RecordRoute:
     async def __call__(self, http: HttpRequest) -> None:
         seconds = _seconds(http)
         since = monotonic() - seconds
-        # Copies: the buffers keep changing, the records do not.
-        steps = [one for one in self._records.steps if one.committed_s >= since]
-        requests = [one for one in self._records.requests if one.finished_s >= since]
+        # These lists are copies, because the ring buffers change while a thread encodes them.
+        steps = [step for step in self._records.steps if step.committed_s >= since]
+        requests = [record for record in self._records.requests if record.finished_s >= since]
         if not http.is_admin:
-            # These fields are about single requests, of unknown owners.
-            steps = [one._replace(chunks=(), first=(), late=()) for one in steps]
-            requests = [one for one in requests if http.may_see(one)]
+            # Remove the fields about single requests, whose owners are not known here.
+            steps = [step._replace(chunks=(), first=(), late=()) for step in steps]
+            requests = [record for record in requests if http.may_see(record)]
         await http.respond(200, await self._thread.run(lambda: self._encode(steps, requests)))
 
     def _encode(self, steps: list[StepRecord], requests: list[RequestRecord]) -> bytes:
@@ -67,14 +67,14 @@ class RecordRoute:
                 "isa": info.isa,
                 "isas": info.isas,
                 "machine": self._machine.read().as_json(),
-                "steps": [step_json(one) for one in steps],
-                "requests": [request_json(one) for one in requests],
+                "steps": [step_json(record) for record in steps],
+                "requests": [request_json(record) for record in requests],
             }
         )
 
 
 def pacing_of(config: EngineConfig | None, on_gpu: bool) -> dict[str, Any] | None:
-    """The scheduler's settings, for simulations; None if they are unknown."""
+    """Return the scheduler's settings, for simulations; None if they are unknown."""
     if config is None:
         return None
     ttft_s, itl_s = config.goals(on_gpu)
@@ -102,7 +102,7 @@ def request_json(record: RequestRecord) -> dict[str, Any]:
     found = {name: getattr(record, name) for name in record.__slots__}
     found["token_s"], found["token_step"] = record.token_s.tolist(), record.token_step.tolist()
     found["gaps"] = record.gaps._asdict()
-    del found["gap_causes"]  # the answer has them
+    del found["gap_causes"]  # these are only in the answer of the request
     found["stays"] = [stay._asdict() for stay in record.stays]
     found["worst_gap"] = None if record.worst_gap is None else record.worst_gap._asdict()
     return found

@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's answers, events and errors."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: responses in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def messages_routes(service: Service) -> list[Route]:
             "POST",
             "/v1/messages",
             answer,
-            "Answer a conversation, as Anthropic's API does.",
+            "Answer a conversation (Anthropic).",
             MessagesRequest,
             error=MessagesError,
         ),
@@ -53,7 +53,7 @@ def messages_routes(service: Service) -> list[Route]:
             "POST",
             "/v1/messages/count_tokens",
             count,
-            "Count the tokens of a conversation.",
+            "Count the tokens of a conversation (Anthropic).",
             CountTokensRequest,
             error=MessagesError,
         ),
@@ -121,7 +121,7 @@ class MessagesGeneration(ConversationGeneration[CountTokensRequest]):
         return len(self.render())
 
     def _requested_reasoning(self, prompt: Sequence[int]) -> Reasoning | None:
-        """The requested reasoning, with the request's budget if the model reasons."""
+        """Return the reasoning to parse. If there is any, apply the request's token budget."""
         reasoning, thinking = super()._requested_reasoning(prompt), self.request.thinking
         if reasoning is not None and thinking is not None:
             self.chat.thinking_token_budget = thinking.budget_tokens
@@ -159,9 +159,9 @@ class MessagesGeneration(ConversationGeneration[CountTokensRequest]):
     def end(self, completion: CompletionOutput, message: AssistantMessage, num_tokens: int) -> Json:
         reason, sequence = "end_turn", None
         if completion.finish_reason == "length":
-            # Fewer tokens than allowed: the model's context is full.
-            full = self._max_tokens is None or num_tokens < self._max_tokens
-            reason = "model_context_window_exceeded" if full else "max_tokens"
+            # If the answer has fewer tokens than `max_tokens`, the context is full.
+            is_full = self._max_tokens is None or num_tokens < self._max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif message.calls:
             reason = "tool_use"
         elif isinstance(completion.stop_reason, str):
@@ -186,7 +186,7 @@ def blocks(deltas: Sequence[Delta]) -> list[Json]:
     found: list[Json] = []
     arguments: dict[int, str] = {}  # of calls, by the index of the block
     for delta in deltas:
-        if not _goes_on(delta, found[-1]["type"] if found else ""):
+        if not _continues_block(delta, found[-1]["type"] if found else ""):
             found.append(_first_block(delta))
         last = found[-1]
         if isinstance(delta, ToolCallDelta):
@@ -199,8 +199,8 @@ def blocks(deltas: Sequence[Delta]) -> list[Json]:
     return [block for block in found if block.get("text") != ""]
 
 
-def _goes_on(delta: Delta, kind: str) -> bool:
-    """Return whether a delta belongs to the open block, whose type is `kind`."""
+def _continues_block(delta: Delta, kind: str) -> bool:
+    """Return whether a delta belongs to the open block. `kind`: the type of this block."""
     if isinstance(delta, ToolCallDelta):
         return delta.id is None
     return kind == ("text" if isinstance(delta, ContentDelta) else "thinking")
@@ -215,7 +215,7 @@ def _first_block(delta: Delta) -> Json:
 
 
 def parsed_arguments(text: str) -> Json:
-    """Return the arguments of a call; an empty object if the text is incomplete or no object."""
+    """Return the arguments of a call; {} if the text is not a complete JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
@@ -229,9 +229,9 @@ class MessagesStreamWriter:
         self._generation = generation
         self._message = generation.new_message()
         self._begun = False
-        self._index = -1  # of the open or the last block
-        self._kind = ""  # type of the open block
-        self._text: TextEventTemplate | None = None  # of the deltas of a text block
+        self._index = -1  # of the open block, or of the last one
+        self._kind = ""  # the type of the open block
+        self._text_template: TextEventTemplate | None = None  # of the open text block
         self._num_tokens = 0
         self._last: RequestOutput | None = None
 
@@ -255,21 +255,23 @@ class MessagesStreamWriter:
     def _delta(self, delta: Delta) -> bytes:
         if not isinstance(delta, ToolCallDelta) and not delta.text:
             return b""
-        begin = b"" if _goes_on(delta, self._kind) else self._close() + self._open(delta)
+        begin = b"" if _continues_block(delta, self._kind) else self._close() + self._open(delta)
         if isinstance(delta, ToolCallDelta):
             if not delta.arguments:
                 return begin
             return begin + self._block_delta("input_json_delta", partial_json=delta.arguments)
         if isinstance(delta, ReasoningDelta):
             return begin + self._block_delta("thinking_delta", thinking=delta.text)
-        if self._text is None:
-            self._text = TextEventTemplate(lambda text: self._block_delta("text_delta", text=text))
-        return begin + self._text.encode(delta.text)
+        if self._text_template is None:
+            self._text_template = TextEventTemplate(
+                lambda text: self._block_delta("text_delta", text=text)
+            )
+        return begin + self._text_template.encode(delta.text)
 
     def _open(self, delta: Delta) -> bytes:
         block = _first_block(delta)
         self._index += 1
-        self._kind, self._text = block["type"], None
+        self._kind, self._text_template = block["type"], None
         return self._event("content_block_start", content_block=block)
 
     def _close(self) -> bytes:

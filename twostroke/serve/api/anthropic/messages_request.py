@@ -24,7 +24,7 @@ from twostroke.serve.fields.response_json import Json
 
 BILLING = "x-anthropic-billing-header:"
 
-# ── blocks: other fields (cache_control, citations …) have no effect ─────────────────────────────
+# ── blocks; their other fields (cache_control, citations, …) have no effect ─────────────────────
 
 
 class TextBlock(msgspec.Struct, tag="text"):
@@ -76,7 +76,7 @@ class MessageParam(msgspec.Struct):
 
 class ToolParam(msgspec.Struct):
     name: str
-    type: str | None = None  # if not "custom": a tool that Anthropic's server runs or defines
+    type: str | None = None  # another type than "custom": a tool that Anthropic defines or runs
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -109,7 +109,8 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountTokensRequest(EngineFields, kw_only=True):
-    """The fields of a prompt."""
+    """A request to count the tokens of a prompt: the fields of `MessagesRequest` that change the
+    prompt, and fields without effect."""
 
     FOREIGN: ClassVar[ForeignTable] = foreign_fields.MESSAGES
     INPUT: ClassVar[tuple[str, ...]] = (
@@ -139,7 +140,7 @@ class CountTokensRequest(EngineFields, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
-    # No effect: billing, regions, and caching, which is always on.
+    # The following fields have no effect: billing, regions, and caching, which is always on.
     cache_control: Raw = None  # type: ignore[assignment]
     context_management: Raw = None  # type: ignore[assignment]
     diagnostics: Raw = None  # type: ignore[assignment]
@@ -153,7 +154,7 @@ class CountTokensRequest(EngineFields, kw_only=True):
     workspace_id: Name | None = None
 
     def __post_init__(self) -> None:
-        for name in self.IGNORED:  # each would keep the whole body in memory
+        for name in self.IGNORED:  # a raw value refers to the whole body and keeps it in memory
             setattr(self, name, None)
 
 
@@ -172,7 +173,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def as_chat(request: CountTokensRequest) -> ChatRequest:
-    """Return the chat request without messages and tools; `fill_chat` adds these."""
+    """Return the chat request without messages and tools, which `fill_chat` adds."""
     choice, config = request.tool_choice, request.output_config or OutputConfig()
     form = config.format or request.output_format
     prefilled = _is_prefilled(request.messages)
@@ -205,11 +206,11 @@ def as_chat(request: CountTokensRequest) -> ChatRequest:
 
 
 def fill_chat(chat: ChatRequest, request: CountTokensRequest) -> None:
-    """Add messages and tools. Long conversations take long: call it off the event loop."""
+    """Add messages and tools. Called off the event loop, since a long conversation takes long."""
     found = chat.messages
     if text := _system_text(request.system or "", "system"):
         found.append({"role": "system", "content": text})
-    reminders: list[str] = []  # system messages after an assistant's message
+    reminders: list[str] = []  # system messages that follow an assistant message
     for n, message in enumerate(request.messages):
         where = f"messages[{n}]"
         if message.role != "system":
@@ -228,8 +229,8 @@ def fill_chat(chat: ChatRequest, request: CountTokensRequest) -> None:
 
 
 def _system_text(content: str | Sequence[Block], where: str) -> str:
-    """Return the system prompt without the billing line of Anthropic's own programs. The line
-    differs in each request, so that no prompt would be found in the prefix cache."""
+    """Return the text of a system message without the billing line of Anthropic's programs. This
+    line differs in each request, so with the line no prompt would be found in the prefix cache."""
     texts = [
         text.partition("\n")[2] if text.startswith(BILLING) else text
         for text in _texts(content, where)
@@ -238,8 +239,9 @@ def _system_text(content: str | Sequence[Block], where: str) -> str:
 
 
 def _after(reminders: Sequence[str], messages: list[Json]) -> list[Json]:
-    """Return messages with preceding system messages. Few templates support system messages within
-    a conversation, so they become part of the user's next message or of a tool's result."""
+    """Return `messages`, which follow the system messages `reminders`. Few templates support system
+    messages within a conversation, so the reminders become part of a user message or of a tool
+    result."""
     if not reminders:
         return messages
     if not messages or messages[-1]["role"] == "assistant":
@@ -284,7 +286,7 @@ def _chat_tool(tool: ToolParam, n: int) -> Tool:
 
 
 def _chat_messages(message: MessageParam, where: str) -> list[Json]:
-    """Return the chat messages of a message: one for each tool result, then one for the rest."""
+    """Translate a message: return one chat message for each tool result, then one for the rest."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[str] = []

@@ -12,11 +12,11 @@ from twostroke.errors import shown
 from twostroke.serve.error_responses import ApiError
 from twostroke.serve.fields import foreign_fields
 from twostroke.serve.fields.body_fields import EngineFields, Name, TokenIds
-from twostroke.serve.fields.foreign_fields import WITHOUT, ForeignTable
+from twostroke.serve.fields.foreign_fields import SAMPLER_OFF, ForeignTable
 from twostroke.serve.fields.llama_sampling import LlamaSampling
 from twostroke.serve.fields.protocol import ChatRequest, CompletionRequest
 
-NEVER = -100.0  # the lowest `logit_bias`; llama.cpp writes false
+NEVER = -100.0  # the lowest `logit_bias`, for llama.cpp's `false`: the token is never sampled
 
 
 class LlamaRequest(LlamaSampling, kw_only=True):
@@ -42,7 +42,8 @@ class LlamaRequest(LlamaSampling, kw_only=True):
     return_tokens: bool | None = None
     return_progress: bool | None = None
     response_fields: Annotated[list[Name], Meta(max_length=64)] | None = None
-    samplers: Annotated[list[Name], Meta(max_length=64)] | None = None  # samplers not named are off
+    # Samplers that are not in this list are off.
+    samplers: Annotated[list[Name], Meta(max_length=64)] | None = None
 
 
 class LlamaCompletionRequest(LlamaRequest, kw_only=True):
@@ -90,7 +91,7 @@ def as_completion(request: LlamaRequest, max_model_len: int) -> CompletionReques
         **request.engine_fields(),
     )
     request.apply_to(fields)
-    for sampler, values in WITHOUT.items():
+    for sampler, values in SAMPLER_OFF.items():
         if request.samplers and sampler not in request.samplers:
             for name, value in values.items():
                 setattr(fields, name, value)
@@ -98,7 +99,7 @@ def as_completion(request: LlamaRequest, max_model_len: int) -> CompletionReques
 
 
 def _logit_bias(biases: Any) -> dict[str, float]:
-    """Convert pairs or an object; tokens must be ids."""
+    """Convert (token id, bias) pairs, or an object. Refuse tokens that are given as text."""
     found = {}
     for token, bias in biases.items() if isinstance(biases, dict) else biases:
         if isinstance(token, str) and not token.isdecimal():

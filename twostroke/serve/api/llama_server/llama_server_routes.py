@@ -50,13 +50,13 @@ def llama_server_routes(service: Service) -> list[Route]:
     summary = "Continue a text (llama-server)."
     return [
         Route("POST", "/completion", complete, summary, LlamaCompletionRequest),
-        Route("POST", "/completions", complete, "As /completion.", LlamaCompletionRequest),
+        Route("POST", "/completions", complete, "The same as /completion.", LlamaCompletionRequest),
         Route("POST", "/infill", infill, "Fill in the middle (llama-server).", InfillRequest),
         Route(
             "POST",
             "/apply-template",
             partial(_apply_template, service),
-            "A conversation as the model's prompt (llama-server).",
+            "Return the prompt of a conversation (llama-server).",
             ApplyTemplateRequest,
         ),
         Route("GET", "/props", partial(_props, service), "Settings (llama-server)."),
@@ -102,8 +102,8 @@ async def _props(service: Service, http: HttpRequest) -> None:
 
 
 async def _slots(service: Service, http: HttpRequest) -> None:
-    """A slot is a sequence that may run. As many slots are busy as sequences run that the client
-    may know of."""
+    """Send one slot for each sequence that can run. The number of busy slots is the number of
+    running sequences that this client may see."""
     info, running = service.client.info, service.num_running(http)
     slot = {"n_ctx": info.max_model_len, "speculative": info.speculative}
     slots = [{"id": n, **slot, "is_processing": n < running} for n in range(info.max_num_seqs)]
@@ -111,8 +111,7 @@ async def _slots(service: Service, http: HttpRequest) -> None:
 
 
 def generation_settings(params: SamplingParams, request: LlamaRequest) -> Json:
-    """Return the sampling parameters under llama.cpp's names, with the samplers that are always
-    off."""
+    """Return the sampling parameters with llama.cpp's names. Unsupported samplers are off."""
     n_predict = -1 if request.n_predict is None else request.n_predict
     off = {name: values[0] for name, values in LLAMA_OFF.items()}
     return {
@@ -140,7 +139,7 @@ def generation_settings(params: SamplingParams, request: LlamaRequest) -> Json:
 
 
 class LlamaGeneration(Generation[R]):
-    """The base of both routes. Several prompts, or `n_cmpl`, are answered with a list."""
+    """The base of both routes. With several prompts, or `n_cmpl`, the answer is a list."""
 
     id_prefix = "cmpl"
 
@@ -148,7 +147,7 @@ class LlamaGeneration(Generation[R]):
         super().__init__(service, request)
         self.fields = self.completion = as_completion(request, service.client.info.max_model_len)
         if request.cache_prompt is False:
-            self.fields.cache_salt = uuid4().hex  # unique
+            self.fields.cache_salt = uuid4().hex  # a unique salt: no cached prefix is found
         self.only_prompt = request.n_predict == 0
         self.n = request.n_cmpl or 1
         self.num_choices = self.n
@@ -182,11 +181,11 @@ class LlamaGeneration(Generation[R]):
     def full_response(self, outputs: Sequence[RequestOutput]) -> Json | list[Json]:
         results = []
         for number, output in enumerate(outputs):
-            for one in output.outputs:
-                text = "" if self.only_prompt else one.text
-                ids = one.token_ids if self.request.return_tokens else []
-                result = self.result(number, output, one, len(one.token_ids), "\n" in text)
-                result |= {"content": text, "tokens": ids, **self.probabilities(one.logprobs)}
+            for choice in output.outputs:
+                text = "" if self.only_prompt else choice.text
+                ids = choice.token_ids if self.request.return_tokens else []
+                result = self.result(number, output, choice, len(choice.token_ids), "\n" in text)
+                result |= {"content": text, "tokens": ids, **self.probabilities(choice.logprobs)}
                 results.append(self.selected(result))
         return results if len(results) > 1 else results[0]
 
@@ -242,11 +241,11 @@ class LlamaGeneration(Generation[R]):
 
         for entry in entries.plain():
             assert entry is not None
-            chosen, *best = map(shown, entry.token_ids, entry.logprobs)
-            yield {**chosen, "top_logprobs": best[: self.completion.logprobs]}
+            sampled, *top = map(shown, entry.token_ids, entry.logprobs)
+            yield {**sampled, "top_logprobs": top[: self.completion.logprobs]}
 
     def selected(self, result: Json) -> Json:
-        """Return the requested fields; the field "a/b" is the field b of a."""
+        """Return only the fields in `response_fields`, if given. "a/b" is the field b of a."""
         names = self.request.response_fields
         if not names:
             return result
@@ -284,13 +283,13 @@ class Infill(LlamaGeneration[InfillRequest]):
 
     def prompts(self) -> Sequence[str | list[int]]:
         request, service = self.request, self.service
-        files = [(one.filename, one.text) for one in request.input_extra or ()]
+        files = [(file.filename, file.text) for file in request.input_extra or ()]
         parts = request.input_prefix, request.input_suffix, request.prompt or ""
         return [infill_prompt(service.prompts, service.tokenizer, *parts, tuple(files))]
 
 
 class LlamaStreamWriter:
-    """Writes an event for each part of a text, and a last event with the whole result."""
+    """Writes an event for each part of a text, and a last event with the other fields."""
 
     def __init__(self, generation: LlamaGeneration[Any]) -> None:
         self._generation = generation
@@ -301,7 +300,7 @@ class LlamaStreamWriter:
         if not output.outputs and output.num_prefilled and self._generation.fields.return_progress:
             first = self._chunk(prompt_index * self._generation.n, output, 0)
             return event({**first, "prompt_progress": progress(output)})
-        return b"".join([self._one(prompt_index, output, one) for one in output.outputs])
+        return b"".join([self._choice(prompt_index, output, choice) for choice in output.outputs])
 
     def _chunk(self, index: int, output: RequestOutput, num_tokens: int) -> Json:
         return {
@@ -314,7 +313,7 @@ class LlamaStreamWriter:
             "tokens_evaluated": len(output.prompt_token_ids),
         }
 
-    def _one(self, number: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
         generation = self._generation
         index = generation.index(number, completion)
         num_tokens = self._num_tokens.get(index, 0) + len(completion.token_ids)

@@ -92,7 +92,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
 
 def as_chat(request: OllamaRequest, models: Sequence[str]) -> ChatRequest:
-    """Return the chat request without messages and tools. `models`: the served names."""
+    """Return the chat request without messages and tools. `models`: names of the model."""
     chat = ChatRequest(
         messages=[],
         model=served_name(request.model, models),
@@ -118,7 +118,7 @@ def as_chat(request: OllamaRequest, models: Sequence[str]) -> ChatRequest:
 
 
 def served_name(model: str | None, models: Sequence[str]) -> str | None:
-    """Return the served name of a model. Ollama's names may end in ":latest"."""
+    """Return a model's name without ":latest", if only that name is served."""
     if model is None or model in models:
         return model
     plain = model.removesuffix(":latest")
@@ -136,8 +136,8 @@ def _response_format(form: str | Json | None) -> ResponseFormat | None:
 
 
 def chat_messages(messages: Sequence[OllamaMessage]) -> list[Json]:
-    """Return chat messages. Ollama's calls have no ids: they get one, and results match in
-    order."""
+    """Return chat messages. Ollama's tool calls may have no ids: such calls get an id, and the
+    results belong to them in order."""
     found: list[Json] = []
     waiting: list[str] = []  # ids of calls that have no result yet
     num_calls = 0
@@ -151,11 +151,11 @@ def chat_messages(messages: Sequence[OllamaMessage]) -> list[Json]:
             waiting = []
             for call in message.tool_calls:
                 num_calls += 1
-                name = call.id or f"call{num_calls:05}"  # as long as Mistral requires
-                waiting.append(name)
+                call_id = call.id or f"call{num_calls:05}"  # Mistral requires nine characters
+                waiting.append(call_id)
                 arguments = json.dumps(call.function.arguments)
                 function = {"name": call.function.name, "arguments": arguments}
-                calls.append({"id": name, "type": "function", "function": function})
+                calls.append({"id": call_id, "type": "function", "function": function})
         if message.role == "tool":
             sent_id = message.tool_call_id
             chat_message["tool_call_id"] = sent_id or (waiting.pop(0) if waiting else "call00000")

@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/chat` and `/api/generate`, streamed as lines of JSON, and routes with
+"""Ollama's API: `/api/chat` and `/api/generate`, streamed as lines of JSON, and routes that return
 information. Routes that pull or change models answer 501."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from twostroke.serve.parsers.deltas import (
     ToolCallDelta,
 )
 
-API_VERSION = "0.12.0"  # Ollama's version; some clients require a recent one
+API_VERSION = "0.12.0"  # of Ollama; some clients require a recent version
 LATEST = ":latest"
 NS_PER_MS = 1e6
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as Ollama names them
@@ -91,9 +91,9 @@ def ollama_routes(service: Service) -> list[Route]:
     return [
         route("POST", "/api/chat", chat, "Answer a conversation (Ollama).", OllamaChatRequest),
         route("POST", "/api/generate", generate, "Continue text (Ollama).", OllamaGenerateRequest),
-        route("GET", "/api/tags", info.tags, "The models that are served (Ollama)."),
+        route("GET", "/api/tags", info.tags, "The models of this server (Ollama)."),
         route("POST", "/api/show", info.show, "A model's properties (Ollama).", ShowRequest),
-        route("GET", "/api/ps", info.running, "The models that are loaded (Ollama)."),
+        route("GET", "/api/ps", info.running, "The loaded models (Ollama)."),
         route("GET", "/api/version", info.version, "The version of Ollama's API."),
         *(
             route(method, path, partial(_refuse, reason), "Always 501.", supported=False)
@@ -125,7 +125,7 @@ class OllamaInfoRoutes:
         info = self._service.client.info
         on_gpu = info.device.startswith("cuda")
         more = {
-            "expires_at": "9999-12-31T23:59:59Z",  # as long as the server runs
+            "expires_at": "9999-12-31T23:59:59Z",  # the model is never unloaded
             "size_vram": info.weight_bytes + info.kv_bytes if on_gpu else 0,
             "context_length": info.max_model_len,
         }
@@ -159,13 +159,13 @@ class OllamaInfoRoutes:
 
     def _capabilities(self) -> list[str]:
         template = self._service.client.input_processor.chat_template or ""
-        has = {
+        capabilities = {
             "completion": True,
             "tools": "tools" in template,
             "thinking": "enable_thinking" in template or "<think>" in template,
             "insert": infill_tokens(self._service.tokenizer) is not None,
         }
-        return [name for name, there in has.items() if there]
+        return [name for name, available in capabilities.items() if available]
 
     def _model(self, name: str) -> Json:
         shown = name if ":" in name else name + LATEST
@@ -207,7 +207,7 @@ def _timestamp(seconds: float | None = None) -> str:
 
 
 class OllamaGeneration(ConversationGeneration[R]):
-    """The base of both routes: lines of JSON; the last line has counts and durations."""
+    """The base of both routes. The last line of a response has counts and durations."""
 
     id_prefix = "ollama"
     stream_headers = NDJSON
@@ -221,7 +221,7 @@ class OllamaGeneration(ConversationGeneration[R]):
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """True if the request has no prompt. Clients send it to load the model."""
+        """Whether the request has no prompt. Clients send such requests to load the model."""
 
     @abstractmethod
     def part(self, content: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> Json:
@@ -331,27 +331,27 @@ class OllamaGenerate(OllamaGeneration[OllamaGenerateRequest]):
 
 
 class OllamaStreamWriter:
-    """Writes a line of JSON for each part of the text. A tool call is sent when it is complete."""
+    """Writes a line of JSON for each part of the text. A tool call is written when complete."""
 
     def __init__(self, generation: OllamaGeneration[Any]) -> None:
         self._generation = generation
         self._message = generation.new_message()
-        self._num_calls = 0  # calls that were sent
-        self._in_call = False  # the last call may continue
+        self._num_calls = 0  # calls that were written
+        self._in_call = False  # True while the last call is incomplete
         self._num_tokens = 0
         self._last: RequestOutput | None = None
 
     def write(self, _: int, output: RequestOutput) -> bytes:
-        return b"".join([self._write_one(output, completion) for completion in output.outputs])
+        return b"".join([self._write_choice(output, completion) for completion in output.outputs])
 
-    def _write_one(self, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    def _write_choice(self, output: RequestOutput, completion: CompletionOutput) -> bytes:
         self._num_tokens += len(completion.token_ids)
         deltas = self._message.push(completion.text)
         if completion.finish_reason is not None:
             self._last = output
             deltas += self._message.flush()
-        content = "".join([one.text for one in deltas if isinstance(one, ContentDelta)])
-        thinking = "".join([one.text for one in deltas if isinstance(one, ReasoningDelta)])
+        content = "".join([delta.text for delta in deltas if isinstance(delta, ContentDelta)])
+        thinking = "".join([delta.text for delta in deltas if isinstance(delta, ReasoningDelta)])
         calls = self._complete_calls(deltas, completion.finish_reason is not None)
         if not (content or thinking or calls or completion.logprobs):
             return b""

@@ -26,7 +26,7 @@ from twostroke.serve.http.http_request import HttpRequest
 
 
 class BatchChatGeneration(Generation[BatchChatRequest]):
-    """One chat for each conversation. The answer has one choice for each conversation, in order."""
+    """Several chats in one request. The answer has one choice for each conversation, in order."""
 
     request_type = BatchChatRequest
     id_prefix = "chatcmpl"
@@ -79,7 +79,7 @@ class BatchChatGeneration(Generation[BatchChatRequest]):
 
 
 class InvocationsRoute(GenerateRoute):
-    """The handler of a request of `/v1/chat/completions` or of `/v1/completions`."""
+    """The handler of SageMaker's route, for chat and for completion requests."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, ChatGeneration)

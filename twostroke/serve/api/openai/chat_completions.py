@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: the response's JSON and events."""
+"""`POST /v1/chat/completions`: writes the response as JSON or as events."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ChatGeneration(ConversationGeneration[ChatRequest]):
         requests = super().prepare()
         if self.request.prediction is None or not self.service.client.info.speculative:
             return requests
-        expected = self.service.prompts.encode_prediction(self.request.prediction.text)
-        return [replace(one, prediction=expected) for one in requests]
+        prediction = self.service.prompts.encode_prediction(self.request.prediction.text)
+        return [replace(each, prediction=prediction) for each in requests]
 
     def stream_writer(self) -> ChatStreamWriter:
         return ChatStreamWriter(self)
@@ -67,30 +67,28 @@ class ChatGeneration(ConversationGeneration[ChatRequest]):
         response["timings"] = timings(outputs, bool(self.request.return_token_gaps))
         if self.service.settings.enable_per_request_metrics:
             response["metrics"] = request_metrics(outputs)
-        # vLLM's fields, present even if not requested
-        with_logprobs, with_ids = (
-            self.request.prompt_logprobs is not None,
-            self.request.return_token_ids,
-        )
+        # As in vLLM, these fields are present (null) even if they were not requested.
+        with_logprobs = self.request.prompt_logprobs is not None
+        with_ids = self.request.return_token_ids
         response["prompt_logprobs"] = self._logprobs.prompt(output) if with_logprobs else None
         response["prompt_token_ids"] = output.prompt_token_ids if with_ids else None
         return response
 
     def choice(self, completion: CompletionOutput) -> Json:
-        written = self.new_message()
-        written.push(completion.text)
-        written.flush()
-        content = self.echoed + (written.content or "") if self.echoed else written.content
+        parsed = self.new_message()
+        parsed.push(completion.text)
+        parsed.flush()
+        content = self.echoed + (parsed.content or "") if self.echoed else parsed.content
         message: Json = {"role": self.role, "content": content, "refusal": None, "reasoning": None}
-        if written.reasoning is not None:
-            message |= _reasoning_json(written.reasoning)
-        if written.calls:
-            message["tool_calls"] = [call.to_dict() for call in written.calls]
+        if parsed.reasoning is not None:
+            message |= _reasoning_json(parsed.reasoning)
+        if parsed.calls:
+            message["tool_calls"] = [call.to_dict() for call in parsed.calls]
         choice = {
             "index": completion.index,
             "message": message,
             "logprobs": self._logprobs_json(completion),
-            "finish_reason": written.finish_reason(completion.finish_reason),
+            "finish_reason": parsed.finish_reason(completion.finish_reason),
             "stop_reason": completion.stop_reason,
         }
         choice["token_ids"] = completion.token_ids if self.request.return_token_ids else None
@@ -126,8 +124,9 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
     def __init__(self, generation: ChatGeneration) -> None:
         request = generation.request
         super().__init__(generation, request.stream_options)
-        self._messages: dict[int, AssistantMessage] = {}  # choices that have begun
-        self._templates: dict[int, TextEventTemplate] = {}
+        # By the index of the choice:
+        self._messages: dict[int, AssistantMessage] = {}  # of choices that have begun
+        self._templates: dict[int, TextEventTemplate] = {}  # of choices with only content to come
         self._plain_text = not (
             self.usage_always or generation.tools or request.return_token_ids or request.logprobs
         )
@@ -138,16 +137,17 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         if not output.outputs:
             return self.progress_event(output)
         if len(output.outputs) == 1:
-            return self._write_one(output, output.outputs[0])
-        return concat([self._write_one(output, one) for one in output.outputs])
+            return self._write_choice(output, output.outputs[0])
+        return concat([self._write_choice(output, completion) for completion in output.outputs])
 
-    def _write_one(self, output: RequestOutput, completion: CompletionOutput) -> Encoded:
-        index, written = completion.index, len(completion.token_ids)
-        if completion.finish_reason is None and (text := self._templates.get(index)) is not None:
-            self.counts.completion += written
-            return text.encode(completion.text)
+    def _write_choice(self, output: RequestOutput, completion: CompletionOutput) -> Encoded:
+        index, num_tokens = completion.index, len(completion.token_ids)
+        template = self._templates.get(index)
+        if completion.finish_reason is None and template is not None:
+            self.counts.completion += num_tokens
+            return template.encode(completion.text)
         begin = b"" if index in self._messages else self._begin(output, completion)
-        self.counts.completion += written
+        self.counts.completion += num_tokens
         chunks = self._chunks(output, completion)
         if self.generation.request.return_token_gaps and output.finished:
             return concat([begin, *map(long_event, chunks)])
@@ -161,29 +161,29 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
         generation, index = self.generation, completion.index
         self._messages[index] = generation.new_message()
         self.counts.prompt = len(output.prompt_token_ids)
-        bare = CompletionOutput(index)
+        empty = CompletionOutput(index)
         more: Json = {}
         if generation.request.prompt_logprobs is not None and index == 0:
             more["prompt_logprobs"] = generation.prompt_logprobs(output)
         if generation.request.return_token_ids and index == 0:
             more["prompt_token_ids"] = output.prompt_token_ids
-        choice = generation.delta(bare, {"role": generation.role, "content": ""})
+        choice = generation.delta(empty, {"role": generation.role, "content": ""})
         first = self.chunk([choice], **more, **self.running_usage())
         begin = long_event(first) if "prompt_logprobs" in more else event(first)
         if not generation.echoed:
             return begin
-        echo = generation.delta(bare, {"content": generation.echoed})
+        echo = generation.delta(empty, {"content": generation.echoed})
         return concat([begin, event(self.chunk([echo], **self.running_usage()))])
 
     def _text_template(self, index: int) -> TextEventTemplate:
-        bare, generation = CompletionOutput(index), self.generation
+        empty, generation = CompletionOutput(index), self.generation
         return TextEventTemplate(
-            lambda text: event(self.chunk([generation.delta(bare, {"content": text})]))
+            lambda text: event(self.chunk([generation.delta(empty, {"content": text})]))
         )
 
     def _chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
-        """Return the chunks of an output: usually one; with tools or reasoning none or several. The
-        last chunk has the finish reason."""
+        """Return the chunks of an output: usually one; with tools or reasoning any number. The last
+        chunk of a choice has the finish reason."""
         generation, message = self.generation, self._messages[completion.index]
         deltas = [_as_json(delta) for delta in message.push(completion.text, completion.token_ids)]
         reason = None
@@ -192,7 +192,7 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
             reason = message.finish_reason(completion.finish_reason)
             self.counts.add_reasoning(message.reasoning_tokens)
         elif not deltas and (completion.logprobs or generation.request.return_token_ids):
-            deltas = [{}]  # a token whose text is held back
+            deltas = [{}]  # the token has no text yet, but its id or log-probability is sent
         if reason is not None and not deltas:
             deltas = [{}] if generation.tools or generation.reasoning else [{"content": ""}]
         chunks = []
@@ -204,8 +204,7 @@ class ChatStreamWriter(ChunkWriter[ChatGeneration]):
             choice = generation.delta(shown, delta, reason if last else None)
             more = self.running_usage()
             if last and output.finished and completion is output.outputs[-1]:
-                gaps_asked = bool(generation.request.return_token_gaps)
-                more["timings"] = timings([output], gaps_asked)
+                more["timings"] = timings([output], bool(generation.request.return_token_gaps))
             chunks.append(self.chunk([choice], **more))
         return chunks
 
@@ -228,6 +227,5 @@ def _as_json(delta: Delta) -> Json:
 
 
 def _reasoning_json(text: str) -> Json:
-    """Return reasoning under vLLM's name, and under the name of DeepSeek, llama.cpp and older
-    vLLM."""
+    """Return reasoning under two names: vLLM's, and that of DeepSeek, llama.cpp and older vLLM."""
     return {"reasoning": text, "reasoning_content": text}

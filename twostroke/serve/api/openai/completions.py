@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: one prompt or several, each continued n times."""
+"""`POST /v1/completions`: continues one or several prompts, each `n` times."""
 
 from __future__ import annotations
 
@@ -88,11 +88,9 @@ class CompletionGeneration(Generation[CompletionRequest]):
             completion.finish_reason,
             completion.stop_reason,
         )
-        # vLLM's fields, present even if not requested
-        with_logprobs, with_ids = (
-            self.request.prompt_logprobs is not None,
-            self.request.return_token_ids,
-        )
+        # As in vLLM, these fields are present (null) even if they were not requested.
+        with_logprobs = self.request.prompt_logprobs is not None
+        with_ids = self.request.return_token_ids
         choice["prompt_logprobs"] = self._logprobs.prompt(output) if with_logprobs else None
         choice["prompt_token_ids"] = output.prompt_token_ids if with_ids else None
         choice["token_ids"] = completion.token_ids if with_ids else None
@@ -115,7 +113,7 @@ class CompletionGeneration(Generation[CompletionRequest]):
         if self.request.logprobs is None:
             return None
         entries = output.prompt_logprobs
-        if entries is None:  # a prompt of one token
+        if entries is None:  # the prompt has one token, which has no log-probability
             entries = Logprobs()
             entries.add(None)
         return self._logprobs.completion(output.prompt_token_ids, [entries])
@@ -143,8 +141,9 @@ class CompletionStreamWriter(ChunkWriter[CompletionGeneration]):
     def __init__(self, generation: CompletionGeneration) -> None:
         request = generation.request
         super().__init__(generation, request.stream_options)
+        # By the index of the choice, for choices that have begun:
         self._templates: dict[int, TextEventTemplate] = {}
-        self._offsets: dict[int, int] = {}  # choices that have begun: characters written
+        self._offsets: dict[int, int] = {}  # the number of characters written
         self._plain_text = not (
             self.usage_always
             or generation.only_echo
@@ -163,14 +162,14 @@ class CompletionStreamWriter(ChunkWriter[CompletionGeneration]):
             if not self.generation.only_echo:
                 self.counts.completion += len(completion.token_ids)
             index = self.generation.index(prompt_index, completion)
-            text = self._templates.get(index)
-            if text is not None and completion.finish_reason is None:
-                events.append(text.encode(completion.text))
+            template = self._templates.get(index)
+            if template is not None and completion.finish_reason is None:
+                events.append(template.encode(completion.text))
             else:
-                events.append(self._write_one(prompt_index, index, output, completion))
+                events.append(self._write_choice(prompt_index, index, output, completion))
         return concat(events)
 
-    def _write_one(
+    def _write_choice(
         self, prompt_index: int, index: int, output: RequestOutput, completion: CompletionOutput
     ) -> Encoded:
         generation = self.generation
@@ -191,14 +190,14 @@ class CompletionStreamWriter(ChunkWriter[CompletionGeneration]):
             choice["token_ids"] = completion.token_ids
         more = self.running_usage()
         if output.finished and completion.index == output.outputs[-1].index:
-            gaps_asked = bool(generation.request.return_token_gaps)
-            more["timings"] = timings([output], gaps_asked)
-            if gaps_asked:
+            with_gaps = bool(generation.request.return_token_gaps)
+            more["timings"] = timings([output], with_gaps)
+            if with_gaps:
                 return concat([begin, long_event(self.chunk([choice], **more))])
         return concat([begin, event(self.chunk([choice], **more))])
 
     def _begin(self, prompt_index: int, index: int, output: RequestOutput) -> Encoded:
-        """Write the echo of a choice and the fields of the prompt, which are sent once."""
+        """Write the first event of a choice, with the echo and the fields of the prompt."""
         generation = self.generation
         self._offsets[index] = 0
         if prompt_index not in self._prompts_counted:

@@ -6,9 +6,9 @@ background. The store is in the HTTP process and outlives the engine.
                                  │ previous                         oldest response first
                                  └──holds──▶ StoredResponse ──▶ …   the earlier conversation
 
-A response without holders is freed. All held memory is counted, including memory that a running
-request reserves for its answer. If there is no room for a new response, the store removes the
-oldest responses of the API key whose responses take the most room.
+A response without holders is freed. The store counts the memory of all held responses, including
+memory that running requests reserve for their answers. If there is no room for a new response, the
+store removes the oldest responses of the API key whose responses take the most room.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ResponseStore:
 
     @contextmanager
     def holding(self, *responses: StoredResponse) -> Iterator[None]:
-        """Keep responses counted while they are read, even if they are removed meanwhile."""
+        """Hold responses while they are read: they stay counted even if they are removed."""
         for response in responses:
             self.hold(response)
         try:
@@ -158,7 +158,7 @@ class ResponseStore:
                 self.release(response)
 
     def hold(self, response: StoredResponse) -> None:
-        """Add a holder. The first holder of a response makes the response hold its predecessor."""
+        """Add a holder. A response with its first holder in turn holds its predecessor."""
         for held in response.chain():
             held.num_holders += 1
             if held.num_holders > 1:
@@ -166,7 +166,7 @@ class ResponseStore:
             self._add_usage(held.owner, int(held.keep), held.num_bytes)
 
     def release(self, response: StoredResponse) -> None:
-        """Remove a holder. The end of a response's last hold also releases its predecessor."""
+        """Remove a holder. A response without holders releases its predecessor."""
         for held in response.chain():
             held.num_holders -= 1
             if held.num_holders:
@@ -197,9 +197,8 @@ class ResponseStore:
 
     def _make_room(self, owner: int | None) -> bool:
         """Remove old responses until the store is within its limits; return False if that is
-        impossible. First removed are the oldest ended responses of the API key that takes the most
-        room. No response is removed of an API key that takes less room than the API key `owner`.
-        """
+        impossible. Each time, remove the oldest ended response of the API key that takes the most
+        room, but none of an API key that takes less room than the API key `owner`."""
         if self._fits():  # the fast path: called for every event of a stream
             return True
         self._drop_expired()
@@ -208,7 +207,7 @@ class ResponseStore:
             too_many = self.num_kept > self.max_responses
 
             def room(usage: OwnerUsage, too_many: bool = too_many) -> int:
-                """Return the usage that is over its limit: the number of responses, or bytes."""
+                """Return the exceeded quantity: the number of responses, or bytes."""
                 return usage.num_kept if too_many else usage.num_bytes
 
             candidates = [usage for usage in self._usages.values() if room(usage) >= room(own)]

@@ -1,5 +1,6 @@
-"""`POST /v1/responses`: the request, the stored responses that it refers to, and the response's
-JSON. Items and events are in `responses_output.py`, the routes in `responses_routes.py`."""
+"""`ResponsesGeneration`: a request of `POST /v1/responses`. It makes the prompt, from the request
+and stored responses, and the JSON of the response. Output items and events are in
+`responses_output.py`, the routes in `responses_routes.py`."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         self.background = bool(request.background)
         self.streamed = bool(request.stream)
         if self.background:
-            self.chat.stream = True  # to see it begin, and to stop it
+            self.chat.stream = True  # the status changes with the first output
         as_ids = bool(request.return_tokens_as_token_ids)
         self._namespaces = namespaces_of(request)
         self._logprobs = LogprobWriter(service.token_names, request.top_logprobs or 0, as_ids)
@@ -87,7 +88,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         self._check_stored_size()
         self._input_items = b""
         self._num_echo_bytes = 0
-        self._fixed: Json = {}  # fields that are equal in all events
+        self._fixed: Json = {}  # the fields of the response that are equal in all events
 
     def as_chat(self) -> ChatRequest:
         tools = self.request.tools or []
@@ -115,7 +116,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
             raise ApiError(
                 400,
                 f"previous_response_id: {shown(name)} is {last.status}; only a finished "
-                "answer can be continued",
+                "response can be continued",
                 param="previous_response_id",
             )
         return list(last.chain())[::-1]
@@ -139,7 +140,8 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
 
         def sizes() -> tuple[int, int]:
             used = {*self._earlier, *self._referred.values()}
-            return sum(one.num_bytes for one in used), sum(one.json_weight for one in used)
+            num_bytes = sum(stored.num_bytes for stored in used)
+            return num_bytes, sum(stored.json_weight for stored in used)
 
         num_bytes, weight = sizes()
         while num_bytes > bodies.max_bytes or weight > bodies.max_weight:
@@ -166,7 +168,9 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         request = self.request
         items = read_items(request.input, self._finder())
         history = [
-            item for one in self._earlier for item in (*input_items(one), *output_items(one))
+            item
+            for stored in self._earlier
+            for item in (*input_items(stored), *output_items(stored))
         ]
         self.chat.messages = messages_of(request.instructions, [*history, *items])
         try:
@@ -180,6 +184,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         return super().prepare()
 
     def _finder(self) -> Callable[[str], Json | None]:
+        """Return a function that finds an item of the referred stored responses by its id."""
         referred = self._referred
 
         @lru_cache(None)
@@ -200,11 +205,12 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         longest = service.client.info.max_model_len
         room = min(self.request.max_output_tokens or longest // 4, longest // 2)
         limit = min(service.prompts.max_tokens, longest - room)
-        everything = chat.messages
-        head, cuts = places_to_cut(everything)
+        all_messages = chat.messages
+        head, cuts = places_to_cut(all_messages)
 
         def attempt(start: int) -> list[int] | None:
-            chat.messages = everything[:head] + everything[start:]
+            """Return the prompt without the messages before `start`; None if it is too long."""
+            chat.messages = all_messages[:head] + all_messages[start:]
             try:
                 ids = super(ResponsesGeneration, self).render()
             except RequestError as error:
@@ -215,7 +221,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
 
         ids = attempt(head)
         if ids is not None or not cuts:
-            chat.messages = everything
+            chat.messages = all_messages
             return super().render() if ids is None else ids
         low, high = 0, len(cuts) - 1  # the range of the first cut that fits
         found: list[int] | None = None
@@ -227,8 +233,8 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
             else:
                 found, high = ids, middle - 1
         self._truncated = True
-        if found is None:  # even the last message does not fit: the checks refuse it
-            chat.messages = everything[:head] + everything[cuts[-1] :]
+        if found is None:  # even the last turn does not fit: the engine's checks refuse it
+            chat.messages = all_messages[:head] + all_messages[cuts[-1] :]
             return super().render()
         return found
 
@@ -270,10 +276,10 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
 
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
         """Open the response in the store. The caller must call `release` afterwards."""
-        name = head.id.replace("resp-", "resp_", 1)
-        if self._store.get(self._owner, name) is not None:  # a reused request_id
-            name = f"resp_{uuid4().hex}"
-        head = replace(head, id=name)
+        response_id = head.id.replace("resp-", "resp_", 1)
+        if self._store.get(self._owner, response_id) is not None:  # the client reuses a request id
+            response_id = f"resp_{uuid4().hex}"
+        head = replace(head, id=response_id)
         super().begin(head, requests)
         self.stored = self._open(head.id)
         self._input_items = b""
@@ -286,7 +292,8 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         self._fixed["input_truncated"] = self._truncated
 
     def _open(self, response_id: str) -> StoredResponse:
-        """Return an entry in the store; without room, an entry that will not be stored."""
+        """Return a new entry of the store. If there is no room or `store` is false, return an entry
+        that is not kept after the request."""
         num_bytes = self._num_echo_bytes
         if self._input_items:
             values = self._owner, response_id, self._previous, self._input_items
@@ -308,7 +315,7 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         return stored
 
     def release(self) -> None:
-        """Release the entry: the request has ended."""
+        """Release the entry at the end of the request."""
         self._store.release(self.stored)
 
     def response(
@@ -360,8 +367,8 @@ class ResponsesGeneration(ConversationGeneration[ResponsesRequest]):
         return response
 
     def _keep(self, response: Json) -> None:
-        """Store a response. If it is too long, a background response fails, others are not
-        stored."""
+        """Store a response. If there is no room, do not store it; raise `NoRoom` if it is a
+        background response."""
         store, stored = self._store, self.stored
         if not stored.keep:
             return

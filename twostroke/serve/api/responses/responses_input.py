@@ -1,8 +1,8 @@
-"""Translates a Responses request into OpenAI's chat request: settings, and items as messages.
+"""Translates a Responses request into OpenAI's chat request: the settings, and the input items.
 
-    input, items of stored responses ──read_items──▶ items ──messages_of──▶ a chat's messages
+    input, items of stored responses ──read_items──▶ items ──messages_of──▶ messages of a chat
 
-Only known fields of items are read, so that stored items are validated items.
+`read_items` keeps only the known fields of an item and validates them, so stored items are valid.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _response_format(form: TextFormat | None) -> ResponseFormat | None:
 def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
     """Return the tools and the tool choice of the chat request."""
     tools = [
-        tool for n, one in enumerate(request.tools or ()) for tool in _flat(one, f"tools[{n}]")
+        tool for n, given in enumerate(request.tools or ()) for tool in _flat(given, f"tools[{n}]")
     ]
     choice: Any = request.tool_choice
     if not isinstance(choice, dict):
@@ -104,18 +104,18 @@ def _tools(request: ResponsesRequest) -> tuple[list[Tool] | None, Any]:
         if not isinstance(allowed, list) or choice.get("mode") not in ("auto", "required"):
             message = 'tool_choice: allowed_tools has a mode, "auto" or "required", and tools'
             raise ApiError(400, message, param="tool_choice")
-        entries = [one if isinstance(one, dict) else {} for one in allowed]
-        own = [one for one in entries if one.get("type", "function") == "function"]
-        names = [one.get("name") for one in own]
+        entries = [entry if isinstance(entry, dict) else {} for entry in allowed]
+        functions = [entry for entry in entries if entry.get("type", "function") == "function"]
+        names = [function.get("name") for function in functions]
         known = [tool.function.name for tool in tools]
-        if unknown := [one for one in names if one not in known]:
+        if unknown := [name for name in names if name not in known]:
             message = f"tool_choice allows {shown(unknown[0])}, which is not among the tools"
             raise ApiError(400, message, param="tool_choice")
         return [tool for tool in tools if tool.function.name in names] or None, choice["mode"]
     if kind != "function":
         raise ApiError(
             400,
-            f"tool_choice: tools of type {shown(kind)} are not run here; name a function",
+            f"tool_choice: this server runs no tools of type {shown(kind)}; name a function",
             param="tool_choice",
         )
     return tools or None, {"type": "function", "function": {"name": name}}
@@ -137,8 +137,8 @@ def _flat(tool: ResponsesTool, where: str, namespace: str | None = None) -> Iter
     else:
         raise ApiError(
             400,
-            f"{where}: tools of type {shown(tool.type)} are not run here; define functions that "
-            "you run",
+            f"{where}: this server runs no tools of type {shown(tool.type)}; define functions that "
+            "the client runs",
             param="tools",
         )
 
@@ -148,7 +148,7 @@ def full_name(name: str, namespace: str | None) -> str:
 
 
 def namespaces_of(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
-    """Return name and namespace of functions, by the joined name that the model uses."""
+    """Return (name, namespace) of functions, by the joined name that the model uses."""
     return {
         full_name(inner.name or "", tool.name): (inner.name or "", tool.name or "")
         for tool in request.tools or ()
@@ -162,8 +162,8 @@ def namespaces_of(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
 def read_items(
     content: str | Sequence[Json], find: Callable[[str], Json | None] = lambda _: None
 ) -> list[Json]:
-    """Return the items of `input` with their known fields. `find` returns the stored item of an
-    item_reference; each item may be referenced once."""
+    """Return the items of `input` with their known fields. `find` returns the stored item to which
+    an item_reference refers. Each item may be referenced once."""
     if isinstance(content, str):
         content = [{"role": "user", "content": content}]
     items, referred = [], set()
@@ -173,8 +173,8 @@ def read_items(
             name = str(item.get("id"))
             found = None if name in referred else find(name)
             if found is None:
-                why = "is named twice" if name in referred else "is not stored (any more)"
-                message = f"{where}: the item_reference's item {shown(name)} {why}"
+                why = "is referenced twice" if name in referred else "is not stored (any more)"
+                message = f"{where}: the item {shown(name)} of the item_reference {why}"
                 raise ApiError(400, f"{message}; send the item itself", param="input")
             referred.add(name)
             item = found
@@ -191,9 +191,9 @@ def _read_item(item: Json, where: str) -> Json:
         role = item.get("role")
         if not isinstance(role, str):
             raise ApiError(400, f"{where}: a message needs its role", param="input")
-        written = role == "assistant"
-        read |= {"role": role, "content": _parts(item.get("content"), where, written)}
-        if written:
+        by_model = role == "assistant"
+        read |= {"role": role, "content": _parts(item.get("content"), where, by_model)}
+        if by_model:
             read["status"] = "completed"
     elif kind == "function_call":
         read |= _texts(item, where, "call_id", "name", "arguments")
@@ -220,13 +220,13 @@ def _read_item(item: Json, where: str) -> Json:
 def _texts(item: Json, where: str, *names: str) -> Json:
     for name in names:
         if not isinstance(item.get(name), str):
-            message = f"{where}: a {item['type']} needs its {name}, a text"
+            message = f"{where}: a {item['type']} needs the field {name}, a string"
             raise ApiError(400, message, param="input")
     return {name: item[name] for name in names}
 
 
-def _parts(content: Any, where: str, written: bool) -> list[Json]:
-    """Return the parts of a message. `written`: by the model."""
+def _parts(content: Any, where: str, by_model: bool) -> list[Json]:
+    """Return the parts of a message. `by_model`: whether the model wrote the message."""
     parts = []
     content = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(content, list):
@@ -240,7 +240,7 @@ def _parts(content: Any, where: str, written: bool) -> list[Json]:
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ApiError(400, f"{where}.content: a part's text is missing", param="input")
-        if written:
+        if by_model:
             parts.append({"type": "output_text", "text": text, "annotations": []})
         else:
             parts.append({"type": "input_text", "text": text})
@@ -262,7 +262,7 @@ def _reasoning_parts(parts: Any, kind: str, where: str) -> list[Json]:
 
 
 def messages_of(instructions: str | None, items: Sequence[Json]) -> list[Json]:
-    """Return chat messages. Reasoning and calls of one turn become one assistant's message."""
+    """Return chat messages. Reasoning and calls of one turn become one assistant message."""
     messages: list[Json] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -303,13 +303,13 @@ def _chat_call(item: Json) -> Json:
 
 
 def places_to_cut(messages: Sequence[Json]) -> tuple[int, list[int]]:
-    """Return the number of system messages at the start, which are kept, and the indices where the
-    rest may begin: at user messages, and after the last one at assistant messages, so that every
-    tool result keeps its call."""
+    """Return the number of system messages at the start, which are kept, and the indices at which
+    the remaining messages may begin. These are the user messages, and the assistant messages after
+    the last user message, so that no tool result loses its call."""
     head = 0
     while head < len(messages) and messages[head]["role"] == "system":
         head += 1
     users = [n for n in range(head, len(messages)) if messages[n]["role"] == "user"]
     last = users[-1] if users else head
-    own = [n for n in range(last + 1, len(messages)) if messages[n]["role"] == "assistant"]
-    return head, [n for n in (*users, *own) if n > head]
+    answers = [n for n in range(last + 1, len(messages)) if messages[n]["role"] == "assistant"]
+    return head, [n for n in (*users, *answers) if n > head]

@@ -1,4 +1,5 @@
-"""The output of `/v1/responses`: growing output items, and their events."""
+"""The output of `/v1/responses`: `OutputItems` (reasoning, messages and calls), and
+`ResponseWriter`, which writes the events."""
 
 from __future__ import annotations
 
@@ -62,23 +63,23 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
     def as_json(self, writer: LogprobWriter | None = None) -> Json:
-        """Return the item's JSON. `writer`: None leaves log-probabilities out. An item in progress
-        has no content."""
+        """Return the item's JSON; without `writer`, it has no log-probabilities. An item in
+        progress has no content."""
         shown: Json = {"id": self.id, "type": self.kind, "status": self.status}
-        begun = self.status == "in_progress"
+        in_progress = self.status == "in_progress"
         if self.kind == "function_call":
-            called = {"call_id": self.call_id, "name": self.name}
+            call = {"call_id": self.call_id, "name": self.name}
             if self.namespace is not None:
-                called["namespace"] = self.namespace
-            return shown | called | {"arguments": "" if begun else self.text}
-        shown["content"] = [] if begun else [self.part(writer)]
+                call["namespace"] = self.namespace
+            return shown | call | {"arguments": "" if in_progress else self.text}
+        shown["content"] = [] if in_progress else [self.part(writer)]
         if self.kind == "reasoning":
             return shown | {"summary": [], "encrypted_content": None}
         return shown | {"role": "assistant"}
 
 
 class OutputItems:
-    """The items of one answer. Each method yields the events of its changes."""
+    """The output items of one response. `push` and `end` change the items and yield the events."""
 
     def __init__(
         self,
@@ -86,12 +87,12 @@ class OutputItems:
         logprobs: LogprobWriter,
         namespaces: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
-        """`namespaces`: name and namespace of functions, by the joined name."""
+        """`namespaces`: (name, namespace) of functions, by the joined name that the model uses."""
         self.items: list[OutputItem] = []
         self._response_id = response_id
         self._writer = logprobs
         self._namespaces = namespaces or {}
-        self._held: Logprobs | None = None  # of tokens with text held back
+        self._held: Logprobs | None = None  # of tokens whose text the parser holds back
 
     @property
     def current(self) -> OutputItem | None:
@@ -119,8 +120,7 @@ class OutputItems:
                 self._held = None
 
     def end(self, status: str) -> Iterator[Event]:
-        """End the last item with `status`: "completed" or "incomplete". An empty answer is an empty
-        message."""
+        """End the last item, or an empty one, with `status`: "completed" or "incomplete"."""
         if not self.items:
             yield from self._begin("message")
         yield from self._close(status)
@@ -189,8 +189,8 @@ def _listed(writer: LogprobWriter | None, entries: Logprobs | None) -> LazyList:
 
 
 class ResponseSource(Protocol):
-    """Provides the response's JSON for events (`ResponsesGeneration`). The last three methods also
-    store the response."""
+    """Makes the JSON of the response for events (implemented by `ResponsesGeneration`). The last
+    three methods also store the response."""
 
     chat: ChatRequest
 
@@ -221,12 +221,13 @@ class ResponseWriter:
         self._begun = False
         self._num_tokens = 0
         self._last: RequestOutput | None = None
-        # The message that receives all further text, and the beginning of its events.
+        # Set when all further text belongs to one message: the message, and the bytes that its
+        # events begin with.
         self._plain_item: OutputItem | None = None
         self._plain_head = b""
 
     def write(self, _: int, output: RequestOutput) -> Encoded:
-        """Encode an output. Usually it is one event, of which only the changes are encoded."""
+        """Encode an output. Usually this is one text event, of which only the text is encoded."""
         item, completions = self._plain_item, output.outputs
         if item is None or len(completions) != 1 or output.finished:
             return concat(self.events(output))
@@ -274,7 +275,7 @@ class ResponseWriter:
         deltas = self._message.push(completion.text, completion.token_ids)
         if completion.finish_reason is not None:
             deltas = deltas + self._message.flush()
-        events = [self._encoded(*one) for one in self.output.push(deltas, completion.logprobs)]
+        events = [self._encoded(*each) for each in self.output.push(deltas, completion.logprobs)]
         item = self.output.current
         plain = self._message.is_plain and not self._generation.chat.logprobs
         if plain and item is not None and item.kind == "message" and item is not self._plain_item:
@@ -286,9 +287,8 @@ class ResponseWriter:
     def last_events(self) -> list[Encoded]:
         last = self._last
         assert last is not None
-        cut = last.outputs[0].finish_reason == "length"
-        status = "incomplete" if cut else "completed"
-        events = [self._encoded(*one) for one in self.output.end(status)]
+        status = "incomplete" if last.outputs[0].finish_reason == "length" else "completed"
+        events = [self._encoded(*each) for each in self.output.end(status)]
         counts = count_tokens([last])
         counts.completion = self._num_tokens
         counts.add_reasoning(self._message.reasoning_tokens)
@@ -296,7 +296,7 @@ class ResponseWriter:
         return [*events, self._encoded(f"response.{status}", {"response": response})]
 
     def failed_events(self, error: ApiError) -> list[bytes]:
-        self.output_ends()
+        self._cut_output()
         response = self._generation.failed(self.output, error)
         failure = {
             "code": error.code or error.error_type,
@@ -309,12 +309,12 @@ class ResponseWriter:
         ]
 
     def cancelled_events(self) -> list[bytes]:
-        self.output_ends()
+        self._cut_output()
         response = self._generation.cancelled(self.output)
         return [self._short("response.cancelled", {"response": response})]
 
-    def output_ends(self) -> None:
-        """Mark the current item as incomplete. It gets no more events."""
+    def _cut_output(self) -> None:
+        """Mark the current item as incomplete, without further events for it."""
         if (item := self.output.current) is not None:
             item.status = "incomplete"
 

@@ -1,4 +1,4 @@
-"""The routes of `/v1/responses`: create, get, follow, cancel and delete, also in the background."""
+"""The routes of `/v1/responses`: create (also in the background), get, follow, cancel, delete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from twostroke.serve.generation.service import Service
 from twostroke.serve.http.http_request import WRITE_BYTES, HttpRequest
 from twostroke.serve.http.routing import Route
 
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # number of input items in one answer, as in OpenAI's API
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # input items in one page, as in OpenAI's API
 
 
 def responses_routes(service: Service) -> list[Route]:
@@ -39,7 +39,7 @@ def responses_routes(service: Service) -> list[Route]:
             "POST",
             "/v1/responses/input_tokens",
             routes.count_tokens,
-            "Count tokens.",
+            "Count the tokens of an input.",
             ResponsesRequest,
         ),
         Route("GET", path, routes.get, "A stored response, or its events (?stream=true)."),
@@ -61,7 +61,7 @@ class BackgroundRun:
         self.stored = generation.stored
         self.writer = generation.stream_writer()
         self.stream: ResponseStream | None = None  # set when the response starts to run
-        self.changed = asyncio.Event()  # set and cleared at once: wakes all tasks that wait for it
+        self.changed = asyncio.Event()  # `notify` wakes all tasks that wait for it
         self._store = store
         waiting = generation.response("queued", [])
         if not store.write(self.stored, "queued", encode_json(waiting)):
@@ -80,8 +80,8 @@ class BackgroundRun:
         return b""
 
     def end(self, error: Exception | None = None) -> None:
-        """Set the final status and add the last events. `error`: the reason of the end, if the
-        response is not complete. An error of the last events themselves also fails the response."""
+        """Set the final status and add the last events. `error`: why the response is not complete.
+        If the last events cannot be stored, the response fails too."""
         if error is None or isinstance(error, Cancelled):
             writer = self.writer
             try:
@@ -94,9 +94,9 @@ class BackgroundRun:
         self.notify()
 
     def _fail(self, error: ApiError) -> None:
-        """Store the failed response and the events of the failure. If there is no room for all
-        events, remove the stored events. If there is no room for the failed response either, remove
-        the response. Clients that follow the events now get all events in any case."""
+        """Store the failed response and its last events. If there is no room for the events, remove
+        all events. If there is no room for the failed response either, remove the response. Clients
+        that follow the events at this moment get all events in any case."""
         followed_events = self.stored.events
         if isinstance(error, NoRoom):
             self._store.drop_events(self.stored)
@@ -126,7 +126,7 @@ class BackgroundRun:
 
 
 class ResponsesRoutes(GenerateRoute):
-    """The handlers of `/v1/responses`, with the stored responses and the background runs."""
+    """The handlers of `/v1/responses`. They own the stored responses and the background runs."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, ResponsesGeneration)
@@ -172,7 +172,7 @@ class ResponsesRoutes(GenerateRoute):
     async def _start(
         self, http: HttpRequest, generation: ResponsesGeneration, requests: Sequence[EngineRequest]
     ) -> BackgroundRun:
-        """Start a background response. Raise `ApiError` if the server refuses the request."""
+        """Start a background response. Raise `ApiError` if the request is refused."""
         try:
             run = BackgroundRun(generation, self.store)
         except BaseException:
@@ -186,7 +186,7 @@ class ResponsesRoutes(GenerateRoute):
         try:
             await asyncio.shield(started)
         except ApiError:
-            self.store.remove(run.stored)  # its id has not been sent to a client
+            self.store.remove(run.stored)  # the client does not get its id
             raise
         return run
 
@@ -287,7 +287,7 @@ class ResponsesRoutes(GenerateRoute):
             await http.respond(200, stored.response)
 
     async def _follow(self, http: HttpRequest, stored: StoredResponse, first: int) -> None:
-        """Send the events from number `first` on, including future events."""
+        """Send the events from number `first`, and future events as they arrive."""
         events, run = stored.events, self._runs.get(stored)
         assert events is not None
         next_event, disconnected = first, False
@@ -313,7 +313,7 @@ class ResponsesRoutes(GenerateRoute):
 
 
 def _batch(events: Sequence[bytes], first: int) -> Sequence[bytes]:
-    """Return the events for the next write: as many from `first` on as make `WRITE_BYTES`."""
+    """Return the events for the next write, from number `first`: about `WRITE_BYTES`."""
     end, size = first, 0
     while end < len(events) and size < WRITE_BYTES:
         size += len(events[end])
@@ -328,8 +328,8 @@ def _page_of(stored: StoredResponse, newest_first: bool, after: str | None, limi
     def items() -> Iterator[Json]:
         chain = list(stored.chain())
         for response in chain if newest_first else reversed(chain):
-            own = input_items(response) + ([] if response is stored else output_items(response))
-            yield from reversed(own) if newest_first else own
+            found = input_items(response) + ([] if response is stored else output_items(response))
+            yield from reversed(found) if newest_first else found
 
     listed = items()
     if after is not None and not any(item["id"] == after for item in listed):

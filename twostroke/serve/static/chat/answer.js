@@ -1,16 +1,16 @@
-// One answer of the model, from its stream of events to what a message keeps of it.
+// One answer of the model: requests it, reads its stream of events, and stores it in a message.
 import {streamEvents} from "../shared/api.js";
 
 const ALTERNATIVES = 5;
 
 export const emptyAnswer = () => ({
-  finish: null, // stop, length, tool_calls; stopped, error: it broke off; null: it is being written
+  finish: null, // stop, length, tool_calls; stopped (by the user), error; null: being written
   error: "", usage: null, timings: null, progress: null,
-  ttftMs: 0, totalMs: 0, chunks: 0, // as this page has measured and counted them
+  ttftMs: 0, totalMs: 0, chunks: 0, // measured and counted by this page
   tokens: [], // [text, log-probability, [[text, log-probability], …], ms since the request]
 });
 
-// The body of the request for an answer to `messages`. `settings`: see settings.js.
+// Returns the body of the request for an answer to `messages`. `settings`: see settings.js.
 export function requestBody(model, messages, settings) {
   const body = {model, messages, stream_options: {include_usage: true}, return_progress: true};
   if (settings.details !== false) {
@@ -72,7 +72,7 @@ function take(node, event, atMs, decoder) {
   if (choice.finish_reason) answer.finish = choice.finish_reason;
 }
 
-// A token's own text: a part of a character is shown as its bytes.
+// Returns the text of a token. If it is a part of a character, returns its bytes as text.
 function textOf(token) {
   return token.token.includes("\ufffd") && token.bytes
     ? token.bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("") : token.token;

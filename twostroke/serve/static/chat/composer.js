@@ -1,9 +1,9 @@
-// The field for a message: sending, stopping, images, and the tokens that the context has left.
+// The message field: sending, stopping, images, and the number of tokens that the context has left.
 import {postJson} from "../shared/api.js";
 import {byId, el} from "../shared/dom.js";
 import {formatCount} from "./figures.js";
 
-const COUNT_AFTER_MS = 400; // since the last key
+const COUNT_AFTER_MS = 400; // after the last change of the text
 const MAX_IMAGE_BYTES = 4 * 1024 ** 2;
 
 // `actions`: send(text, images), stop(), editLast(), requestToCount(draft) → a /tokenize request.
@@ -121,7 +121,7 @@ export class Composer {
   }
 
   async #count() {
-    if (this.writing) return; // the usage of the answer will have the count
+    if (this.writing) return; // counted again after the answer
     this.counting?.abort();
     this.counting = new AbortController();
     const request = this.actions.requestToCount(this.text.value.trim());

@@ -1,7 +1,7 @@
-// A conversation: a tree of messages, since editing one or asking again makes a branch beside it.
+// A conversation is a tree of messages: editing a message, or regenerating an answer, adds a branch.
 //
 //   {id, title, created, updated, settings, nodes: {id: node}, leaf: id of the last shown message}
-//   node: {id, parent, role, content, created, …}   of an assistant also reasoning, toolCalls, answer
+//   node: {id, parent, role, content, created, …}; of an assistant also reasoning, toolCalls, answer
 
 const VERSION = 1;
 const FORMAT = "twostroke-chat";
@@ -23,31 +23,31 @@ export function addNode(conversation, parent, role, fields) {
   return node;
 }
 
-// The messages that are shown, from the first to the leaf.
+// Returns the shown messages, from the first to the leaf.
 export function pathOf(conversation, leaf = conversation.leaf) {
   const path = [];
   for (let node = conversation.nodes[leaf]; node; node = conversation.nodes[node.parent]) path.push(node);
   return path.reverse();
 }
 
-// A message and the branches beside it, the oldest first.
+// Returns all versions of a message, including the message itself, oldest first.
 export function siblings(conversation, node) {
-  return Object.values(conversation.nodes).filter((one) => one.parent === node.parent && one.role === node.role)
+  return Object.values(conversation.nodes).filter((other) => other.parent === node.parent && other.role === node.role)
     .sort((a, b) => a.created - b.created);
 }
 
-// Shows the branch of `node`, down to its newest message.
+// Sets the leaf to the newest message below `node`.
 export function showBranch(conversation, node) {
   let leaf = node;
   for (;;) {
-    const children = Object.values(conversation.nodes).filter((one) => one.parent === leaf.id);
+    const children = Object.values(conversation.nodes).filter((other) => other.parent === leaf.id);
     if (!children.length) break;
     leaf = children.reduce((a, b) => (b.created >= a.created ? b : a));
   }
   conversation.leaf = leaf.id;
 }
 
-// The messages as the API takes them.
+// Returns the messages in the format of the API.
 export function apiMessages(conversation, path) {
   const system = conversation.settings.system?.trim();
   return [...(system ? [{role: "system", content: system}] : []), ...path.map(apiMessage)];
@@ -82,7 +82,8 @@ function newId() {
 export const exported = (conversations) =>
   JSON.stringify({format: FORMAT, version: VERSION, exported: new Date().toISOString(), conversations}, null, 1);
 
-// The conversations of an exported file, under new ids. Throws an Error for the reader.
+// Returns the conversations of an exported file, with new ids. Throws an Error whose message the
+// page shows.
 export function imported(text) {
   let file;
   try {
@@ -111,7 +112,7 @@ function readConversation(given) {
     const id = ids.get(node.id);
     conversation.nodes[id] = readNode(node, id, ids.get(node.parent) ?? null);
   }
-  for (const node of Object.values(conversation.nodes)) refuseCircles(conversation, node);
+  for (const node of Object.values(conversation.nodes)) refuseCycles(conversation, node);
   conversation.leaf = ids.get(given?.leaf) ?? Object.keys(conversation.nodes).at(-1) ?? null;
   return conversation;
 }
@@ -143,11 +144,11 @@ function readAnswer(given) {
   return answer;
 }
 
-function refuseCircles(conversation, node) {
+function refuseCycles(conversation, node) {
   const seen = new Set();
-  for (let one = node; one; one = conversation.nodes[one.parent]) {
-    if (seen.has(one.id)) throw new Error("This file has a message that follows itself.");
-    seen.add(one.id);
+  for (let current = node; current; current = conversation.nodes[current.parent]) {
+    if (seen.has(current.id)) throw new Error("This file has a message that follows itself.");
+    seen.add(current.id);
   }
 }
 

@@ -1,4 +1,5 @@
-// Copying text, also where the page came without TLS and the browser has no clipboard for it.
+// A button that copies text. Without TLS a browser has no `navigator.clipboard`: then the text is
+// copied by a selection.
 import {announce, el} from "../shared/dom.js";
 
 export function copyButton(textOf, label = "Copy", more = {}) {

@@ -1,4 +1,4 @@
-// Small dialogs: a question, a name, the list of keys.
+// Small dialogs: a confirmation, a name, the list of keyboard shortcuts.
 import {el} from "../shared/dom.js";
 
 function open(title, nodes, buttons) {
@@ -20,7 +20,7 @@ export async function confirmed(title, text, action) {
   return await open(title, [el("p", {}, text)], buttons) === "yes";
 }
 
-// The name that the reader gives; null if the reader cancels.
+// Asks the user for a name; null if the user cancels.
 export async function askName(title, label, value) {
   const input = el("input", {id: "name", value, maxlength: 200, required: true});
   const cancel = el("button", {value: "", formnovalidate: true}, "Cancel");
@@ -38,8 +38,8 @@ const KEYS = [
   ["↑ in an empty field", "edit your last message"],
   ["Alt + Shift + N", "begin a new chat"],
   ["Alt + Shift + S", "open the settings"],
-  ["Tab, Shift + Tab", "go through messages and their actions"],
-  ["← → Home End", "go from token to token, in the list of tokens"],
+  ["Tab, Shift + Tab", "go to the next or previous message or action"],
+  ["← → Home End", "move in the list of tokens"],
 ];
 
 export function showKeys() {

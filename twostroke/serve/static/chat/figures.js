@@ -1,22 +1,22 @@
-// Figures of an answer: from the engine's own ledger (`timings`, `usage`) where it has sent one,
-// else as this page has measured them.
+// The figures of an answer: the engine's (`timings`, `usage`) if it has sent them, or else those that
+// this page has measured.
 
 export const CAUSES = ["decode", "prefill", "preemption", "host", "communication", "drafting"];
 export const CAUSE_NAMES = {
   decode: "own decode",
-  prefill: "another's prefill",
+  prefill: "prefill of others",
   preemption: "preemption",
   host: "host",
   communication: "communication",
   drafting: "draft model",
 };
 const CAUSE_TEXTS = {
-  decode: "the step's own work for this stream and those it decodes with",
-  prefill: "prompts of other requests shared the step",
-  preemption: "the stream had no place in the step: sent back, or no free KV block",
+  decode: "the step's work for this stream and the other decoding streams",
+  prefill: "prompts of other requests in the same step",
+  preemption: "steps without this stream: it was preempted, or there was no free KV block",
   host: "the device waited for planning, committing or the operating system",
-  communication: "ranks waited for each other",
-  drafting: "the draft model guessed the next tokens",
+  communication: "collectives, and waiting for other ranks",
+  drafting: "the steps of the draft model",
 };
 export const causeText = (cause) => CAUSE_TEXTS[cause];
 
@@ -30,7 +30,7 @@ export function formatMs(ms) {
 
 export const formatCount = (count) => count.toLocaleString("en");
 
-// What stands below an answer: [name, value, explanation] each.
+// Returns the figures below an answer, each as [name, value, explanation].
 export function figuresOf(answer) {
   const {timings, usage} = answer;
   const figures = [];
@@ -41,13 +41,13 @@ export function figuresOf(answer) {
       + `this page saw it after ${formatMs(answer.ttftMs)}`]);
     if (timings.predicted_n > 1) {
       figures.push(["", `${timings.predicted_per_second.toFixed(1)} tok/s`,
-        `${formatCount(timings.predicted_n)} tokens, ${formatMs(timings.predicted_per_token_ms)} between two`]);
+        `${formatCount(timings.predicted_n)} tokens, ${formatMs(timings.predicted_per_token_ms)} between two tokens`]);
     }
     const prompt = timings.prompt_n + timings.cache_n;
     figures.push(["cached", `${formatCount(timings.cache_n)} of ${formatCount(prompt)}`,
       `prompt tokens found in the prefix cache; the other ${formatCount(timings.prompt_n)} were computed`]);
     figures.push(["", `${formatCount(usage?.completion_tokens ?? timings.predicted_n)} tokens`, "written"]);
-    if (timings.preemptions) figures.push(["preempted", `${timings.preemptions}×`, "sent back and computed again"]);
+    if (timings.preemptions) figures.push(["preempted", `${timings.preemptions}×`, "lost its KV blocks, and was computed again"]);
   } else if (answer.chunks) {
     const seconds = (answer.totalMs - answer.ttftMs) / 1000;
     figures.push(["TTFT", formatMs(answer.ttftMs), "time to first token, as this page measured it"]);
@@ -59,23 +59,24 @@ export function figuresOf(answer) {
   return figures;
 }
 
-// Of each token the gap before it: {ms, causes} or null. The first has none; where the engine has
-// told no causes (the answer was stopped), `causes` is null and `ms` is when its bytes arrived.
+// Returns the gap before each token, {ms, causes}; null for the first token. If the engine has sent no
+// causes (the answer was stopped), `causes` is null and `ms` is the time between the arrivals.
 export function gapsOf(answer) {
-  const told = answer.timings?.token_gaps_ms;
+  const causesOfGaps = answer.timings?.token_gaps_ms;
   return answer.tokens.map((token, n) => {
     if (n === 0) return null;
-    const causes = told?.[n - 1];
+    const causes = causesOfGaps?.[n - 1];
     if (causes) return {ms: causes.reduce((sum, ms) => sum + ms, 0), causes};
     return {ms: token[3] - answer.tokens[n - 1][3], causes: null};
   });
 }
 
-// The cause that took the largest part of a gap.
+// Returns the cause with the largest part of a gap.
 export const mainCause = (causes) => CAUSES[causes.indexOf(Math.max(...causes))];
 
-// The main cause of a gap. If the gap is much longer than usual, the main cause of the time beyond usual decode.
-export function standingOut(gap, usualMs) {
+// Returns the cause that colours a gap: its main cause, or, if the gap is much longer than usual, the
+// main cause without the usual time of decode.
+export function causeOf(gap, usualMs) {
   if (!gap?.causes) return null;
   if (gap.ms <= 1.5 * usualMs) return mainCause(gap.causes);
   const extra = gap.causes.map((ms, n) => (n === 0 ? Math.max(0, ms - usualMs) : ms));

@@ -1,4 +1,4 @@
-// The chat page: one conversation at a time, answered by the model that this server has.
+// The chat page. It shows one conversation at a time, with the server's model.
 import {getJson} from "../shared/api.js";
 import {announce, byId, el} from "../shared/dom.js";
 import {emptyAnswer, requestBody, writeAnswer} from "./answer.js";
@@ -14,7 +14,7 @@ import {Store} from "./store.js";
 
 const SAVE_EVERY_MS = 1000; // while an answer is being written
 const MAX_FILE_BYTES = 64 * 1024 ** 2;
-const NEAR_END_PX = 80; // the log follows a stream as long as its end is in view
+const NEAR_END_PX = 80; // the log follows a stream if it is scrolled to within this of its end
 
 class Chat {
   constructor(store) {
@@ -42,7 +42,7 @@ class Chat {
   }
 
   async start() {
-    if (!this.store.isPermanent) this.notice("This browser stores nothing for this page: conversations are lost when you close it.");
+    if (!this.store.isPermanent) this.notice("This browser forbids storage: conversations are lost when you close the page.");
     await this.open(idInAddress());
     await this.describeModel();
     this.composer.countLater();
@@ -88,13 +88,13 @@ class Chat {
 
   // ── conversations ─────────────────────────────────────────────────────────────────────────
 
-  // Shows a conversation; a new one if there is none of this id.
+  // Shows the conversation with this id, or a new conversation if there is none.
   async open(id) {
     this.stop();
     const found = id ? await this.store.get(id) : null;
     this.conversation = found ?? newConversation(lastSettings());
     for (const node of Object.values(this.conversation.nodes)) {
-      if (node.answer?.finish === null) node.answer.finish = "stopped"; // the page was closed meanwhile
+      if (node.answer?.finish === null) node.answer.finish = "stopped"; // the page was closed during it
     }
     history.replaceState(null, "", found ? `#c=${found.id}` : location.pathname + location.search);
     this.sidebar.closeIfDrawer();
@@ -115,7 +115,7 @@ class Chat {
       await this.store.put(this.conversation);
       history.replaceState(null, "", `#c=${this.conversation.id}`);
     } catch (error) {
-      this.notice(`The browser could not store this conversation (${error.message}). Export it, or delete others.`);
+      this.notice(`The browser could not store this conversation (${error.message}). Export it, or delete other conversations.`);
     }
     await this.showList();
   }
@@ -188,7 +188,7 @@ class Chat {
     this.keep();
   }
 
-  // Writes an answer to the message `parent`, beside those that it has.
+  // Requests a further answer to the message `parent`.
   async answer(parent) {
     if (this.writing) return;
     this.notice("");
@@ -259,8 +259,8 @@ class Chat {
 
   // ── the page ──────────────────────────────────────────────────────────────────────────────
 
-  // Shows the messages anew. The focus stays where it was, or goes to the same button of the
-  // branch that takes the place of `replaced`.
+  // Redraws the messages. The focus stays, or goes to the same button of the message that replaces
+  // `replaced`.
   render(replaced = null) {
     const log = byId("log");
     const focused = log.contains(document.activeElement) ? document.activeElement : null;

@@ -1,11 +1,11 @@
-// Markdown as DOM nodes. The text comes from a model, so it never becomes HTML: every character
-// ends up in a text node, an element is one of those named here, and a link leads to http, https
-// or mailto. An image is shown as a link, since the page loads nothing from other hosts.
+// Shows Markdown as DOM nodes. The text is a model's, so it is never parsed as HTML: every character
+// becomes part of a text node, this module alone creates the elements, and links lead only to http,
+// https and mailto. An image is shown as a link, because the page loads nothing from other hosts.
 import {copyButton} from "./copy.js";
 import {el} from "../shared/dom.js";
 
-const MAX_DEPTH = 12; // of quotes, lists and emphasis in each other; deeper ones stay text
-const MAX_ADDRESS = 2000; // characters: no longer one is looked for
+const MAX_DEPTH = 12; // of nested quotes, lists and emphasis; deeper ones stay text
+const MAX_ADDRESS = 2000; // characters of a link's address
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
@@ -16,7 +16,7 @@ const ITEM = /^( {0,8})([-*+]|\d{1,9}[.)])(?: +|$)/;
 const QUOTE = /^ {0,3}> ?/;
 
 // Shows `text` in `container`. Called again with a longer text, it keeps the blocks that have not
-// changed: a stream costs the last block only, and a selection in the others stays.
+// changed. So an update of a stream redraws only the last block, and a selection in other blocks stays.
 export function showMarkdown(container, text) {
   const sources = blocksOf(text.split("\n"));
   const shown = container.blockSources ?? [];
@@ -29,7 +29,7 @@ export function showMarkdown(container, text) {
 
 // ── blocks ──────────────────────────────────────────────────────────────────────────────────
 
-// The source of each block, from the first of its lines to the last.
+// Returns the source of each block.
 function blocksOf(lines) {
   const blocks = [];
   for (let at = 0; at < lines.length;) {
@@ -55,8 +55,8 @@ function endOfBlock(lines, at) {
   return endWhile(lines, at + 1, (line, n) => line.trim() && !startsBlock(line) && !isTable(lines, n));
 }
 
-function endWhile(lines, at, goesOn) {
-  while (at < lines.length && goesOn(lines[at], at)) at += 1;
+function endWhile(lines, at, belongs) {
+  while (at < lines.length && belongs(lines[at], at)) at += 1;
   return at;
 }
 
@@ -75,7 +75,7 @@ function endOfList(lines, at) {
   for (let n = at + 1; n < lines.length; n += 1) {
     const line = lines[n];
     const item = ITEM.exec(line);
-    if (!line.trim()) continue; // a blank line is part of the list if the list goes on after it
+    if (!line.trim()) continue; // a blank line belongs to the list if more of the list follows
     const afterBlank = !lines[n - 1].trim();
     const belongs = indentOf(line) > indent.length
       || (item && /\d/.test(item[2]) === ordered && !RULE.test(line))
@@ -115,7 +115,7 @@ const blockNodes = (lines, depth) =>
   blocksOf(lines).map((source) => block(source.split("\n"), depth));
 
 function headingBlock([, marks, text = ""]) {
-  // The page has one h1, each message an h2.
+  // h1 is the page's title, and h2 the title of each message.
   const name = `h${Math.min(6, marks.length + 2)}`;
   return el(name, {}, inline(text.trim().replace(/ #+$/, ""), 0));
 }
@@ -153,7 +153,7 @@ function listItem(lines, depth) {
   const task = /^\[([ xX])\] /.exec(lines[0]);
   if (task) lines = [lines[0].slice(4), ...lines.slice(1)];
   const nodes = blockNodes(lines, depth);
-  // A tight item has its text directly in it.
+  // Without blank lines, an item has its text directly, not in a paragraph.
   if (nodes[0]?.tagName === "P" && !lines.some((line) => !line.trim())) {
     nodes.splice(0, 1, ...nodes[0].childNodes);
   }
@@ -181,7 +181,7 @@ function table(lines) {
 
 function inline(text, depth) {
   const nodes = [];
-  const missing = new Set(); // marks that have no partner further on: not looked for again
+  const missing = new Set(); // marks without a closing mark in the rest of the text
   let plain = "";
   const add = (node) => {
     if (plain) nodes.push(plain);
@@ -205,7 +205,7 @@ function inline(text, depth) {
   return nodes;
 }
 
-// The element that begins at `at`, and where the text after it begins; null: none does.
+// Returns the element that begins at `at`, and the position after it; null if no element begins here.
 function element(text, at, depth, missing) {
   switch (text[at]) {
     case "\n": return {node: el("br"), end: at + 1};
@@ -309,7 +309,7 @@ function bareLink(text, at) {
 
 function safeAddress(target) {
   try {
-    const url = new URL(target); // without a base: a relative address is none
+    const url = new URL(target); // without a base, so a relative address is refused
     return SCHEMES.has(url.protocol) ? url.href : null;
   } catch {
     return null;

@@ -1,4 +1,4 @@
-// A message as it is shown: text, reasoning, tool calls, figures, and what one can do with it.
+// Shows a message: text, reasoning, tool calls, figures, and buttons for actions.
 import {el} from "../shared/dom.js";
 import {copyButton} from "./copy.js";
 import {figuresOf, formatCount} from "./figures.js";
@@ -7,12 +7,12 @@ import {TokenView} from "./tokens.js";
 
 const TITLES = {user: "You", assistant: "Assistant", tool: "Tool result"};
 const ENDS = {
-  length: "The answer ended at the longest length that is allowed, or at the end of the context.",
+  length: "The answer has reached its maximum length, or the end of the context.",
   stopped: "You stopped this answer.",
 };
 
 // `actions`: edit(node, text), regenerate(node), step(node, ±1), giveResult(node, call, text).
-// `branch`: {number, count} among the messages beside it.
+// `branch`: {number, count}: which version of the message this is, and how many there are.
 export class MessageView {
   constructor(node, branch, actions) {
     this.node = node;
@@ -41,7 +41,7 @@ export class MessageView {
     return this.node.role === "assistant" && this.node.answer.finish === null;
   }
 
-  // Shows what the message has become. Cheap: a stream calls it once a frame.
+  // Shows the changes of the message. A stream calls this once per frame, so it must be fast.
   update() {
     const {node} = this;
     if (node.role !== "assistant") {
@@ -110,7 +110,7 @@ export class MessageView {
     }, name);
     this.tools.append(...[
       branch.count > 1 && el("span", {class: "branch", role: "group", "aria-label": "Versions of this message"},
-        button("‹", () => this.actions.step(node, -1), {"aria-label": "Version before", disabled: branch.number === 1}),
+        button("‹", () => this.actions.step(node, -1), {"aria-label": "Previous version", disabled: branch.number === 1}),
         el("span", {class: "small soft"}, `${branch.number} of ${branch.count}`),
         button("›", () => this.actions.step(node, 1), {"aria-label": "Next version", disabled: branch.number === branch.count})),
       copyButton(() => node.content, "Copy this message"),
@@ -125,12 +125,12 @@ export class MessageView {
       const open = toggle.getAttribute("aria-expanded") !== "true";
       toggle.setAttribute("aria-expanded", open);
       this.below.replaceChildren(...(open ? [new TokenView(this.node.answer).element] : []));
-      this.below.scrollIntoView({block: "nearest"}); // it may lie below what the window shows
+      this.below.scrollIntoView({block: "nearest"}); // it may be below the visible part
     }, {"aria-expanded": "false"});
     return toggle;
   }
 
-  // Puts an editor in place of the text. What it sends becomes a branch beside this message.
+  // Replaces the text by an editor. The edited text becomes a new version of this message.
   edit() {
     if (this.editor) return;
     const id = `edit-${this.node.id}`;
@@ -163,6 +163,6 @@ function prettyJson(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // it is still being written, or the model made a mistake
+    return text; // incomplete, or invalid
   }
 }

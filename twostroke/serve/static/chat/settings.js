@@ -1,8 +1,8 @@
-// The settings of a conversation, in a dialog: system prompt, sampling, tools.
+// The dialog for the settings of a conversation: system prompt, sampling, tools.
 import {el} from "../shared/dom.js";
 
 const NAME = "twostroke-chat-settings";
-const SAMPLING = [ // request field, label, step, least, largest
+const SAMPLING = [ // request field, label, step, minimum, maximum
   ["temperature", "Temperature", "0.05", 0, 2],
   ["top_p", "Top-p", "0.01", 0, 1],
   ["top_k", "Top-k (0: all)", "1", 0, null],
@@ -14,23 +14,23 @@ const SAMPLING = [ // request field, label, step, least, largest
   ["frequency_penalty", "Frequency penalty", "0.1", -2, 2],
 ];
 
-// Those of the last conversation, with which a new one begins.
+// Returns the settings that were saved last. A new conversation begins with them.
 export function lastSettings() {
   try {
     const found = JSON.parse(localStorage.getItem(NAME));
     if (found && typeof found === "object") return found;
-  } catch { /* storage is switched off, or not ours */ }
+  } catch { /* storage is switched off, or has other data */ }
   return {system: "", sampling: {}, tools: "", more: "", details: true};
 }
 
 function keepSettings(settings) {
   try {
     localStorage.setItem(NAME, JSON.stringify(settings));
-  } catch { /* the next conversation begins with the server's */ }
+  } catch { /* the next conversation begins with the server's settings */ }
 }
 
-// Opens the dialog. The settings that the reader saves; null if the reader cancels.
-// `defaults`: the server's, by llama.cpp's names, as `/props` has them.
+// Opens the dialog. Returns the saved settings; null if the user cancels.
+// `defaults`: the server's settings from `/props`, with llama.cpp's names.
 export function editSettings(settings, defaults) {
   const problem = el("p", {class: "error", role: "alert", hidden: true});
   const field = (id, label, input) => el("div", {class: "field"}, el("label", {for: id}, label), input);
@@ -41,13 +41,13 @@ export function editSettings(settings, defaults) {
     value: settings.sampling?.[name] ?? "", placeholder: placeholderOf(defaults, name),
   })));
   const form = el("form", {method: "dialog"},
-    area("set-system", "System prompt", settings.system ?? "", 4, "What the model is told before the conversation"),
-    el("fieldset", {}, el("legend", {}, "Sampling (empty: the server's)"), el("div", {class: "grid"}, numbers)),
+    area("set-system", "System prompt", settings.system ?? "", 4, "Instructions for the model, before the conversation"),
+    el("fieldset", {}, el("legend", {}, "Sampling (empty: the server's default)"), el("div", {class: "grid"}, numbers)),
     el("div", {class: "check"},
       el("input", {id: "set-details", type: "checkbox", checked: settings.details !== false}),
-      el("label", {for: "set-details"}, "Ask for log-probabilities and gaps of each token")),
+      el("label", {for: "set-details"}, "Request log-probabilities and gaps of each token")),
     el("details", {open: Boolean(settings.tools || settings.more)}, el("summary", {}, "Tools and other fields"),
-      area("set-tools", "Tools: a JSON list, as the API takes it", settings.tools ?? "", 5,
+      area("set-tools", "Tools: a JSON list, in the format of the API", settings.tools ?? "", 5,
         '[{"type": "function", "function": {"name": "weather", "parameters": {}}}]'),
       area("set-more", "Other fields of the request: a JSON object", settings.more ?? "", 2, '{"min_tokens": 20}')),
     problem,

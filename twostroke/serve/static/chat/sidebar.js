@@ -1,4 +1,4 @@
-// The list of conversations; on a narrow window it is a drawer that a button opens.
+// The list of conversations. In a narrow window it is a drawer that a button opens.
 import {byId, el} from "../shared/dom.js";
 
 const NARROW = matchMedia("(max-width: 760px)");
@@ -16,7 +16,7 @@ export class Sidebar {
     this.toggle(!NARROW.matches);
   }
 
-  // On a wide window it is always open.
+  // In a wide window the list is always open.
   toggle(open, focusButton = false) {
     const shown = open || !NARROW.matches;
     this.element.inert = !shown;

@@ -1,8 +1,9 @@
-// Conversations, kept in this browser (IndexedDB): a small head of each for the list, and each
-// whole one by itself. Where the browser stores nothing they last as long as the page.
+// Stores conversations in this browser (IndexedDB). The heads (id, title, time) for the list and the
+// whole conversations are stored separately. If the browser forbids storage, the conversations last
+// as long as the page.
 import {address} from "../shared/api.js";
 
-// Servers below different prefixes of one host have different conversations.
+// The path is part of the name: servers below different prefixes of a host share no conversations.
 const NAME = `twostroke-chat:${new URL(address("")).pathname}`;
 
 export class Store {
@@ -24,12 +25,12 @@ export class Store {
     return this.database !== null;
   }
 
-  // `listener(id)`: another tab has changed this conversation.
+  // `listener(id)` is called when another tab has changed a conversation.
   onChange(listener) {
     this.channel?.addEventListener("message", (event) => listener(event.data));
   }
 
-  // The newest first.
+  // Returns the heads of all conversations, newest first.
   async heads() {
     const heads = this.database
       ? await done(this.database.transaction("heads").objectStore("heads").getAll())
@@ -75,17 +76,17 @@ export class Store {
 const headOf = ({id, title, updated}) => ({id, title, updated});
 
 function openDatabase() {
-  const asked = indexedDB.open(NAME, 1);
-  asked.onupgradeneeded = () => {
-    asked.result.createObjectStore("heads", {keyPath: "id"});
-    asked.result.createObjectStore("whole", {keyPath: "id"});
+  const request = indexedDB.open(NAME, 1);
+  request.onupgradeneeded = () => {
+    request.result.createObjectStore("heads", {keyPath: "id"});
+    request.result.createObjectStore("whole", {keyPath: "id"});
   };
-  return done(asked);
+  return done(request);
 }
 
-function done(asked) {
+function done(request) {
   return new Promise((resolve, reject) => {
-    asked.onsuccess = () => resolve(asked.result);
-    asked.onerror = asked.onblocked = () => reject(asked.error ?? new Error("blocked"));
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = request.onblocked = () => reject(request.error ?? new Error("blocked"));
   });
 }

@@ -1,11 +1,11 @@
-// The tokens of an answer, one by one: coloured by the gap before each, or by its probability.
-// Arrow keys go from token to token; the line below the tokens tells about the chosen one.
+// Shows the tokens of an answer, coloured by the gap before each token or by its probability.
+// Arrow keys go from token to token; the text below the tokens describes the selected token.
 import {el} from "../shared/dom.js";
-import {CAUSES, CAUSE_NAMES, causeText, formatMs, gapsOf, median, standingOut} from "./figures.js";
+import {CAUSES, CAUSE_NAMES, causeOf, causeText, formatMs, gapsOf, median} from "./figures.js";
 
-const LEVELS = [[0.9, 0], [0.5, 1], [0.1, 2], [0, 3]]; // of probability: at least → shade
+const LEVELS = [[0.9, 0], [0.5, 1], [0.1, 2], [0, 3]]; // minimum probability → shade
 const MODES = {gap: "Gap before each token", probability: "Probability"};
-let numViews = 0; // a name of its own for each view's elements
+let numViews = 0; // for unique ids of the elements of each view
 
 export class TokenView {
   constructor(answer) {
@@ -42,17 +42,17 @@ export class TokenView {
   }
 
   #token([text], n) {
-    const shown = text.replaceAll("\n", "↵\n") || "·"; // "·": a part of a character
-    const label = shown.trim() ? null : "space"; // text that cannot be seen needs a name
+    const shown = text.replaceAll("\n", "↵\n") || "·"; // "·": the token is a part of a character
+    const label = shown.trim() ? null : "space"; // a name for invisible text
     return el("span", {role: "option", id: `${this.name}-${n}`, "aria-label": label, "aria-selected": "false", dataset: {n}}, shown);
   }
 
   #gapClass(n) {
-    const cause = standingOut(this.gaps[n], this.usualMs);
+    const cause = causeOf(this.gaps[n], this.usualMs);
     return cause ? `c-${cause}` : this.gaps[n] ? "c-unknown" : "first";
   }
 
-  // How strongly a gap is coloured: a usual one faintly, the longest fully.
+  // The strength of a gap's colour: weak for a usual gap, full for the longest gap.
   #gapShare(n) {
     const gap = this.gaps[n];
     if (!gap || gap.ms <= 0) return "0";
@@ -63,13 +63,13 @@ export class TokenView {
 
   #shade(n) {
     const probability = Math.exp(this.answer.tokens[n][1]);
-    return LEVELS.find(([least]) => probability >= least)[1];
+    return LEVELS.find(([minimum]) => probability >= minimum)[1];
   }
 
   #gapLegend() {
     const sums = this.answer.timings?.gaps_ms;
     if (!sums) {
-      return [el("p", {class: "soft small"}, "This answer was stopped, so the engine told no causes. The gaps are those between arrivals in this page.")];
+      return [el("p", {class: "soft small"}, "This answer was stopped, so the engine has sent no causes. The gaps are the times between the arrivals of tokens in this page.")];
     }
     const total = CAUSES.reduce((sum, cause) => sum + sums[cause], 0) || 1;
     const shown = CAUSES.filter((cause) => sums[cause] > 0);
@@ -113,18 +113,18 @@ export class TokenView {
   #describe(n) {
     const [text, logprob, others] = this.answer.tokens[n];
     const gap = this.gaps[n];
-    let when = "The first token: prefill brought it.";
+    let when = "The first token: prefill computed it.";
     if (gap?.causes) {
       const parts = CAUSES.map((cause, at) => [cause, gap.causes[at]]).filter(([, ms]) => ms >= 0.05);
-      when = `${formatMs(gap.ms)} after the one before: ${parts.map(([cause, ms]) => `${CAUSE_NAMES[cause]} ${formatMs(ms)}`).join(", ")}.`;
+      when = `${formatMs(gap.ms)} after the previous token: ${parts.map(([cause, ms]) => `${CAUSE_NAMES[cause]} ${formatMs(ms)}`).join(", ")}.`;
     } else if (gap) {
-      when = `Arrived ${formatMs(gap.ms)} after the one before.`;
+      when = `Arrived ${formatMs(gap.ms)} after the previous token.`;
     }
     const rows = [[text, logprob], ...others.filter(([other], at) => at > 0 || other !== text)];
     return [
       el("p", {}, el("b", {}, `Token ${n + 1} of ${this.tokens.length}: `), el("code", {}, visible(text)), ` ${when}`),
       el("table", {class: "alternatives"},
-        el("caption", {class: "sr"}, "This token and the likeliest others"),
+        el("caption", {class: "sr"}, "This token and the likeliest alternatives"),
         el("thead", {class: "sr"}, el("tr", {}, ["Token", "Probability", "Log-probability"].map((name) => el("th", {scope: "col"}, name)))),
         el("tbody", {}, rows.map(([other, value], at) => alternative(other, value, at === 0)))),
     ];

@@ -1,11 +1,11 @@
-// The candidates for a token, and what temperature and top-p make of their probabilities.
+// The candidates for a token, and their probabilities after temperature and top-p.
 import {el} from "../shared/dom.js";
 import {figure, percent, visible} from "./draw.js";
 import {slider} from "./widgets.js";
 
 const SHOWN = 8;
 
-// Candidates with their probabilities after temperature and top-p, likeliest first.
+// Returns the probabilities of the candidates after temperature and top-p, likeliest first.
 export function reshaped(logprobs, temperature, topP) {
   const best = Math.max(...logprobs);
   if (temperature === 0) return logprobs.map((one) => one === best ? 1 : 0);

@@ -1,4 +1,4 @@
-// Experiments with more than one request. Each runs on the engine; its picture is drawn from the records.
+// Experiments with several requests. Each runs on the engine, and its picture shows the records.
 import {el} from "../shared/dom.js";
 import {bytes, count, figure, percent, picture, plural, svg, time} from "./draw.js";
 import {byNumber, gaps, longestGap, median, onlyDecodes, startOf, sum, tpot, ttft} from "./records.js";
@@ -36,7 +36,7 @@ export const EXPERIMENTS = {
   },
 };
 
-// One experiment: a button, and what the newest run showed.
+// One experiment: a button that runs it, and the result of the newest run.
 export async function experiment(name) {
   await getFacts();
   const {title, intro, draw} = EXPERIMENTS[name];
@@ -91,7 +91,7 @@ function stall(found) {
   ];
 }
 
-// An engine for each phase, where this machine has cores for two.
+// Returns the sentence about the arm with an engine for each phase, if there is such an arm.
 function pooled(found, worst, first) {
   const n = found.arms.findIndex((arm) => arm.name === "two pools");
   return n < 0 ? "" : ` With two pools an engine reads prompts and another one writes, each with half of the cores: your longest gap was ${time(worst[n])}, and the visitor waited ${time(first[n])}.`;
@@ -118,7 +118,7 @@ function stallArm(arm, top, scale) {
 
 // ── the batch ────────────────────────────────────────────────────────────────────────────────────
 
-// Median seconds of pure decode steps, by the number of streams in them.
+// Returns the median time of steps without prefill, by the number of streams in them.
 export function byStreams(arm) {
   const found = new Map();
   for (const step of onlyDecodes(arm)) {
@@ -144,7 +144,7 @@ function batch(found) {
   ];
 }
 
-// From some number of streams on compute decides, and more of them bring little.
+// Returns a sentence if the last increase of streams hardly raised the rate: compute is the limit.
 function flattened(rows) {
   const before = rows.at(-2), most = rows.at(-1);
   if (!before || most.rate > 1.25 * before.rate) return "";

@@ -1,4 +1,5 @@
-// What a step costs: the counts of twostroke/model/describe/cost.py and measure/roofline/roofline.py, for dense models.
+// The FLOPs and bytes of a step, for dense models. The counts are those of
+// twostroke/model/describe/cost.py and twostroke/measure/roofline/roofline.py.
 //
 //   linear      2 FLOPs per weight and token; the head only where a token is sampled
 //   attention   4 FLOPs per query channel and visible position
@@ -33,7 +34,7 @@ export function figuresOf(name, weightBytes, kvBytes) {
 
 export const weightBytes = (figures) => figures.layer_weight_bytes + figures.head_weight_bytes;
 
-// A whole prompt in one step.
+// Returns the work of a whole prompt in one step.
 export function prefillWork(figures, prompt) {
   const linear = prompt * figures.flops_per_token + figures.flops_per_sample;
   const attention = prompt * (prompt + 1) / 2 * figures.flops_per_kv_token;
@@ -44,7 +45,7 @@ export function prefillWork(figures, prompt) {
   };
 }
 
-// One step of `batch` streams, each with `context` positions behind it.
+// Returns the work of a decode step with `batch` streams, each with `context` earlier positions.
 export function decodeWork(figures, context, batch = 1) {
   const linear = batch * (figures.flops_per_token + figures.flops_per_sample);
   const attention = batch * context * figures.flops_per_kv_token;
@@ -52,7 +53,7 @@ export function decodeWork(figures, context, batch = 1) {
   return {linear, attention, flops: linear + attention, weights: weightBytes(figures), kv, bytes: weightBytes(figures) + kv};
 }
 
-// The least time for work on a machine, and which of the two limits decides.
+// Returns the minimum time for work on a machine, and which of the two limits decides.
 export function floor(work, machine) {
   const compute = work.flops / machine.flops_per_s;
   const memory = work.bytes / machine.bytes_per_s;
@@ -63,7 +64,7 @@ export function floor(work, machine) {
   };
 }
 
-// TTFT, TPOT and total of one request, at their least.
+// Returns the minimum TTFT, TPOT and total time of one request.
 export function request(figures, machine, prompt, answer, batch = 1) {
   const first = floor(prefillWork(figures, prompt), machine);
   const middle = prompt + answer / 2;

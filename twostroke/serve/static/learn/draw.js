@@ -1,8 +1,9 @@
-// Numbers as people read them, and pictures as SVG. Attributes only: the page allows no inline style.
+// Formats numbers, and draws pictures as SVG. The page allows no inline style, so SVG has attributes.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// svg("rect", {x, y, width, height, class: "prefill"}, …children); a text node for a string.
+// Creates an element: svg("rect", {x, y, width, height, class: "prefill"}, …children). A child that
+// is a string becomes a text node.
 export function svg(name, properties = {}, ...children) {
   const node = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(properties)) {
@@ -17,7 +18,7 @@ export function svg(name, properties = {}, ...children) {
 
 const round = (value) => Math.round(value * 100) / 100;
 
-// A picture with a sentence for those who do not see it.
+// A picture with a description for screen readers.
 export function picture(label, width, height, ...children) {
   return svg("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "picture",
@@ -36,7 +37,7 @@ export function short(value, unit = "") {
 
 export const bytes = (value) => short(value, "B");
 
-// Three figures, never more: 0.0123, 1.23, 12.3, 123
+// Formats a number with three significant digits: 0.0123, 1.23, 12.3, 123
 export function figure(value) {
   if (value === 0) return "0";
   const size = Math.floor(Math.log10(Math.abs(value)));
@@ -55,11 +56,11 @@ export function time(seconds) {
 
 export const percent = (share) => `${figure(100 * share)} %`;
 export const count = (value) => Math.round(value).toLocaleString("en");
-// A token's text with its spaces and line ends.
+// Returns the text of a token with visible spaces and line ends.
 export const visible = (text) => (text ?? "").replace(/\n/g, "↵").replace(/ /g, "␣") || "∅";
 export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
 
-// Values of a logarithmic slider: powers of two, and what lies half-way between.
+// Returns the values of a logarithmic slider: powers of two, and the middle between each two of them.
 export function logStops(low, high) {
   const found = [];
   for (let value = 1; value <= high; value *= 2) found.push(value, value * 1.5);

@@ -1,4 +1,4 @@
-// The page: its contents, its lessons' screens, and the tools, as the URL selects them.
+// The page /learn: its contents, and the screen of a lesson or the tool that the URL selects.
 import {byId, el} from "../shared/dom.js";
 import {company, experiment} from "./company.js";
 import {LESSONS} from "./lessons.js";
@@ -16,17 +16,17 @@ const TOOLS = {
   sliders: {title: "Sliders first", text: "How long will an answer take? Move the sliders; nothing has to run.", make: sliders},
   prompt: {title: "Your own prompt", text: "Run a text on the engine and look at every step of it.", make: prompt},
   roofline: {title: "The roofline", text: "Each step of the engine between its two limits.", make: roofline},
-  predict: {title: "Predict, then run", text: "The engine knows what its steps take. Let it say so first, then check.", make: predict},
+  predict: {title: "Predict, then run", text: "The engine predicts how long requests take. Look at the prediction, then check it with a run.", make: predict},
   company: {title: "Company", text: "What happens to one stream when others arrive. Each experiment is a real run.", make: company},
-  quiz: {title: "Quiz", text: "Choose, then let the engine answer. A wrong answer is told where it went wrong.", make: quiz},
-  myths: {title: "Five myths", text: "Each is settled by a run on this engine.", make: myths},
+  quiz: {title: "Quiz", text: "Choose an answer, then let the engine check it. The page explains every answer.", make: quiz},
+  myths: {title: "Five myths", text: "A run on this engine tests each of them.", make: myths},
 };
 const EXPERIMENT_TOOLS = ["stall", "batch", "context", "prefix", "full_cache"];
 
 let newest = 0;
 
 async function draw() {
-  const mine = ++newest, {path} = current();
+  const number = ++newest, {path} = current();
   drawContents(path);
   const view = byId("view");
   let content;
@@ -36,7 +36,7 @@ async function draw() {
   } catch (error) {
     content = [el("p", {class: "error", role: "alert"}, error.message), el("button", {type: "button", onclick: draw}, "Try again")];
   }
-  if (mine !== newest) return;
+  if (number !== newest) return;
   view.replaceChildren(...content);
   document.title = `${view.querySelector("h2")?.textContent ?? "Learn"} · twostroke`;
   scrollTo(0, 0);

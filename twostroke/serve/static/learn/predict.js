@@ -1,4 +1,4 @@
-// Predict, then run: what the engine's step-time model expects, and what the engine then does.
+// "Predict, then run": compares the prediction of the engine's step-time model with a run.
 import {el} from "../shared/dom.js";
 import {bytes, count, percent, plural, time} from "./draw.js";
 import {median, sum, tpot, ttft} from "./records.js";
@@ -20,15 +20,15 @@ export async function predict() {
   const expected = el("div", {class: "stack"}), outcome = el("div", {class: "stack", "data-part": "outcome"});
   const running = el("div", {class: "running"});
   let newest = 0;
-  const foresee = async () => {
-    const mine = ++newest;
+  const update = async () => {
+    const number = ++newest;
     const found = await ask(settings);
-    if (mine !== newest) return found;
+    if (number !== newest) return found;
     outcome.replaceChildren();
-    expected.replaceChildren(...(found ? told(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps to be predicted. Let it run a few of different sizes first.")]));
+    expected.replaceChildren(...(found ? prediction(found, settings) : [el("p", {class: "note"}, "The engine has not run enough steps for a prediction. Let it run requests of different sizes first.")]));
     running.replaceChildren(
       found ? runButton("Run it three times and compare", async () => compare(found), {name: "predict"}) : "",
-      isRecorded ? "" : runButton("Let the engine learn: some thirty requests of many sizes", async () => { await run("calibration"); await foresee(); }, {primary: !found, name: "calibration"}));
+      isRecorded ? "" : runButton("Let the engine learn: about thirty requests of many sizes", async () => { await run("calibration"); await update(); }, {primary: !found, name: "calibration"}));
     return found;
   };
   const compare = async (found) => {
@@ -39,7 +39,7 @@ export async function predict() {
     settings[key] = list[nearest(list, settings[key])];
     return slider({
       name, label, stops: list, value: settings[key], show: (n) => unit ? plural(n, unit) : count(n),
-      onchange: (n) => { settings[key] = n; foresee().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
+      onchange: (n) => { settings[key] = n; update().catch((error) => expected.replaceChildren(el("p", {class: "error", role: "alert"}, error.message))); },
     });
   };
   out.append(
@@ -48,11 +48,11 @@ export async function predict() {
       control("answer", "output_tokens", "Answer", stops("output_tokens", ANSWERS, limits.output_tokens), "token"),
       control("streams", "streams", "Streams that arrive together", stops("streams", STREAMS, limits.streams), "")),
     expected, running, outcome);
-  await foresee();
+  await update();
   return out;
 }
 
-function told(found, settings) {
+function prediction(found, settings) {
   const prefill = found.steps.filter((step) => step.prefill_tokens), decode = found.steps.filter((step) => !step.prefill_tokens);
   const mean = decode.length ? decode.reduce((sum, step) => sum + step.seconds, 0) / decode.length : 0;
   return [
@@ -66,16 +66,16 @@ function told(found, settings) {
   ];
 }
 
-// Means over the streams of a round, medians over the rounds: one round may meet other work.
+// Means over the streams of a round, medians over the rounds, because other work may slow down a round.
 function errors(found, arm, settings, facts) {
   const {streams} = settings;
   const rounds = arm.requests.map((_, n) => arm.requests.slice(n, n + streams)).filter((_, n) => n % streams === 0);
   const typical = (figureOf) => median(rounds.map((round) => sum(round.map(figureOf)) / round.length));
-  const most = Math.max(...arm.steps.map((step) => step.kv.used));
+  const maxUsed = Math.max(...arm.steps.map((step) => step.kv.used));
   const rows = [
     ["TTFT", found.ttft_s, typical(ttft), time],
     ["TPOT", found.tpot_s, typical(tpot), time],
-    ["KV cache", found.kv_bytes, most * facts.figures.kv_bytes_per_token, bytes],
+    ["KV cache", found.kv_bytes, maxUsed * facts.figures.kv_bytes_per_token, bytes],
   ];
   const worst = rows.slice(0, 2).map(([, expected, measured]) => Math.abs(expected / measured - 1));
   const off = sum(worst) / worst.length;
@@ -84,7 +84,7 @@ function errors(found, arm, settings, facts) {
       rows.map(([name, expected, measured, write]) => el("tr", {"data-row": name, "data-expected": expected, "data-measured": measured},
         el("th", {scope: "row"}, name), el("td", {}, write(expected)), el("td", {}, write(measured)), el("td", {}, measured ? percent(expected / measured - 1) : "–")))),
     el("p", {class: "sentence"}, off <= 0.1
-      ? "The prediction holds: TTFT and TPOT are at most 10 % off on average. The prediction knows two kinds of steps, with prefill and without, and what a token of each costs here. Start is the time before the first step, host the time between two steps."
+      ? "The prediction holds: the mean error of TTFT and TPOT is at most 10 %. The prediction has two kinds of steps, with prefill and without, and the time of a token in each of them. Start is the time before the first step, host the time between two steps."
       : "The prediction is off: the machine had other work, or the engine has seen few steps of this size. Measure the engine again, then run it again."),
   ];
 }

@@ -1,4 +1,4 @@
-// Step through your own prompt: tokens, chunks of prefill, one token a step, blocks of the cache.
+// "Your own prompt": runs a text and shows each step: chunks of prefill, tokens of decode, KV blocks.
 import {el} from "../shared/dom.js";
 import {attentionPanel} from "./attention.js";
 import {candidatePanel} from "./candidates.js";
@@ -32,7 +32,7 @@ export async function prompt() {
     stage);
 }
 
-// A run that can be played, stepped and scrubbed. Position n: after n steps.
+// A player for the steps of a run. Position n is after n steps.
 function player(found) {
   const one = found.arms[0], request = one.requests[0];
   const steps = life(request, byNumber(one));
@@ -125,8 +125,8 @@ function timeline(steps, at) {
   return picture(`${plural(steps.length, "step")}; each box is as wide as the step took. ${time(shown)} of ${time(whole)} have passed.`, width, 34, ...boxes);
 }
 
-// The request's blocks in the KV cache, each a square of its tokens' slots. Layers with a window need
-// only the blocks in it: each kind of layers has a row of its own.
+// The blocks of the request in the KV cache. Layers with a window need only the blocks in the window,
+// so each kind of layers has its own row.
 function blocks(request, size, filled) {
   const windows = knownFacts().kv_windows, kinds = windows.length ? windows : [null];
   const hasWindow = kinds.some((window) => window !== null);

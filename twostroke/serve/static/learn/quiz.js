@@ -1,4 +1,4 @@
-// A quiz and five myths. Each answer is explained, and an experiment of the engine shows it.
+// A quiz and five myths. Every answer has an explanation, and a run on the engine shows it.
 import {el} from "../shared/dom.js";
 import {byStreams} from "./company.js";
 import {bytes, figure, percent, plural, time} from "./draw.js";
@@ -17,9 +17,9 @@ const QUIZ = [
       {text: "Decode", why: "Decode decides how quickly text streams, and that is said to be quick."},
       {text: "Both alike", why: "The two are felt at different times: one before the first token, one between tokens."},
     ],
-    settle: async () => {
+    measure: async () => {
       const one = await request(1024, 16);
-      return {agrees: ttft(one) > 5 * tpot(one), said: `A prompt of ${plural(one.num_prompt, "token")}: ${time(ttft(one))} until the first token, then ${time(tpot(one))} for each.`};
+      return {agrees: ttft(one) > 5 * tpot(one), result: `A prompt of ${plural(one.num_prompt, "token")}: ${time(ttft(one))} until the first token, then ${time(tpot(one))} for each.`};
     },
   },
   {
@@ -29,9 +29,9 @@ const QUIZ = [
       {text: "More memory", why: "Room is not the limit, the speed of reading is. More memory helps only if it lets more streams share a step."},
       {text: "Smaller weights, or more streams in a step", why: "Fewer bytes for each token: smaller ones, or the same ones for more tokens."},
     ],
-    settle: async () => {
+    measure: async () => {
       const rows = byStreams((await once("batch")).arms[0]), [one, most] = [rows[0], rows.at(-1)];
-      return {agrees: most.rate > one.rate, said: `${plural(one.streams, "stream")}: ${figure(one.rate)} tokens a second. ${most.streams} streams: ${figure(most.rate)}.`};
+      return {agrees: most.rate > one.rate, result: `${plural(one.streams, "stream")}: ${figure(one.rate)} tokens a second. ${most.streams} streams: ${figure(most.rate)}.`};
     },
   },
   {
@@ -41,21 +41,21 @@ const QUIZ = [
       {text: "A token of theirs comes with every chunk", why: "Decode slots are in each step. Shorter steps are shorter waits."},
       {text: "The long prompt waits until they are done", why: "It does not: it is read chunk by chunk while they write."},
     ],
-    settle: async () => {
+    measure: async () => {
       const {arms} = await once("stall"), worst = (arm) => time(longestGap(arm.requests[0]).seconds);
-      return {agrees: true, said: `The longest gap of the stream: ${arms.map((arm) => `${arm.name} ${worst(arm)}`).join(", ")}.`};
+      return {agrees: true, result: `The longest gap of the stream: ${arms.map((arm) => `${arm.name} ${worst(arm)}`).join(", ")}.`};
     },
   },
   {
     name: "system-prompt", text: "All your requests begin with the same 2,000 tokens. What do you gain from a prefix cache?", right: 0,
     options: [
-      {text: "A shorter time to the first token", why: "The shared blocks are taken, and only the rest is prefilled."},
+      {text: "A shorter time to the first token", why: "The shared blocks come from the cache, and only the rest is prefilled."},
       {text: "Faster streaming", why: "Decode reads the same number of keys and values, wherever they came from."},
       {text: "Nothing, since the answers differ", why: "Blocks are found by the prompt's beginning. The answers do not matter."},
     ],
-    settle: async () => {
+    measure: async () => {
       const [first, second] = (await once("prefix")).arms[0].requests;
-      return {agrees: ttft(second) < ttft(first), said: `First token after ${time(ttft(first))}, and the second time after ${time(ttft(second))}.`};
+      return {agrees: ttft(second) < ttft(first), result: `First token after ${time(ttft(first))}, and the second time after ${time(ttft(second))}.`};
     },
   },
   {
@@ -65,21 +65,21 @@ const QUIZ = [
       {text: "TPOT", why: "A long answer is many decode steps: its time is the number of tokens times TPOT."},
       {text: "The length of the queue", why: "Waiting shows before the first token, and these requests start at once."},
     ],
-    settle: async () => {
+    measure: async () => {
       const one = await request(32, 96), total = one.token_s.at(-1) - one.received_s;
-      return {agrees: total > 3 * ttft(one), said: `${plural(one.num_prompt, "token")} in, ${one.token_s.length} out: ${percent((total - ttft(one)) / total)} of the time was decode.`};
+      return {agrees: total > 3 * ttft(one), result: `${plural(one.num_prompt, "token")} in, ${one.token_s.length} out: ${percent((total - ttft(one)) / total)} of the time was decode.`};
     },
   },
   {
     name: "long-context", text: "Each stream has 100,000 tokens behind it. Why does a larger batch help less now?", right: 2,
     options: [
       {text: "The weights grow with the context", why: "They stay the same size. It is the cache that grows."},
-      {text: "Prefill is never finished", why: "It is, before decode begins. What counts now is each step's reading."},
+      {text: "Prefill is never finished", why: "It is, before decode begins. Now the bytes that each step reads count."},
       {text: "Each stream brings its own cache to read", why: "Weights are shared by the batch, caches are not. When caches are most of the bytes, a batch shares little."},
     ],
-    settle: async () => {
+    measure: async () => {
       const steps = onlyDecodes((await once("context")).arms[0]), [least, most] = [steps[0], steps.at(-1)];
-      return {agrees: most.decode.num_bytes > least.decode.num_bytes, said: `A step behind a short text moved ${bytes(least.decode.num_bytes)}, behind a long one ${bytes(most.decode.num_bytes)}: the difference is one stream's cache.`};
+      return {agrees: most.decode.num_bytes > least.decode.num_bytes, result: `A step behind a short text moved ${bytes(least.decode.num_bytes)}, behind a long one ${bytes(most.decode.num_bytes)}: the difference is one stream's cache.`};
     },
   },
 ];
@@ -87,14 +87,14 @@ const QUIZ = [
 const MYTHS = [
   {
     name: "full-memory", myth: "“The GPU's memory is full, so the cache is full.”",
-    settle: async () => {
+    measure: async () => {
       const facts = await freshFacts(), {kv} = facts;
       return `False. The engine reserves ${bytes(facts.kv_bytes)} for ${kv.reserved.toLocaleString("en")} tokens at its start, whether they are used or not. Now ${kv.used.toLocaleString("en")} are in use, ${kv.cached.toLocaleString("en")} are kept for prefixes and ${kv.free.toLocaleString("en")} are free.`;
     },
   },
   {
     name: "more-flops", myth: "“More FLOPs make streaming faster.”",
-    settle: async () => {
+    measure: async () => {
       const arm = await measured(512, 24);
       const rate = (steps, phase) => sum(steps.map((one) => one[phase].flops)) / sum(steps.map((one) => one.device_s));
       const decode = rate(onlyDecodes(arm), "decode"), prefill = rate(onlyPrefills(arm), "prefill");
@@ -103,14 +103,14 @@ const MYTHS = [
   },
   {
     name: "batch", myth: "“Decode does not scale with batch.”",
-    settle: async () => {
+    measure: async () => {
       const rows = byStreams((await once("batch")).arms[0]), [one, most] = [rows[0], rows.at(-1)];
       return `It does. ${most.streams} streams wrote ${figure(most.rate / one.rate)} times as many tokens a second as one, because they share each reading of the weights.`;
     },
   },
   {
     name: "own-ttft", myth: "“Chunking shortens the time to one's own first token.”",
-    settle: async () => {
+    measure: async () => {
       const {arms} = await once("stall");
       if (arms.length < 2) return `It shortens the waits of others. To see it, start the server with “twostroke learn”; here the prompt's first token took ${time(ttft(arms[0].requests[1]))}.`;
       return `It does not: the prompt's own first token took ${time(ttft(arms[0].requests[1]))} in one piece and ${time(ttft(arms[1].requests[1]))} in chunks. The other stream gained: its longest gap went from ${time(longestGap(arms[0].requests[0]).seconds)} to ${time(longestGap(arms[1].requests[0]).seconds)}.`;
@@ -118,7 +118,7 @@ const MYTHS = [
   },
   {
     name: "utilisation", myth: "“GPU utilisation of 100 % means that the GPU is busy.”",
-    settle: async () => {
+    measure: async () => {
       const arm = await measured(64, 48);
       const steps = onlyDecodes(arm).slice(1), busy = sum(steps.map((one) => one.device_s)), whole = sum(gaps(arm.requests[0]).slice(1).map((one) => one.seconds));
       const machine = thisMachine(), rate = sum(steps.map((one) => one.decode.flops)) / busy;
@@ -138,11 +138,11 @@ export async function myths() {
   return el("div", {class: "stack", "data-view": "myths"}, MYTHS.map(myth));
 }
 
-function myth({name, myth: text, settle}) {
-  const said = el("p", {class: "sentence", "aria-live": "polite", hidden: true});
+function myth({name, myth: text, measure}) {
+  const result = el("p", {class: "sentence", "aria-live": "polite", hidden: true});
   return el("section", {class: "stack myth", "data-myth": name, "aria-label": text}, el("h3", {}, text),
-    runButton("Settle it with a run", async () => {
-      said.textContent = await settle();
-      said.hidden = false;
-    }, {primary: false, name: "settle"}), said);
+    runButton("Test it with a run", async () => {
+      result.textContent = await measure();
+      result.hidden = false;
+    }, {primary: false, name: "settle"}), result);
 }

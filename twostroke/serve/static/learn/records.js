@@ -1,4 +1,4 @@
-// What a run's records say, as plain numbers. Times count from when the first request was received.
+// Figures computed from the records of a run.
 
 export const arm = (run, n = 0) => run.arms[n];
 
@@ -32,7 +32,7 @@ export const median = (values) => {
 
 export const sum = (values) => values.reduce((total, one) => total + one, 0);
 
-// The steps of one request in order: {kind, step, tokens, seconds, cached}.
+// Returns the steps of one request in order: [{kind, step, tokens, seconds}].
 export function life(request, steps) {
   const chunks = request.chunks.map(([, step, start, tokens]) => ({kind: "prefill", step, start, tokens}));
   const last = request.chunks.at(-1)?.[1];

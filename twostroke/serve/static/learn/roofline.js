@@ -1,4 +1,4 @@
-// The roofline: each step of the engine as a dot, the two phases' floors for any model and machine.
+// The roofline: the steps of the engine as dots, and the minimum times (floors) of both phases.
 import {el} from "../shared/dom.js";
 import * as cost from "./cost.js";
 import {figure, logStops, picture, plural, short, svg, time} from "./draw.js";
@@ -34,7 +34,7 @@ export async function roofline() {
   return out;
 }
 
-// The steps that ran, as dots: {phase, intensity, rate, step, rows}.
+// Returns the steps that ran: [{phase, intensity, rate, step, rows, …}].
 export function dots() {
   const found = [];
   for (const name of SHOWN) {

@@ -51,7 +51,7 @@ export async function sliders() {
   return out;
 }
 
-// Redraw once this machine's ceilings have been measured. The server measures them while it is idle.
+// Redraws the view when this machine's ceilings have been measured, which the server does while idle.
 export function untilMeasured(view, draw) {
   if (thisMachine()) return;
   const ask = async () => {

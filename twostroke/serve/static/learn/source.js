@@ -1,4 +1,4 @@
-// Where the numbers come from: this server, or the recording inside an exported page.
+// The source of the page's data: the server, or the recording in an exported page.
 import {getJson, postJson} from "../shared/api.js";
 
 const recording = document.getElementById("recording");
@@ -7,19 +7,19 @@ const recorded = recording && JSON.parse(recording.textContent);
 export const isRecorded = recorded !== null;
 let facts = recorded?.facts ?? null;
 
-// What the server says of model and machine. Asked again while the machine is still unmeasured.
+// Returns the facts of model and machine; reads them again until the machine has been measured.
 export async function getFacts() {
   if (!recorded && !(facts?.ops_per_s)) facts = await getJson("learn/facts");
   return facts;
 }
 
-// As they were when a view last asked.
+// Returns the facts that were read last.
 export const knownFacts = () => facts;
 
-// The facts of now: the cache fills and empties.
+// Reads the present facts, for figures that change, such as the use of the cache.
 export const freshFacts = async () => recorded ? facts : getJson("learn/facts");
 
-// The machine's measured ceilings, as cost.js wants them; null until they are measured.
+// Returns the machine's measured ceilings, for cost.js; null until they are measured.
 export function thisMachine() {
   if (!facts?.ops_per_s || !facts?.read_bytes_per_s) return null;
   return {
@@ -30,7 +30,7 @@ export function thisMachine() {
 
 const results = new Map(); // the newest run of each experiment, for pictures and for tests
 
-// Runs an experiment, or takes the recording of it.
+// Runs an experiment, or returns its recording.
 export async function run(experiment, settings = {}) {
   const found = recorded ? recordedRun(experiment, settings) : await postJson("learn/run", {experiment, ...settings});
   results.set(experiment, found);
@@ -46,7 +46,7 @@ function recordedRun(experiment, settings) {
   return runs[nearest(settings)].run;
 }
 
-// Which of the recorded settings is the nearest to those asked for.
+// Returns the index of the recorded settings that are nearest to `settings`.
 function nearest(settings) {
   const distance = ({settings: one}) => ["prompt_tokens", "output_tokens", "streams"]
     .reduce((sum, name) => sum + Math.abs(Math.log(one[name] / settings[name])), 0);
@@ -59,17 +59,17 @@ export async function predict(settings) {
   return (await postJson("learn/predict", settings)).prediction;
 }
 
-// One request of so many tokens, as far as the model's limits allow.
+// Runs one request with these numbers of tokens, within the model's limits.
 export async function measured(prompt, answer) {
   const {limits} = await getFacts();
   const settings = {prompt_tokens: Math.min(prompt, limits.prompt_tokens), output_tokens: Math.min(answer, limits.output_tokens), streams: 1};
   return (await run("predict", settings)).arms[0];
 }
 
-// The newest run of an experiment; the first time, a new one.
+// Returns the newest run of an experiment; runs it if there is none.
 export const once = async (experiment) => lastRun(experiment) ?? run(experiment);
 
-// The settings that a recording has an answer for.
+// Returns the settings that a recording offers; null without a recording.
 export const recordedSettings = () => recorded?.runs.predict.filter((one) => one.offered).map((one) => one.settings) ?? null;
 
 export async function attention(tokens, layer, head) {

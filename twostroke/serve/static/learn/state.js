@@ -1,4 +1,4 @@
-// The page's state is in its URL: #/lesson/2/1?prompt=512. A link shows what its sender saw.
+// The state of the page is in its URL, such as #/lesson/2/1?prompt=512, so that links include it.
 
 const listeners = [];
 
@@ -16,14 +16,14 @@ export function go(path, values) {
   location.hash = linkTo(path, values);
 }
 
-// Change parameters of the URL without a new entry in the history, and without redrawing.
+// Changes parameters of the URL without a new entry in the history, and without redrawing.
 export function keep(values) {
   const {path, values: given} = current();
   for (const [name, value] of Object.entries(values)) given.set(name, value);
   history.replaceState(null, "", linkTo(path.join("/"), given));
 }
 
-// A parameter of the URL.
+// Return a parameter of the URL.
 export const numberParam = (name, otherwise) => {
   const value = Number(current().values.get(name) ?? NaN);
   return Number.isFinite(value) ? value : otherwise;

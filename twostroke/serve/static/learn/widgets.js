@@ -1,11 +1,12 @@
-// Controls and pieces that several views share.
+// Controls and elements that several views use.
 import {announce, el} from "../shared/dom.js";
 import {keep} from "./state.js";
 
 let ids = 0;
 export const newId = (name) => `${name}-${++ids}`;
 
-// A slider over a list of values; `show` writes a value, `onchange` gets it. Its value is kept in the URL under `name`.
+// A slider over a list of values. `show` formats a value, `onchange` gets the new value. The URL keeps
+// the value under `name`.
 export function slider({name, label, stops, value, show = String, onchange}) {
   const id = newId(name);
   const at = nearest(stops, value);
@@ -30,7 +31,7 @@ export function nearest(stops, value) {
   return best;
 }
 
-// A list to choose one of.
+// A list from which the reader selects an option.
 export function choice({name, label, options, value, onchange}) {
   const id = newId(name);
   const select = el("select", {id, "data-name": name, onchange: () => { keep({[name]: select.value}); onchange(select.value); }},
@@ -38,7 +39,7 @@ export function choice({name, label, options, value, onchange}) {
   return el("div", {class: "control"}, el("label", {for: id}, label), select);
 }
 
-// A button that runs something which takes a while. Says what goes wrong, and keeps the focus.
+// A button for work that takes a while. It shows an error of the work, and keeps the focus.
 export function runButton(text, work, {primary = true, name = "run"} = {}) {
   const problem = el("p", {class: "error", role: "alert", hidden: true});
   const button = el("button", {type: "button", class: primary ? "primary" : null, "data-run": name});
@@ -66,7 +67,7 @@ export function runButton(text, work, {primary = true, name = "run"} = {}) {
 export const fact = (name, value, note, className = "") =>
   el("div", {class: `fact ${className}`}, el("dt", {}, name), el("dd", {}, value, note && el("small", {}, note)));
 
-// One line of a formula: what is computed, its numbers, the result.
+// One line of a formula: its name, its numbers, its result.
 export const formula = (name, numbers, result, className = "") =>
   el("tr", {class: className}, el("th", {scope: "row"}, name), el("td", {}, numbers), el("td", {class: "result"}, result));
 
@@ -75,11 +76,11 @@ export const legend = (...entries) =>
 
 export const paragraphs = (texts) => texts.map((text) => el("p", {}, text));
 
-// A picture that may be wider than a narrow screen: it scrolls, also with the keyboard.
+// A container for a picture that may be wider than the screen: it scrolls, also with the keyboard.
 export const wide = (label, ...children) =>
   el("div", {class: "wide", tabindex: 0, role: "group", "aria-label": label}, ...children);
 
-// The same for a table of figures. `columns`: the headings; "" for a column of bars.
+// A table of figures in such a container. `columns`: the headings; "" for a column of bars.
 export const table = (label, columns, rows, {className = "figures"} = {}) =>
   el("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": label}, el("table", {class: className},
     el("caption", {}, label),

@@ -1,4 +1,4 @@
-// Requests to this server: addresses below any prefix, the API key, errors, and streamed events.
+// Requests to this server: addresses, the API key, errors, and streamed events.
 import {apiKey, askKey} from "./key.js";
 
 const ROOT = new URL("../../", import.meta.url);
@@ -14,8 +14,9 @@ export class ApiError extends Error {
   }
 }
 
-// The response to a request, once its status is 2xx. Asks for an API key where one is needed.
-// `body`: sent as JSON, by POST. Throws ApiError, or AbortError once `signal` is aborted.
+// Sends a request and returns the response if its status is 2xx. Asks the user for an API key if
+// the server requires one. `body` is sent as JSON by POST. Throws ApiError, or AbortError when
+// `signal` is aborted.
 export async function request(path, {body, method, signal} = {}) {
   for (;;) {
     const key = apiKey();
@@ -23,7 +24,7 @@ export async function request(path, {body, method, signal} = {}) {
     if (response.ok) return response;
     const error = await errorOf(response);
     if (response.status !== 401) throw error;
-    // Another request may have been given a key meanwhile.
+    // Meanwhile the user may have entered a key for another request: then try again with it.
     if (apiKey() === key && await askKey() === null) throw error;
   }
 }
@@ -43,30 +44,30 @@ async function send(path, {body, method, signal, key}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server does not answer. Is it still running?");
+    throw new ApiError("The server does not answer. Check that it is running.");
   }
 }
 
-// A header carries bytes: the UTF-8 of the key, one character a byte.
+// A header consists of bytes. Returns the UTF-8 of a text with one character for each byte.
 const asBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 async function errorOf(response) {
-  let told = null;
+  let error = null;
   try {
-    told = (await response.json()).error;
-  } catch { /* a proxy's page */ }
-  const message = told?.message ?? `The server answers with status ${response.status}.`;
-  return new ApiError(message, response.status, told?.code ?? null);
+    error = (await response.json()).error;
+  } catch { /* not JSON: probably a page of a proxy */ }
+  const message = error?.message ?? `The server answers with status ${response.status}.`;
+  return new ApiError(message, response.status, error?.code ?? null);
 }
 
-// The events of a stream, as objects: for await (const event of streamEvents(path, body)) …
-// Each comes with `receivedAt`, performance.now() when its bytes were read.
+// The events of a stream: for await (const {event, receivedAt} of streamEvents(path, body)) …
+// `receivedAt`: performance.now() when the bytes of the event were read.
 export async function* streamEvents(path, body, {signal} = {}) {
   const response = await request(path, {body: {...body, stream: true}, signal});
   for await (const {data, receivedAt} of serverSentEvents(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ApiError(event.error.message ?? "The answer broke off.", 0, event.error.code);
+    if (event.error) throw new ApiError(event.error.message ?? "The answer was interrupted.", 0, event.error.code);
     yield {event, receivedAt};
   }
 }
@@ -91,7 +92,7 @@ export async function* serverSentEvents(stream) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The connection broke off in the middle of the answer.");
+    throw new ApiError("The connection was lost during the answer.");
   } finally {
     reader.cancel().catch(() => {});
   }

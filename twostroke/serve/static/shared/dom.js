@@ -1,7 +1,7 @@
-// Building elements. Text is always a text node; nothing here reads HTML.
+// Functions that build elements. Text always becomes a text node and is never parsed as HTML.
 
-// el("button", {class: "quiet", onclick: copy, "aria-label": "Copy"}, "Copy", icon)
-// A property that is null, undefined or false is left out; `true` makes an empty attribute.
+// Creates an element: el("button", {class: "quiet", onclick: copy, "aria-label": "Copy"}, "Copy")
+// A property that is null, undefined or false is left out; `true` becomes an empty attribute.
 export function el(name, properties = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
@@ -17,7 +17,7 @@ export function el(name, properties = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-// Says `text` to a screen reader, without moving the focus. `id`: an element with aria-live.
+// Announces `text` to a screen reader, without moving the focus. `id`: an element with aria-live.
 export function announce(text, id = "announcer") {
   const node = byId(id);
   if (!node) return;

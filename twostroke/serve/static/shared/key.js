@@ -1,9 +1,9 @@
-// The API key: kept for this tab under the name that `/dash` uses, and asked for in a dialog.
+// The API key. It is stored for this tab, under the same name as in `/dash`; a dialog asks for it.
 import {el} from "./dom.js";
 
 const NAME = "twostroke-key";
-let kept = null; // where the browser stores nothing
-let asking = null; // the dialog that is open
+let kept = null; // used if the browser forbids storage
+let asking = null; // the promise of the open dialog
 
 export function apiKey() {
   try {
@@ -17,10 +17,10 @@ export function keepKey(key) {
   kept = key;
   try {
     sessionStorage.setItem(NAME, key);
-  } catch { /* kept as long as the page */ }
+  } catch { /* the key lasts as long as the page */ }
 }
 
-// The key that the reader gives; null if the reader gives none. Callers share one dialog.
+// Asks the user for a key; null if the user cancels. Simultaneous calls share one dialog.
 export function askKey() {
   asking ??= openDialog(apiKey() !== "").finally(() => { asking = null; });
   return asking;
@@ -42,13 +42,13 @@ function openDialog(wrong) {
   dialog.showModal();
   input.focus();
   return new Promise((resolve) => {
-    let given = null;
-    form.addEventListener("submit", () => { given = input.value.trim(); });
+    let entered = null;
+    form.addEventListener("submit", () => { entered = input.value.trim(); });
     dialog.addEventListener("close", () => {
       dialog.remove();
       before?.focus?.();
-      if (given) keepKey(given);
-      resolve(given || null);
+      if (entered) keepKey(entered);
+      resolve(entered || null);
     });
   });
 }

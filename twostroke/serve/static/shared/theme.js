@@ -1,4 +1,5 @@
-// The theme of all pages. A classic script in the head: it runs before the page is drawn.
+// Sets the theme of a page. This is a classic script in the head, so it runs before the page is
+// drawn.
 (() => {
   const NAME = "twostroke-theme";
   const NEXT = {system: "light", light: "dark", dark: "system"};
