@@ -1,15 +1,15 @@
 """`Allowance`: the prefill tokens that one step has time for.
 
-The chunk is as large as keeps the step within its time limit. It is at least the larger of two
-floors, so that no goal stops a prompt:
+The chunk is as large as the step's time limit allows. It is at least the larger of two floors, so
+that no goal stops a prompt:
 
   - the tokens that fit in 1.25 times the time of a step with one prompt token, at most
     `FLOOR_TOKENS`;
-  - `MIN_CHUNK` tokens, or more if the prompt would else take over `MAX_PREFILL_STEPS` steps.
+  - `MIN_CHUNK` tokens, or more if the prompt would otherwise take over `MAX_PREFILL_STEPS` steps.
 
-So the first prompt in order is computed within that many steps, whatever the goal. A gap is at most
-the longest of the goal and of the steps that these floors make, plus the error of the step-time
-model.
+So the first prompt in order is computed within that many steps, whatever the goal. The gap between
+two tokens is at most the goal, or the time of a step with the larger floor if that is longer, plus
+the error of the step-time model.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    # Admission keeps KV blocks free for so many further tokens of each running request.
+    # Admission keeps KV blocks free for this many further tokens of each running request.
     # vLLM's `num_lookahead_slots` is something else: room for drafts.
     lookahead: int = 128
     ttft_slo_s: float | None = None  # None: no goal
@@ -89,8 +89,8 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class RowChanges:
-    """Changes of rows that the executor has not been told of. A call to `Scheduler.plan` that plans
-    no step leaves them for the next."""
+    """Changes of rows since the newest step was planned. The next step sends them to the
+    executor."""
 
     new: list[NewRow] = field(default_factory=list)
     appended: list[BlockAppend] = field(default_factory=list)
@@ -98,8 +98,8 @@ class RowChanges:
     evicted: list[BlockEvict] = field(default_factory=list)
 
     def forget(self, row: int) -> bool:
-        """Remove the changes of a row that is given up. Return whether the executor does not know
-        of the row's request."""
+        """Remove the changes of a released row. Return True if no step has sent the row's request
+        to the executor."""
         is_new = any(one.row == row for one in self.new)
         if is_new:
             self.new[:] = [one for one in self.new if one.row != row]
@@ -135,8 +135,8 @@ class StepBuilder:
         now: float,
         changes: RowChanges | None = None,
     ) -> None:
-        """`changes`: of earlier calls to `Scheduler.plan` that returned None. The builder adds to
-        them."""
+        """`changes`: row changes from calls of `Scheduler.plan` that returned None. The builder
+        appends to them."""
         self.changes = changes or RowChanges()
         self.step = step
         self.budget = budget
@@ -238,8 +238,8 @@ class StepBuilder:
                 self.changes.appended.append(BlockAppend(request.row, group, new))
 
     def add_drops(self, request: ScheduledRequest, drops: list[tuple[int, int]]) -> None:
-        """Report blocks that a sliding window has passed. `drops`: KV groups, and the number of
-        leading table entries that are dropped in each."""
+        """Report blocks that a sliding window has passed. `drops`: pairs of a KV group and the
+        number of leading table entries that are dropped in it."""
         for group, num_entries in drops:
             self.changes.dropped.append(BlockDrop(request.row, group, num_entries))
 
