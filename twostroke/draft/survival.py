@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-PRIOR_WEIGHT = 4.0  # tokens that the drafter's own estimate counts as
-REQUEST_WEIGHT = 8.0  # tokens that the counts of all requests count as, for one request
-MAX_TRIALS = 400.0  # above: old counts fade
+PRIOR_WEIGHT = 4.0  # of the drafter's own estimate, in tokens
+REQUEST_WEIGHT = 8.0  # of the rate over all requests in the rate of one request, in tokens
+MAX_TRIALS = 400.0  # above this number, the counts are halved
 
 Counts = dict[Hashable, list[float]]  # key → hits, trials
 
