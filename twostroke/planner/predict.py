@@ -77,7 +77,7 @@ def predict(
     interval: bool = True,
 ) -> LayoutForecast:
     """Predict the figures of a layout. Raise `CapacityError` if a request is too long for it.
-    `interval`: simulate the slowest and the quickest steps, too."""
+    `interval`: also simulate the slowest and the fastest steps."""
     check_lengths(trace, layout, block_tokens)
     run = _Run(trace, layout, model, goals, block_tokens)
     expected = run.simulate(1.0, seed)
@@ -101,7 +101,7 @@ def predict(
 
 
 def check_lengths(trace: Sequence[TraceRequest], layout: EngineLayout, block_tokens: int) -> None:
-    """Raise `ConfigError` if the layout's engines would refuse a request, with the longest one."""
+    """Raise `CapacityError`, which names the longest request, if an engine would refuse one."""
     engine = layout.simulated(_NoCost(), 0.0, VirtualClock())[0]
     refused = []
     for number, one in enumerate(trace):
