@@ -42,7 +42,7 @@ class OpenedModel:
     dtype: str  # of the weights in the file
 
     def stored_as(self) -> str:
-        """Return the types of most matrices in the file: "Q8_0", "Q4_K + Q6_K", "bfloat16"."""
+        """Return the main types of the matrices in the file: "Q8_0", "Q4_K + Q6_K", "bfloat16"."""
         sizes: Counter[str] = Counter()
         for name, shape in self.spec.weight_shapes().items():
             if len(shape) == 2:

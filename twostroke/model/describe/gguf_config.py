@@ -130,7 +130,7 @@ def _granite(settings: GGUFSettings) -> ModelSpec:
     spec = _plain(settings)
     if not settings.boolean("rope.scaling.finetuned", True):  # how files mark a model without rope
         spec = without_rope(spec, range(spec.num_layers))
-    # 0 stands for the default.
+    # 0 means the default.
     scale = parts.multiplier(settings, parts.ATTENTION_SCALE) or spec.layers[0].attention.scale
     layers = (
         replace(layer, attention=replace(layer.attention, scale=scale)) for layer in spec.layers
@@ -180,8 +180,8 @@ def _cohere2(settings: GGUFSettings) -> ModelSpec:
 
 
 def _stablelm(settings: GGUFSettings) -> ModelSpec:
-    """StableLM. The absence of a second norm means that attention and MLP are parallel: the setting
-    is true in all files."""
+    """StableLM. Attention and MLP are parallel if there is no second norm. The setting
+    `use_parallel_residual` cannot tell: it is true in all files."""
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
 
@@ -280,7 +280,7 @@ def _gemma_2_or_3(
     logit_softcap: float,
     **different: Any,
 ) -> ModelSpec:
-    """The parts that Gemma 2 and 3 share. `ropes`: the rope of layers with a window, then of layers
+    """Return a model of Gemma 2 or 3. `ropes`: the rope of layers with a window, then of layers
     without. `different`: fields of the attention."""
     sliding, full = ropes
     attention = replace(parts.attention(settings, full), **different)

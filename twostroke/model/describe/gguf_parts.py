@@ -65,7 +65,7 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.kv_lora_rank": (0,),
     TEMPERATURE_SCALE: (0,),
-    ATTENTION_SCALE: (0,),  # 0 stands for the usual 1/√head_dim
+    ATTENTION_SCALE: (0,),  # 0 means the usual 1/√head_dim
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
@@ -449,7 +449,7 @@ def original_context(settings: GGUFSettings) -> int:
 
 
 def _attention_factor(settings: GGUFSettings, default_factor: float = 1.0) -> float:
-    """Return the factor of cos and sin. `default_factor`: if the file does not have the
+    """Return the factor of cos and sin. `default_factor`: used if the file does not have the
     `attention_factor` of a yarn config."""
     factor: float = 1.0
     for key, default in (("yarn_attn_factor", default_factor), ("attn_factor", 1.0)):

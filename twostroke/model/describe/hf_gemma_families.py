@@ -49,7 +49,7 @@ GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
 
 
 def gemma3_text(fields: Fields) -> ModelSpec:
-    """Gemma 3: windows with a rope of their own in five of six layers; norms on q and k instead of
+    """Gemma 3: windows and another rope in five of six layers; norms on q and k instead of
     softcaps."""
     fields = fields.with_defaults(GEMMA3_DEFAULTS)
     parts.refuse_if_given(fields, "attn_logit_softcapping")
@@ -86,7 +86,7 @@ def _gemma_2_or_3(
     logit_softcap: float,
     **different: Any,
 ) -> ModelSpec:
-    """The parts that Gemma 2 and 3 share. `different`: fields of the attention."""
+    """Return a model of Gemma 2 or 3. `different`: fields of the attention."""
     parts.refuse_if_given(fields, "use_bidirectional_attention")
     scalar = fields.number("query_pre_attn_scalar", above=0.0, high=1e9, default=256.0)
     attention = replace(parts.attention(fields, ropes[parts.FULL]), scale=scalar**-0.5, **different)

@@ -12,7 +12,7 @@ from typing import Any
 from twostroke.errors import ConfigError, shown
 
 ROPE, OLD_ROPE, THETA = "rope_parameters", "rope_scaling", "rope_theta"
-FULL = "full_attention"  # if each layer type has a rope of its own, overrides change this one's
+FULL = "full_attention"  # overrides change the rope of this layer type, if each has its own
 TOKENIZER = "tokenizer."
 # config.json's names → the metadata's, under the architecture's prefix.
 IN_GGUF = {

@@ -26,14 +26,14 @@ from twostroke.kv.block_layout import side_bytes
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "identity"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
-Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
+Norm = Literal["rms", "layer"]  # "layer": minus the mean, divided by the standard deviation
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2_sum"]  # of the scores of a group's experts
 
 # Bounds of all known models, lowest and highest. A number outside is refused when it is read.
 LAYERS: Final = (1, 1024)
 VOCABULARY: Final = (1, 1 << 22)
-WIDTH: Final = (1, 1 << 20)  # of the hidden state, and of the layer between up and down
+WIDTH: Final = (1, 1 << 20)  # hidden size, and intermediate size of an MLP
 HEADS: Final = (1, 1 << 12)
 HEAD_DIM: Final = (1, 1 << 12)
 LATENT_RANK: Final = (1, 1 << 14)
@@ -447,8 +447,8 @@ class ModelSpec:
         return shapes
 
     def shaped_by(self, name: str) -> tuple[str, ...]:
-        """Return the fields of the spec and its layers that decide if a weight exists, and its
-        shape."""
+        """Return the fields of the spec and its layers that decide whether a weight exists, and
+        which shape it has."""
         part = name.rpartition(".")[2]
         fields = ("num_layers",) if name.startswith("layers.") else ()
         if ".experts." in name or ".shared." in name:

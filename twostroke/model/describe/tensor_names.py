@@ -86,8 +86,8 @@ class TensorNames:
     """Canonical name → tensor name in a file.
 
     If several weights of a layer have the same tensor name, the tensor holds their rows in the
-    order of `layer`: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. In an expert's tensor name, {e} stands
-    for the number of the expert; a name without {e} is a tensor that holds all experts.
+    order of `layer`: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. In an expert's tensor name, {e} is the
+    number of the expert; a name without {e} is a tensor that holds all experts.
     """
 
     model: Mapping[str, str]

@@ -163,21 +163,21 @@ class LayerLoader:
         return Rope(cos, sin, None if scales is None else torch.from_numpy(scales).to(self._device))
 
     def layer(self, index: int) -> Layer:
-        spec, at = self._spec.layers[index], f"layers.{index}."
+        spec, prefix = self._spec.layers[index], f"layers.{index}."
         names = spec.weight_shapes(self._spec.hidden_size)
-        norm = partial(self._if_any, self.norm, at, names)
+        norm = partial(self._if_any, self.norm, prefix, names)
         return Layer(
             spec=spec,
             kind=self._kinds.index(spec),
             attn_norm=norm("attn_norm"),
             attn_post_norm=norm("attn_post_norm"),
-            attention=self._attention(spec.attention, index, at, names),
-            o=self._linear([at + "o"], spec.attention.output_bias),
+            attention=self._attention(spec.attention, index, prefix, names),
+            o=self._linear([prefix + "o"], spec.attention.output_bias),
             mlp_norm=norm("mlp_norm"),
             mlp_post_norm=norm("mlp_post_norm"),
-            mlp=self._mlp(spec.mlp, at)
+            mlp=self._mlp(spec.mlp, prefix)
             if isinstance(spec.mlp, MLPSpec)
-            else self._experts(spec.mlp, at, names),
+            else self._experts(spec.mlp, prefix, names),
         )
 
     def in_decode(self, layer: Layer) -> Layer:
@@ -191,41 +191,43 @@ class LayerLoader:
             return replace(part, **{name: self._in_decode(getattr(part, name)) for name in names})
         return self._decode_linears.get(id(part), part)
 
-    def _mlp(self, spec: MLPSpec, at: str, add_up: bool = True) -> DenseMLP:
+    def _mlp(self, spec: MLPSpec, prefix: str, add_up: bool = True) -> DenseMLP:
         """Read an MLP. `add_up`: add its output up over the ranks."""
-        gate_up = self._linear([at + name for name in spec.gate_up], spec.bias)
-        down = self._linear([at + "down"], spec.bias, add_up)
+        gate_up = self._linear([prefix + name for name in spec.gate_up], spec.bias)
+        down = self._linear([prefix + "down"], spec.bias, add_up)
         return DenseMLP(spec, gate_up, down, self._kernels)
 
-    def _experts(self, spec: ExpertsSpec, at: str, names: dict[str, Any]) -> ExpertsMLP:
-        read_fp32 = partial(self._if_any, self._fp32, at, names)
+    def _experts(self, spec: ExpertsSpec, prefix: str, names: dict[str, Any]) -> ExpertsMLP:
+        read_fp32 = partial(self._if_any, self._fp32, prefix, names)
         biased, gate_up = spec.expert.bias, spec.expert.gate_up
         first = self._ranks.rank == 0  # the bias of what is added up is added once
         gate_up_biases = [f"{name}_bias" for name in gate_up]
         stacked = ExpertWeights(
-            self._stacked(spec, at, gate_up),
-            self._stacked(spec, at, gate_up_biases) if biased else None,
-            self._stacked(spec, at, ["down"]),
-            self._stacked(spec, at, ["down_bias"]) if biased and first else None,
+            self._stacked(spec, prefix, gate_up),
+            self._stacked(spec, prefix, gate_up_biases) if biased else None,
+            self._stacked(spec, prefix, ["down"]),
+            self._stacked(spec, prefix, ["down_bias"]) if biased and first else None,
             spec.expert.activation,
             spec.expert.gated,
         )
         return ExpertsMLP(
             rule=RoutingRule(**spec.routing.rule()),
-            router=self._router(at),
+            router=self._router(prefix),
             router_bias=read_fp32("router_bias"),
             correction=read_fp32("router_correction"),
             stacked=stacked,
-            shared=None if spec.shared is None else self._mlp(spec.shared, f"{at}shared.", False),
+            shared=None
+            if spec.shared is None
+            else self._mlp(spec.shared, f"{prefix}shared.", False),
             shared_gate=read_fp32("shared_gate"),
             kernels=self._kernels,
             ranks=self._ranks,
         )
 
-    def _stacked(self, spec: ExpertsSpec, at: str, names: Sequence[str]) -> torch.Tensor:
+    def _stacked(self, spec: ExpertsSpec, prefix: str, names: Sequence[str]) -> torch.Tensor:
         """Read these weights of all experts into one tensor. The weights of an expert are in memory
         a second time only while they are copied."""
-        each = [f"{at}experts.{{}}.{name}" for name in names]
+        each = [f"{prefix}experts.{{}}.{name}" for name in names]
         shapes = [self._own_shapes[name.format(0)] for name in each]
         rows, rest = [shape[0] for shape in shapes], shapes[0][1:]
         whole = torch.empty(
@@ -237,7 +239,7 @@ class LayerLoader:
         return whole
 
     def _attention(
-        self, spec: AttentionSpec, index: int, at: str, names: dict[str, Any]
+        self, spec: AttentionSpec, index: int, prefix: str, names: dict[str, Any]
     ) -> Attention:
         group, rope, latent = self._group_of[index], self._ropes[spec.rope], spec.latent
         factors = self._head_factors(index) if self._scale_keys else {}
@@ -245,13 +247,13 @@ class LayerLoader:
         if factors and spec.qk_norm == "none":
             rows = torch.cat([factors["q"], factors["k"], torch.ones_like(factors["k"])])
         qkv = self._linear(
-            [at + name for name in input_projections(spec)], spec.qkv_bias, rows=rows
+            [prefix + name for name in input_projections(spec)], spec.qkv_bias, rows=rows
         )
-        weight = partial(self._if_any, self._norm_weight, at, names)
-        sinks = self._if_any(self._fp32, at, names, "sinks")
+        weight = partial(self._if_any, self._norm_weight, prefix, names)
+        sinks = self._if_any(self._fp32, prefix, names, "sinks")
         rule = AttentionRule(**spec.rule(), sinks=sinks)
         if latent is not None:
-            norm = self._norm_weight(at + "kv_a_norm")
+            norm = self._norm_weight(prefix + "kv_a_norm")
             return LatentAttention(
                 spec=spec,
                 latent=latent,
@@ -260,8 +262,8 @@ class LayerLoader:
                 rope=replace(rope, k_norm=norm, norm_eps=latent.norm_eps),
                 q_and_kv_a=qkv,
                 q_a_norm=weight("q_a_norm"),
-                q_b=self._linear([at + "q_b"], biased=False) if latent.q_lora_rank else None,
-                kv_b=self._expanding(latent, spec.num_heads, at),
+                q_b=self._linear([prefix + "q_b"], biased=False) if latent.q_lora_rank else None,
+                kv_b=self._expanding(latent, spec.num_heads, prefix),
                 kernels=self._kernels,
             )
         q_norm, k_norm = weight("q_norm"), weight("k_norm")
@@ -287,21 +289,23 @@ class LayerLoader:
     def _head_factors(self, index: int) -> dict[str, torch.Tensor]:
         """Return the factors of this rank's queries and keys of a layer, [heads · channels] each.
         (A norm over each head has one weight for all heads: it takes the first head's factors.)"""
-        spec, at = self._whole_spec.layers[index].attention, f"layers.{index}."
+        spec, prefix = self._whole_spec.layers[index].attention, f"layers.{index}."
         scales = key_scales(self._whole_spec, self._source, index)
         queries: Floats = query_scales_of_heads(scales, spec)
         whole = {"q": queries, "k": np.reciprocal(scales)}
         return {
-            name: torch.from_numpy(values.reshape(-1)[self._part(at + name)[:1]]).to(self._device)
+            name: torch.from_numpy(values.reshape(-1)[self._part(prefix + name)[:1]]).to(
+                self._device
+            )
             for name, values in whole.items()
         }
 
-    def _expanding(self, latent: LatentSpec, heads: int, at: str) -> torch.Tensor:
+    def _expanding(self, latent: LatentSpec, heads: int, prefix: str) -> torch.Tensor:
         """Read kv_b, by head."""
         if not latent.split:
-            return torch.unflatten(self.tensor(at + "kv_b"), 0, (heads, -1))
+            return torch.unflatten(self.tensor(prefix + "kv_b"), 0, (heads, -1))
         keys, values = (
-            torch.unflatten(self.tensor(at + name), 0, (heads, -1)) for name in ("k_b", "v_b")
+            torch.unflatten(self.tensor(prefix + name), 0, (heads, -1)) for name in ("k_b", "v_b")
         )
         return torch.cat([keys.transpose(1, 2), values], dim=1)
 
@@ -342,10 +346,10 @@ class LayerLoader:
         bias = self._norm_weight(f"{name}_bias") if self._spec.norm_bias else None
         return Norm(self._norm_weight(name), bias)
 
-    def _router(self, at: str) -> torch.Tensor:
+    def _router(self, prefix: str) -> torch.Tensor:
         """Read a router. A rounding could choose another expert: the router is in the model's dtype
         only if that changes none of its values."""
-        exact = self._fp32(at + "router")
+        exact = self._fp32(prefix + "router")
         narrow = exact.to(self._dtype)
         return narrow if torch.equal(narrow.float(), exact) else exact
 
@@ -361,8 +365,10 @@ class LayerLoader:
     def _part(self, name: str) -> Part:
         return part_of(self._shapes[name], self._own_shapes[name], self._ranks)
 
-    def _if_any(self, read: Callable[[str], Any], at: str, names: dict[str, Any], name: str) -> Any:
-        return read(at + name) if name in names else None
+    def _if_any(
+        self, read: Callable[[str], Any], prefix: str, names: dict[str, Any], name: str
+    ) -> Any:
+        return read(prefix + name) if name in names else None
 
     def _linear(
         self,

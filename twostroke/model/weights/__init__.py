@@ -130,5 +130,5 @@ def not_finite_error(source: WeightSource, name: str) -> ModelError:
     nonsense."""
     return ModelError(
         f"{source.label(name)} holds NaN or infinity. The file is damaged, or its conversion "
-        "failed; download it again, or use another one."
+        "failed; download it again, or use another conversion."
     )
