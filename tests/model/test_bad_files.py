@@ -270,7 +270,7 @@ def token(token_id: Any, content: Any) -> dict[str, Any]:
         ({"model": {"type": "BPE", "vocab": {"a": 10**8}, "merges": []}}, "vocab: has the id"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}}, "model is not as"),
         ({"model": 5}, "model must be an object, not 5"),
-        ({"normalizer": {"type": "Nothing"}}, "normalizer is not as it should be"),
+        ({"normalizer": {"type": "Nothing"}}, "the section normalizer is invalid"),
         (
             {"normalizer": replacing({"String": "a"}, "a" * 10**6)},
             "normalizer: content must be a text of at most 64 characters",

@@ -1,4 +1,4 @@
-"""Token ids → text, incrementally.
+"""Detokenizers: convert token ids to text incrementally.
 
 The texts of all `push` calls, joined with the text of `flush`, equal the text that `tokenizers`
 decodes from the whole sequence. No step looks back further than the current character.
@@ -27,8 +27,8 @@ import tokenizers
 
 SPACE_MARK: Final = "▁"
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-# Context ids for decoding the next id. One id tells the decoder that the text has begun; the others
-# are for decoders that look at neighbours.
+# Ids before the next id that are decoded with it. One id tells the decoder that the text has begun;
+# the others are for decoders whose result depends on neighbours.
 WINDOW_CONTEXT: Final = 4
 # A character has at most four bytes: a longer run of ids without a character never becomes valid.
 # Emitting the run keeps the window short.
@@ -105,8 +105,8 @@ class PieceDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """A detokenizer for any decoder: the text of a few ids with the new id, less the text
-    without."""
+    """A detokenizer for any decoder: decodes a few ids with and without the new id, and returns
+    the difference."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, hidden: frozenset[int], after: Sequence[int]
@@ -226,7 +226,7 @@ class TokenTable:
 
 
 def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Return the decoder's steps in the form of tokenizer.json, a sequence unrolled."""
+    """Return the decoder's steps in the form of tokenizer.json, with sequences flattened."""
     if tokenizer.decoder is None:
         return []
     # The pickle state is this JSON. Serialising the whole tokenizer would write the vocabulary,

@@ -38,7 +38,7 @@ def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
 
 
 def recommended_sampling(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
-    """Return the sampling parameters that the model's makers recommend, with the overrides of
+    """Return the sampling parameters that the model's authors recommend, with the overrides of
     `config.override_generation_config`."""
     return _generation_config(files) | (config.override_generation_config or {})
 

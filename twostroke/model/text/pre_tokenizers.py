@@ -1,7 +1,7 @@
 """Pre-tokenizers of byte-level vocabularies, which split a text into words before merging: one for
 each name in GGUF headers (`tokenizer.ggml.pre`).
 
-The splits are those of the models' own tokenizers; where these are unknown, those of llama.cpp.
+A text is split like by the model's own tokenizer or, if that is unknown, like by llama.cpp.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ DEEPSEEK3: Final = (r"\p{N}{1,3}", _HAN_AND_KANA, _deepseek3(r"[\r\n]*|\s*[\r\n]
 
 
 def _class_of(ranges: str) -> str:
-    """`41-5A B5` → the characters A to Z and µ."""
+    """Return the characters of a class: for `41-5A B5` the characters A to Z and µ."""
     return "".join(
         "-".join(f"\\x{{{number}}}" for number in one.split("-")) for one in ranges.split()
     )
@@ -78,7 +78,7 @@ def _class_of(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    patterns: tuple[str, ...]  # applied in order, each to the pieces of the one before
+    patterns: tuple[str, ...]  # applied in order, each to the pieces of the previous pattern
     ignore_merges: bool = False  # a word that is a token is not merged
     adds_bos: bool = False  # default of the header's add_bos_token
     nfc: bool = False  # normalise to composed characters first
