@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-MIN_GAIN = 0.02  # of the rate: less may be an error of the estimates
+MIN_GAIN = 0.02  # of the rate; a smaller gain may be an error of the estimates
 
 
 class Depths(NamedTuple):

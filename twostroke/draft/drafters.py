@@ -71,7 +71,8 @@ class _NgramState:
         if not found.length:
             return None
         tokens_after = list(islice(index.after(found.ends[0]), max_tokens))
-        # The match may end less than `max_tokens` before the end: the text repeats itself.
+        # If fewer than `max_tokens` tokens follow the match, the text repeats itself with this
+        # period.
         period = len(tokens_after)
         while period and len(tokens_after) < max_tokens:
             tokens_after.append(tokens_after[len(tokens_after) - period])

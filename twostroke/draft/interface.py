@@ -55,8 +55,7 @@ class Drafter(Protocol):
     name: str
 
     def open(self, text: Text) -> Any | None:
-        """Begin to draft for a request. Return the request's state, or None if the drafter cannot
-        draft for it."""
+        """Begin to draft for a request. Return its state; None if the drafter cannot draft."""
         ...
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftOffer | None]:
@@ -73,8 +72,7 @@ class DraftModel(Drafter, Protocol):
     first draft for a row the model must have computed the text of the row."""
 
     def backlog(self, state: Any) -> int | None:
-        """Return the tokens of the text that are not computed; None: the model cannot draft for the
-        row."""
+        """Return the number of tokens that are not computed; None if the model cannot draft."""
         ...
 
     def known_keys(self, state: Any, count: int) -> tuple[Hashable, ...]:

@@ -233,8 +233,7 @@ class Speculator:
         max_tokens: int,
         rules: DraftRules | None,
     ) -> None:
-        """Consider the offers of the draft model too, for the rows where they are worth the
-        time."""
+        """Consider the offers of the draft model for the rows where they are worth the time."""
         depths = [len(row.survival) for row in offered]
         if self.config.adaptive:
             survivals = [row.survival for row in offered]

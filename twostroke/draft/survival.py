@@ -33,7 +33,7 @@ class Survival:
                 pair[1] *= 0.5
 
     def rate(self, key: Hashable, prior: float, own: Counts) -> float:
-        """The probability that a token with this key is right, if all before it are."""
+        """Return the probability that a token with this key is right, if all before it are."""
         hits, trials = self._counts.get(key, (0.0, 0.0))
         rate = (hits + PRIOR_WEIGHT * prior) / (trials + PRIOR_WEIGHT)
         hits, trials = own.get(key, (0.0, 0.0))
@@ -42,7 +42,7 @@ class Survival:
     def of_offer(
         self, keys: Sequence[Hashable], priors: Sequence[float], own: Counts
     ) -> list[float]:
-        """The probability that each token is reached and right. It never grows."""
+        """Return the probability that each token is reached and right. It never grows."""
         survives, found = 1.0, []
         for key, prior in zip(keys, priors, strict=True):
             survives *= self.rate(key, prior, own)

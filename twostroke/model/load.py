@@ -3,7 +3,7 @@
     find        `find.hub.find_model`: the name that a user gives → files
     describe    config.json or GGUF metadata → `ModelSpec`
     check       the tensors' names and shapes against the spec, before memory is allocated
-    weights     a `WeightSource`, which reads a weight when it is asked for
+    weights     a `WeightSource`, which reads each weight on request
 
 `text/model_text.py` opens the tokenizer and the chat template of the same files.
 """

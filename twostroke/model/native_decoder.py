@@ -155,8 +155,7 @@ class NativeDecoder:
         exact: bool = False,
         scale_keys: bool = False,
     ) -> None:
-        """`scale_keys`: scale the channels of keys and queries for an int8 KV cache
-        (`key_scales.py`)."""
+        """`scale_keys`: scale keys and queries for an int8 KV cache (`key_scales.py`)."""
         self.spec = spec = packing.spec
         self.isa = isa
         self._logits = np.empty((0, spec.vocab_size), np.float32)
@@ -228,8 +227,7 @@ def spec_record(spec: ModelSpec) -> dict[str, Any]:
 def load_weights(
     packing: Packing, isa: str, max_len: int, threads: int, scale_keys: bool = False
 ) -> Weights:
-    """Return all weights of the model by canonical name. Matrices of one matmul are one weight:
-    `qkv`, `gate_up`."""
+    """Return all weights by canonical name. Matrices of one matmul are one weight, such as `qkv`."""
     spec, load = packing.spec, _Loader(packing, isa, scale_keys)
     weights: Weights = {"final_norm": load.vector("final_norm")}
     if spec.norm_bias:
@@ -259,10 +257,8 @@ class _Loader:
         layer = spec.layers[index]
         attention, mlp = layer.attention, layer.mlp
         names = layer.weight_shapes(spec.hidden_size, spec.norm_bias)
-        vectors = [
-            prefix + name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))
-        ]
-        weights: Weights = {name: self.vector(name) for name in vectors}
+        vectors = [name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
+        weights: Weights = {prefix + name: self.vector(prefix + name) for name in vectors}
         qkv = [prefix + name for name in input_projections(attention)]
         weights[prefix + "qkv"] = self.matrix(qkv, attention.qkv_bias)
         weights[prefix + "o"] = self.matrix([prefix + "o"], attention.output_bias)
@@ -442,11 +438,8 @@ def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:
         return [[*mlp.gate_up], ["down"]]
     mlps = {f"experts.{n}.": mlp.expert for n in range(mlp.num_experts)}
     mlps |= {} if mlp.shared is None else {"shared.": mlp.shared}
-    return [
-        [prefix + name for name in names]
-        for prefix, spec in mlps.items()
-        for names in _mlp_matrices(spec)
-    ]
+    pairs = ((prefix, names) for prefix, spec in mlps.items() for names in _mlp_matrices(spec))
+    return [[prefix + name for name in names] for prefix, names in pairs]
 
 
 def _places(
@@ -468,8 +461,7 @@ def _places(
 
 
 def default_threads(engines: int = 1) -> int:
-    """Return the number of threads of each of `engines` engines, from the CPU affinity and the CPU
-    limit of the cgroup."""
+    """Return the threads of each of `engines` engines, by CPU affinity and cgroup CPU limit."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(allowed or 1, _cgroup_cpus()) // engines)
 

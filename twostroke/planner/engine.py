@@ -84,8 +84,7 @@ class EngineUsage:
         held: tuple[float, float],
         end_s: float,
     ) -> None:
-        """Add a stretch of steps. `held`: the share of the KV cache that requests hold at its start
-        and at its end."""
+        """Add a stretch of steps. `held`: share of the KV cache in use at its start and end."""
         self.steps += steps
         self.decode_tokens += steps * rows
         self._add_time(device_s, seconds, sum(held) / 2, end_s)

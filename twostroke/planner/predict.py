@@ -193,8 +193,7 @@ class _Run:
 
 
 def timeline(pool: Sequence[EngineUsage]) -> list[tuple[float, float]]:
-    """Return the use and the held share of the KV cache of a pool, in intervals of
-    `TIMELINE_S`."""
+    """Return a pool's share of time in use and of KV cache held, per `TIMELINE_S`."""
     last = max((number for one in pool for number in one.intervals), default=-1)
     rows = []
     for number in range(last + 1):

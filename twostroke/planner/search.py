@@ -138,9 +138,9 @@ def fewest(attempt: Callable[[int], Found | None], limit: int) -> Found | None:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        less = attempt(middle)
-        if less is None:
+        result = attempt(middle)
+        if result is None:
             low = middle
         else:
-            high, found = middle, less
+            high, found = middle, result
     return found

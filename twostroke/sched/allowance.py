@@ -71,7 +71,7 @@ class Allowance:
         return 0 if self.spent and not first and count < MIN_SECOND_CHUNK else count
 
     def _untimed_chunk(self) -> int:
-        """The chunk while no step with prefill has been timed: a token counts as a decode step."""
+        """Return the chunk while no prefill has been timed: a token counts as a decode step."""
         alone = self._times.decode_only(self._decode)
         tokens = UNTIMED_CHUNK if not alone else int(self.limit_s / alone)
         return min(max(tokens, MIN_CHUNK), UNTIMED_CHUNK)

@@ -81,7 +81,7 @@ class DeadlineQueue:
             self._num_finished = 0
 
     def rank(self, request: ScheduledRequest, now: float) -> Rank:
-        """The rank of a request that waits or is under way; the smallest goes first."""
+        """Return the rank of a request that waits or is under way; the smallest goes first."""
         priority, arrival = _level(request)
         if request.num_outputs:
             return (priority, 0, 0.0, arrival)
@@ -103,6 +103,6 @@ class DeadlineQueue:
 
 
 def _level(request: ScheduledRequest) -> tuple[int, int]:
-    """The aged priority of a request (`Scheduler.add`) in whole levels, and its arrival."""
+    """Return the aged priority of a request (`Scheduler.add`) in whole levels, and its arrival."""
     aged, arrival = request.order
     return math.floor(aged), arrival

@@ -212,8 +212,7 @@ class ModelDrafter:
         return [row.state.offer if row.state.offer.tokens else None for row in rows]
 
     def _follow(self, state: DraftedText) -> bool:
-        """Replace the drafter's tokens that differ from the text. Return whether the draft model
-        can draft for it."""
+        """Replace the drafter's tokens that differ from the text. Return whether it can draft."""
         request, text = state.request, state.text.tokens
         own, seq = request.tokens, request.kv
         same = state.verified

@@ -68,9 +68,7 @@ class PrefillQueue:
         if config.ttft_slo_s is not None:
             self.waiting = DeadlineQueue(config.ttft_slo_s, self._left_s)
         self.isolated = IsolatedRetries()
-        self.requests: list[
-            ScheduledRequest
-        ] = []  # admitted, prompt not yet computed; sorted by order
+        self.requests: list[ScheduledRequest] = []  # being prefilled, sorted by order
         self._config = config
         self._kv = kv
         self._rows = rows  # free rows, shared with the scheduler
@@ -179,8 +177,7 @@ class PrefillQueue:
             self._add_chunk(step, request, count)
 
     def _next(self, now: float) -> ScheduledRequest | None:
-        """Return the next request to admit. While a request must run alone, only that request is
-        admitted."""
+        """Return the next request to admit. If requests must run alone, it is one of them."""
         isolated = self.isolated.next() if self.isolated.active else None
         if isolated is None:
             return self.waiting.peek(now)

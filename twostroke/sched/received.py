@@ -179,8 +179,7 @@ class ReceivedQueue:
                 return
 
     def _begin_next(self, has_room: HasRoom, to_prefill: ToPrefill) -> bool:
-        """Take blocks for the next request and begin its fetch; False if no request waits, or if
-        there is no room."""
+        """Begin the next fetch; return False if no request waits, or if there is no room."""
         from_engines = sum(one.deadline_s is None for one in self._fetching)
         if from_engines >= MAX_FETCHING:
             return False

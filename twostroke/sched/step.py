@@ -61,9 +61,7 @@ class SchedulerConfig:
     max_decode_stall: float | None = None
     receives_requests: bool = False  # from prefill engines, at any time
     eviction: Eviction | None = None
-    speculation: SpeculationConfig | None = (
-        None  # None: no drafts; with drafts, steps do not overlap
-    )
+    speculation: SpeculationConfig | None = None  # with drafts, steps do not overlap
 
 
 @dataclass(slots=True, eq=False)
@@ -89,8 +87,7 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class RowChanges:
-    """Changes of rows since the newest step was planned. The next step sends them to the
-    executor."""
+    """Changes of rows since the newest step was planned, which the next step will contain."""
 
     new: list[NewRow] = field(default_factory=list)
     appended: list[BlockAppend] = field(default_factory=list)
@@ -98,8 +95,7 @@ class RowChanges:
     evicted: list[BlockEvict] = field(default_factory=list)
 
     def forget(self, row: int) -> bool:
-        """Remove the changes of a released row. Return True if no step has sent the row's request
-        to the executor."""
+        """Remove the changes of a released row. Return True if no step contained its request."""
         is_new = any(one.row == row for one in self.new)
         if is_new:
             self.new[:] = [one for one in self.new if one.row != row]
@@ -124,8 +120,7 @@ def prefix_seed(config: SchedulerConfig, request: EngineRequest) -> bytes | None
 
 
 class StepBuilder:
-    """Collects the work of a step. The budget counts tokens: one for a slot, the length of a
-    chunk."""
+    """Collects the work of a step. The budget counts the tokens of slots and chunks."""
 
     def __init__(
         self,
@@ -135,8 +130,8 @@ class StepBuilder:
         now: float,
         changes: RowChanges | None = None,
     ) -> None:
-        """`changes`: row changes from calls of `Scheduler.plan` that returned None. The builder
-        appends to them."""
+        """`changes`: from calls of `Scheduler.plan` that returned None. The builder appends to
+        them."""
         self.changes = changes or RowChanges()
         self.step = step
         self.budget = budget

@@ -76,8 +76,8 @@ class Costs:
             limit = 1.0 + max(MIN_TOLERANCE, 4.0 * self.error)
             self.error += share * (off - self.error)
             counted = self._clamped(seconds, expected, limit)
-            # Relative to the expected time: relative to the measured time, slow steps would count
-            # less and the costs would end too low.
+            # The error is relative to the expected time. Relative to the measured time, slow steps
+            # would count less, and the costs would be too low.
             scale = 1.0 / expected
             rest = max(counted - known_s, MIN_SHARE * counted)
             self.factor += FACTOR_RATE * (rest / base - self.factor)
@@ -141,13 +141,13 @@ class StepTimes:
             self._decode.add(_decode_amounts(decode), seconds)
 
     def decode_only(self, decode: PhaseWork) -> float | None:
-        """Seconds of a step with these slots and no prefill; None before enough steps were seen."""
+        """Return the seconds of a step without prefill; None: too few steps were seen."""
         if self._decode.steps < MIN_STEPS:
             return None
         return self._decode.expected(_decode_amounts(decode))
 
     def predict(self, prefill: PhaseWork, decode: PhaseWork) -> float | None:
-        """Seconds of a step; None before enough steps were seen. More work never takes less."""
+        """Return the seconds of a step, never less for more work; None: too few steps were seen."""
         alone = self.decode_only(decode) if decode.tokens else 0.0
         if not prefill.tokens:
             return alone

@@ -180,8 +180,8 @@ def _cohere2(settings: GGUFSettings) -> ModelSpec:
 
 
 def _stablelm(settings: GGUFSettings) -> ModelSpec:
-    """StableLM. Attention and MLP are parallel if there is no second norm. The setting
-    `use_parallel_residual` cannot tell: it is true in all files."""
+    """StableLM. Attention and MLP are parallel if there is no second norm; `use_parallel_residual`
+    is true in all files."""
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
 
@@ -262,9 +262,7 @@ def _gemma3(settings: GGUFSettings) -> ModelSpec:
         settings,
         windows=parts.windows(settings, period=6),
         ropes=(sliding, rope),
-        max_context=parts.context_length(
-            settings
-        ),  # of the model as it is, its rope scaling included
+        max_context=parts.context_length(settings),  # includes the rope scaling
         layers_of_27b=62,
         logit_softcap=parts.softcap(settings, parts.LOGIT_SOFTCAP, 0.0),
         qk_norm="head",
@@ -452,6 +450,6 @@ def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, arch: Architecture)
     if unknown:
         raise ModelError(
             f"{file.path}: the tensor {shown(unknown[0])} is not part of a {spec.family} model "
-            "(general.architecture) as this version knows it, and to leave it out would change the "
-            "results. Use a conversion of the plain model."
+            "(general.architecture) as this version supports it. The results would be wrong without "
+            "the tensor. Use another conversion of the model."
         )

@@ -1,5 +1,4 @@
-"""The fields that every `quantization_config` of compressed-tensors shares, and refusals by
-name."""
+"""Reads the fields that all `quantization_config`s of compressed-tensors share."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ MINISTRAL3_ROPE |= {"llama_4_scaling_beta": 0.1}
 
 
 def _ministral3(fields: Fields) -> ModelSpec:
-    """Ministral 3: beyond the original context, queries have a factor that depends on their
-    position."""
+    """Ministral 3: beyond the original context, queries have a factor by their position."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         fields = fields.overridden_by(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
     window = parts.window(fields, default=None)
@@ -318,8 +317,7 @@ def _olmo(
 
 
 def _exaone4(fields: Fields) -> ModelSpec:
-    """EXAONE 4: norms after attention and MLP. In a model with windows only layers with a window
-    have rope."""
+    """EXAONE 4: norms after attention and MLP. If layers have windows, only these have rope."""
     count = parts.num_layers(fields)
     window = parts.window(fields, default=4096)
     pattern = fields.value("sliding_window_pattern")

@@ -51,7 +51,7 @@ def _gptq(fields: Fields) -> PackedConfig:
     bits = _bits(fields, "bits")
     layout = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     zeros = not fields.boolean("sym", True)
-    # Version 1 stores a zero as one less than it is, symmetric or not.
+    # Version 1 stores each zero minus one, also in symmetric files.
     return PackedConfig("gptq", bits, _group(fields), zeros, int(layout == "gptq"))
 
 

@@ -46,8 +46,7 @@ def num_layers(fields: Fields) -> int:
 
 
 def attention(fields: Fields, rope: RopeSpec) -> AttentionSpec:
-    """Return attention without a window, with the usual scale and `attention_bias` on all
-    projections."""
+    """Return attention without a window, with `attention_bias` on all projections."""
     num_heads, num_kv_heads, head_dim = heads(fields)
     biased = fields.boolean("attention_bias", False)
     return AttentionSpec(
@@ -151,8 +150,7 @@ def model(
 
 
 def text_part(fields: Fields, otherwise: str) -> Fields:
-    """Return the fields of the text model in a model with images. `otherwise`: for the message if
-    there is no text model."""
+    """Return the fields of the text model in a model with images. `otherwise`: for the message."""
     if "text_config" not in fields:
         raise ModelError(
             f"{fields.where}: has no text_config, which a model of model_type "

@@ -64,7 +64,7 @@ def _resolve_type(rope: Any, overrides: Mapping[str, Any]) -> None:
 def override_metadata(
     metadata: Mapping[str, Any], overrides: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """Return a GGUF file's metadata with the overrides in the place of its own entries."""
+    """Return a GGUF file's metadata with the overrides applied."""
     prefix = f"{metadata.get('general.architecture')}."
     merged = dict(metadata)
     for name, value in _flat(overrides):

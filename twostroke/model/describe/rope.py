@@ -69,8 +69,7 @@ def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:
 
 
 def _llama3(rope: RopeSpec, base: Floats) -> Floats:
-    """Divide the frequencies of long wavelengths by the factor, keep those of short wavelengths,
-    and blend in between."""
+    """Divide low frequencies by the factor, keep high frequencies, and blend in between."""
     wavelength = np.float32(2 * math.pi) / base
     rotations = np.float32(rope.original_context) / wavelength
     low, high = rope.low_freq_factor, rope.high_freq_factor

@@ -24,8 +24,8 @@ READ_BYTES = 1 << 20  # of the file, from its beginning
 
 
 def calibration_windows(config: EngineConfig, model: OpenedModel, max_len: int) -> list[list[int]]:
-    """Return windows of one length, spread over the text. Raise `ConfigError` if the model or the
-    file cannot be used."""
+    """Return windows of one length, spread evenly over the text. Raise `ConfigError` if the model
+    or the file cannot be used."""
     _check_model(model)
     tokenizer = open_tokenizer(config, model.files)
     if tokenizer is None:

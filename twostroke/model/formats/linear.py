@@ -265,7 +265,7 @@ class StackedLinear:
 
 
 class SummedLinear:
-    """Some columns of a matrix: the products of the ranks are added up. The first rank adds the
+    """Some columns of a matrix. The products of the ranks are summed. The first rank adds the
     bias."""
 
     def __init__(self, part: Linear, ranks: Ranks) -> None:
@@ -299,8 +299,7 @@ class SummedLinear:
 
 
 class GatheredLinear:
-    """Some rows of a matrix of `size` rows. The first rank gets the outputs of all ranks, another
-    rank only its own."""
+    """Some rows of a matrix of `size` rows. The first rank gets the outputs of all ranks."""
 
     def __init__(self, part: Linear, size: int, ranks: Ranks) -> None:
         self._part, self._size, self._ranks = part, size, ranks

@@ -58,8 +58,7 @@ def num_bytes(format: Format | None, shape: tuple[int, ...], itemsize: int) -> i
 def phase_formats(
     spec: ModelSpec, source: WeightSource, config: EngineConfig, keep_gguf_blocks: bool = False
 ) -> PhaseFormats:
-    """Return the formats of both phases. Raise `ConfigError` if they cannot differ as
-    configured."""
+    """Return the formats of both phases. Raise `ConfigError` for an unsupported combination."""
     if not config.phases_differ:
         formats = weight_formats(spec, source, config.quantization, keep_gguf_blocks)
         return PhaseFormats(formats, formats)

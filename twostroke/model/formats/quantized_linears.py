@@ -44,7 +44,7 @@ class QuantizedLinears:
         self._importance = importance
 
     def product(self, names: list[str], bias: torch.Tensor | None) -> ScalableLinear | None:
-        """Return the linear layer of matrices one below another; None if they are kept in the
+        """Return the linear layer of matrices one below another; None if they are stored in the
         model's dtype."""
         format = self._formats.get(names[0])
         return None if format is None else MAKERS[type(format)](self, names, bias)

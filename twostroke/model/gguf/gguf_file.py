@@ -275,8 +275,7 @@ class _Header:
         return list(struct.unpack_from(f"<{count}{code}", self.buffer, start))
 
     def _strings(self, count: int) -> list[str]:
-        """Return an array of strings. A vocabulary has 10⁵ strings, so the loop calls no function
-        of this module."""
+        """Return an array of strings. The loop avoids calls: a vocabulary has 10⁵ strings."""
         buffer, at, size = self.buffer, self.at, self.size
         read_length = struct.Struct("<Q").unpack_from
         strings = []

@@ -149,8 +149,8 @@ class ChatTemplate:
         except Exception as error:  # a template's code can raise any exception
             raise RequestError(
                 f"{self._name} fails on these messages ({type(error).__name__}: "
-                f"{error}). Check their roles and their order, and that the template knows tools "
-                "if there are any."
+                f"{error}). Check their roles and their order, and whether the template supports "
+                "tools if there are any."
             ) from None
 
     # ── the message shapes that this template reads ───────────────────────────────────────────────

@@ -193,8 +193,7 @@ class TokenTable:
 
     @cached_property
     def is_sentencepiece(self) -> bool:
-        """Return whether the decoder replaces `▁`, decodes bytes, joins, and may drop a first
-        space."""
+        """Return whether the decoder's steps are those of SentencePiece."""
         mark_to_space = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
         steps = [mark_to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
         return self._steps[:3] == steps and (self._strips or len(self._steps) == 3)
@@ -229,15 +228,13 @@ def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """Return the decoder's steps in the form of tokenizer.json, with sequences flattened."""
     if tokenizer.decoder is None:
         return []
-    # The pickle state is this JSON. Serialising the whole tokenizer would write the vocabulary,
-    # too.
+    # The pickle state is this JSON, without the vocabulary.
     config = json.loads(tokenizer.decoder.__getstate__())
     return config["decoders"] if config["type"] == "Sequence" else [config]
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Return character → byte of byte-level BPE: printable Latin-1 maps to itself, the rest follows
-    U+0100."""
+    """Return character → byte of byte-level BPE: printable Latin-1, then characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: byte for byte in printable}

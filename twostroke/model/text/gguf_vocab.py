@@ -218,9 +218,8 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _VocabHeader) -> None:
     user-defined tokens are matched in the raw text, and tokens with `▁` are made by merges instead.
     """
     in_normalised = header.is_sentencepiece and not header.adds_space
-    # An end token is a control token, even if its token_type says normal. The type of other tokens
-    # is as token_type says: a header may name an ordinary character as its unknown or padding
-    # token.
+    # An end token is a control token, even if its token_type says normal. Other tokens have the
+    # type of their token_type: a header may name an ordinary character as its padding token.
     added = []
     for token_id, token in enumerate(header.tokens):
         kind = header.types[token_id]

@@ -67,8 +67,7 @@ class GrammarTokenizer:
 
 
 def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
-    """Return the tokenizer for `compile_grammar`. `end_ids`: tokens that end a text where the
-    grammar may end."""
+    """Return the tokenizer for `compile_grammar`. `end_ids`: tokens that end the answer."""
     from llguidance import LLTokenizer
 
     ours: Any = GrammarTokenizer(tokenizer_json, end_ids)

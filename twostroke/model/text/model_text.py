@@ -60,8 +60,7 @@ def _generation_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def chat_template_source(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
-    """Return the chat template: `config.chat_template` (a text, a name or a path), or the model's
-    own."""
+    """Return `config.chat_template` (a text, a name or a path), or the model's template."""
     chosen: Any = config.chat_template
     if chosen is None:
         return tokenizer.chat_template

@@ -33,9 +33,8 @@ def _cased(numbers: str, contraction: str = "", upper: str = _UPPER, lower: str 
 GPT4O_PATTERN: Final = _cased(r"\p{N}{1,3}", _CONTRACTION + "?")
 GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT_PATTERN: Final = r"\p{N}"
-# Groups of three from the end of a run of digits, which is a word of its own here. (The usual
-# pattern looks ahead to the end at each place and takes the square of the length: 15 s for 40,000
-# digits.)
+# Groups of three from the end of a run of digits, which an earlier pattern has split off. (The time
+# of the usual pattern grows with the square of the length: 15 s for 40,000 digits.)
 _THREES: Final = r"\A\d{1,2}(?=(?>(?:\d{3})+)\z)|\d{3}"
 BLOOM_PATTERN: Final = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 

@@ -108,8 +108,7 @@ def _alone(part: str, value: Any) -> bytes:
 
 
 def _check_ids(fields: Fields) -> None:
-    """Refuse ids that cannot be row numbers. Ids must begin near 0, have few gaps, and agree in
-    both lists of tokens."""
+    """Refuse ids that cannot be row numbers, have many gaps, or differ between both lists."""
     found: dict[str, int] = {}
     contents: dict[int, str] = {}
     for token in fields.items("added_tokens", dict, "objects, one for each token"):
@@ -141,8 +140,7 @@ def _pairs(vocab: Any) -> list[list[Any]]:
 
 
 def _check_added_tokens(path: Path, content: Mapping[str, Any]) -> None:
-    """Refuse added tokens that take the normalizer long. The library normalises them when it reads
-    the file."""
+    """Refuse added tokens that take long to normalise, as the library does when it reads a file."""
     backend, _ = _build(_alone("normalizer", content.get("normalizer")))
     if backend is None:
         return  # `read_backend` names the section
@@ -251,8 +249,7 @@ def _check_surroundings(fields: Fields) -> None:
 
 
 def _steps(fields: Fields, part: str, steps_key: str) -> list[dict[str, Any]]:
-    """Return the steps of a section, with nested sequences flattened. The library refuses invalid
-    steps."""
+    """Return the steps of a section, with nested sequences flattened."""
     pending: list[Any] = [fields.value(part)]
     steps: list[dict[str, Any]] = []
     while pending and len(steps) <= MAX_STEPS:

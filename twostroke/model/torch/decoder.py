@@ -137,8 +137,7 @@ class Decoder:
                 normed = self._finish(layers, index, attended, work.residual, context)
 
     def attention(self, inputs: StepInputs, pool: KVPool, work: Workspace) -> Callable[[int], None]:
-        """Return `attend(layer number)` for one step. Launches are bound at the first layer of each
-        kind."""
+        """Return `attend(layer number)` for one step, which binds launches once for each kind."""
         bound: dict[int, Callable[[Attention, KV], None]] = {}
 
         def attend(index: int) -> None:
@@ -227,8 +226,7 @@ class Decoder:
     def _first_norm(
         self, residual: torch.Tensor, inputs: StepInputs, context: StepContext
     ) -> torch.Tensor:
-        """Scale the embeddings and add the positions, in place, and return the first layer's
-        input."""
+        """Scale the embeddings and add the positions, in place. Return the first layer's input."""
         norm = self._layers[0].attn_norm
         if self._embed_scale != 1.0:
             residual *= self._embed_scale

@@ -80,8 +80,7 @@ def mean_square(x: torch.Tensor) -> torch.Tensor:
 
 
 def one_step(tokens: torch.Tensor, groups: int) -> StepInputs:
-    """Return the inputs of a step with all windows, [windows, size], as chunks. Each chunk begins a
-    sequence."""
+    """Return the inputs of a step with all windows, [windows, size], as chunks of new sequences."""
     (count, size), device = tokens.shape, tokens.device
     place = torch.arange(tokens.numel(), device=device)
     rows = torch.arange(count, dtype=torch.int32, device=device)

@@ -126,8 +126,7 @@ class LatentAttention(Attention):
     def attend_chunks(
         self, q: torch.Tensor, kv: torch.Tensor, view: KVView, work: PrefillWork, out: torch.Tensor
     ) -> None:
-        """Compute the attention of all chunks, [T, H, value], into `out`. `q` and `kv`: of the
-        tokens of the chunks."""
+        """Compute the attention of all chunks into `out`, [T, H, value]."""
         self.kernels.latent_prefill_attention(
             q, self.kv_b, view, self.rule, work, out=out, chunk_kv=kv
         )
@@ -140,8 +139,7 @@ class LatentAttention(Attention):
         out: torch.Tensor,
         context: StepContext = DEFAULT_CONTEXT,
     ) -> None:
-        """Compute the attention of decode rows, [rows · queries, H, value], into `out`. `q`:
-        [rows · queries, H, D]."""
+        """Compute the attention of decode rows with `q`, [rows · queries, H, D], into `out`."""
         nope = self.spec.nope_dim
         to_key, to_value = self.kv_b[:, :nope], self.kv_b[:, nope:]
         latent_q, attended = (q.new_empty(*q.shape[:2], self.latent.kv_lora_rank) for _ in range(2))
@@ -153,6 +151,5 @@ class LatentAttention(Attention):
 
 
 def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply `x`, [T, H, in], by a matrix for each head, [H, in, out], into `out`, [T, H,
-    out]."""
+    """Multiply [T, H, in] by a matrix for each head, [H, in, out], into [T, H, out]."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

@@ -166,7 +166,7 @@ class LayerLoader:
     def layer(self, index: int) -> Layer:
         spec, prefix = self._spec.layers[index], f"layers.{index}."
         names = spec.weight_shapes(self._spec.hidden_size)
-        norm = partial(self._read_if_present, self.norm, prefix, names)
+        norm = partial(self._if_present, self.norm, prefix, names)
         return Layer(
             spec=spec,
             kind=self._kinds.index(spec),
@@ -198,7 +198,7 @@ class LayerLoader:
         return DenseMLP(spec, gate_up, down, self._kernels)
 
     def _experts(self, spec: ExpertsSpec, prefix: str, names: dict[str, Any]) -> ExpertsMLP:
-        read_fp32 = partial(self._read_if_present, self._fp32, prefix, names)
+        read_fp32 = partial(self._if_present, self._fp32, prefix, names)
         biased, gate_up = spec.expert.bias, spec.expert.gate_up
         first = self._ranks.rank == 0  # only the first rank adds the bias to the sum of the ranks
         gate_up_biases = [f"{name}_bias" for name in gate_up]
@@ -249,8 +249,8 @@ class LayerLoader:
         qkv = self._linear(
             [prefix + name for name in input_projections(spec)], spec.qkv_bias, rows=rows
         )
-        weight = partial(self._read_if_present, self._norm_weight, prefix, names)
-        sinks = self._read_if_present(self._fp32, prefix, names, "sinks")
+        weight = partial(self._if_present, self._norm_weight, prefix, names)
+        sinks = self._if_present(self._fp32, prefix, names, "sinks")
         rule = AttentionRule(**spec.rule(), sinks=sinks)
         if latent is not None:
             norm = self._norm_weight(prefix + "kv_a_norm")
@@ -288,18 +288,15 @@ class LayerLoader:
 
     def _head_factors(self, index: int) -> dict[str, torch.Tensor]:
         """Return the factors of this rank's queries and keys of a layer, [heads · channels] each.
-        (A norm over each head has one weight for all heads, which gets the first head's factors.)
-        """
+        (A norm over each head has one weight for all heads: it gets the first head's factors.)"""
         spec, prefix = self._whole_spec.layers[index].attention, f"layers.{index}."
         scales = key_scales(self._whole_spec, self._source, index)
         queries: Floats = query_scales_of_heads(scales, spec)
         whole = {"q": queries, "k": np.reciprocal(scales)}
-        return {
-            name: torch.from_numpy(values.reshape(-1)[self._part(prefix + name)[:1]]).to(
-                self._device
-            )
-            for name, values in whole.items()
+        own = {
+            name: each.reshape(-1)[self._part(prefix + name)[:1]] for name, each in whole.items()
         }
+        return {name: torch.from_numpy(each).to(self._device) for name, each in own.items()}
 
     def _expanding(self, latent: LatentSpec, heads: int, prefix: str) -> torch.Tensor:
         """Read kv_b, by head."""
@@ -366,7 +363,7 @@ class LayerLoader:
     def _part(self, name: str) -> Part:
         return part_of(self._shapes[name], self._own_shapes[name], self._ranks)
 
-    def _read_if_present(
+    def _if_present(
         self, read: Callable[[str], Any], prefix: str, names: dict[str, Any], name: str
     ) -> Any:
         return read(prefix + name) if name in names else None
@@ -408,8 +405,7 @@ class LayerLoader:
         return SummedLinear(linear, self._ranks) if add_up else linear
 
     def _merged(self, names: list[str]) -> torch.Tensor:
-        """Read several tensors into one; each part is in memory a second time only while it is
-        copied."""
+        """Read several weights into one tensor. Only one of them is in memory twice at a time."""
         if len(names) == 1:
             return self.tensor(names[0])
         shapes = [self._own_shapes[name] for name in names]

@@ -61,8 +61,7 @@ class DenseMLP:
 class ExpertsMLP:
     """A mixture of experts. The router is in the model's dtype if that represents all of its values
     exactly, otherwise in fp32. Each of several ranks has some channels of every expert. All ranks
-    compute the router from the same bits, so they choose the same experts. Their results are
-    summed."""
+    choose the same experts, because they read the same bits. Their results are summed."""
 
     rule: RoutingRule
     router: torch.Tensor

@@ -58,8 +58,7 @@ DECIDING = {
     r"\.q_a_": "q_lora_rank",
     f"({BLOCKS}|{SCALES})$": "quantization_config",
 }
-# Prefixes of the language model's tensors. Checkpoints without a head may have none; models with
-# images have longer prefixes.
+# Prefixes of the language model's tensors: longer in models with images, none in some checkpoints.
 PREFIX = re.compile(
     r"^(language_model\.model\.|model\.language_model\.|language_model\.|model\.|transformer\.|gpt_neox\.)"
 )
@@ -139,8 +138,7 @@ class SafetensorsWeights:
         return self._places[name].weight_shape(shape)
 
     def is_changed(self, name: str) -> bool:
-        """Return whether the weight differs from the stored numbers: reordered, offset or
-        quantised."""
+        """Return whether reading the weight reorders, offsets or dequantises the stored numbers."""
         place = self._places[name]
         moved = self._names.offset(name) != 0.0 or place.order is not None or place.transposed
         return moved or self.stored_type(name) is not None or self.is_quantized(name)
@@ -155,8 +153,7 @@ class SafetensorsWeights:
         return self.w8_scales(name) > 0 or self._module(name) is not None
 
     def stored(self, name: str) -> Stored:
-        """Return a view of the mapped file, which must not be written to. Only for a weight that is
-        not changed."""
+        """Return a read-only view of the mapped file, for a weight that is not `is_changed`."""
         found, place = self._tensor(name), self._places[name]
         shape, data = place.weight_shape(found.shape), place.expert_bytes(found.data)
         if place.other_rows:
@@ -222,8 +219,7 @@ class SafetensorsWeights:
         return scales_per_row(where, scale.type, scale.shape, shape, self.quantized.block)
 
     def w8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
-        """Return the stored bytes of a matrix in fp8 or int8, or of a part, and the scales, [rows,
-        groups]."""
+        """Return the bytes of a matrix in fp8 or int8 or of a part, and scales, [rows, groups]."""
         found, place, groups = self._tensor(name), self._places[name], self.w8_scales(name)
         assert isinstance(self.quantized, W8Config)
         rows, columns = (*part, ALL_ROWS, ALL_ROWS)[:2]
