@@ -227,7 +227,7 @@ def spec_record(spec: ModelSpec) -> dict[str, Any]:
 def load_weights(
     packing: Packing, isa: str, max_len: int, threads: int, scale_keys: bool = False
 ) -> Weights:
-    """Return all weights by canonical name. Matrices of one matmul are one weight, such as `qkv`."""
+    """Return all weights by canonical name. Matrices of one matmul are one weight, like `qkv`."""
     spec, load = packing.spec, _Loader(packing, isa, scale_keys)
     weights: Weights = {"final_norm": load.vector("final_norm")}
     if spec.norm_bias:

@@ -450,6 +450,6 @@ def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, arch: Architecture)
     if unknown:
         raise ModelError(
             f"{file.path}: the tensor {shown(unknown[0])} is not part of a {spec.family} model "
-            "(general.architecture) as this version supports it. The results would be wrong without "
-            "the tensor. Use another conversion of the model."
+            "(general.architecture) as this version supports it. Without the tensor the results "
+            "would be wrong. Use another conversion of the model."
         )
