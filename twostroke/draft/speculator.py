@@ -265,8 +265,8 @@ class Speculator:
         return [len(likely) if n == best else 0 for n in range(len(survivals))], sum(likely)
 
     def _compare(self, followed: _Followed) -> None:
-        """Count the tokens of earlier offers that the text has reached. An offer that still agrees
-        with the text and is longer than it stays in `waiting`."""
+        """Count the tokens of earlier offers that the text has reached. An offer that agrees with
+        the text so far, and continues beyond its end, stays in `waiting`."""
         tokens = followed.text.tokens
         for name, (start, offer) in list(followed.waiting.items()):
             written = tokens[start : start + len(offer.tokens)]

