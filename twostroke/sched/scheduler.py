@@ -109,8 +109,8 @@ class Scheduler:
     def check(self, engine_request: EngineRequest) -> int:
         """Return how many tokens the request may write; raise `RequestError` if it can never run.
 
-        This is the second length check, for every request. The first, `InputProcessor.check_length`,
-        refuses long prompts before they are tokenised.
+        Every request passes this length check. `InputProcessor.check_length` refuses long prompts
+        earlier, before they are tokenised.
         """
         config, prompt = self.config, engine_request.prompt_token_ids
         if engine_request.request_id in self._requests:

@@ -47,7 +47,7 @@ def experts(
     )
 
 
-def with_sparse_step(fields: Fields, experts: ExpertsSpec) -> list[MLPSpec | ExpertsSpec]:
+def sparse_step_mlps(fields: Fields, experts: ExpertsSpec) -> list[MLPSpec | ExpertsSpec]:
     """Return the MLP of each layer: experts in every `decoder_sparse_step`-th layer outside
     `mlp_only_layers`, a dense MLP in the other layers."""
     step = fields.integer("decoder_sparse_step", 1, LAYERS[1], default=1)

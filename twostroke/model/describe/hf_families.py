@@ -90,7 +90,7 @@ MINISTRAL3_ROPE |= {"llama_4_scaling_beta": 0.1}
 
 
 def _ministral3(fields: Fields) -> ModelSpec:
-    """Ministral 3: beyond the original context, queries have a factor by their position."""
+    """Ministral 3: beyond the original context, queries are scaled by their position."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         fields = fields.overridden_by(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
     window = parts.window(fields, default=None)
@@ -181,7 +181,7 @@ def _granite_moe_hybrid(fields: Fields) -> ModelSpec:
         raise ModelError(
             f"{fields.where}: mamba layers are not supported, and {hybrid} of the {count} layers "
             "have mamba (layer_types; without it all layers have mamba with this model_type). "
-            "Supported of Granite 4.0 are micro, 1b and 350m, without an h in their names."
+            "Of Granite 4.0, micro, 1b and 350m are supported, but not the hybrids (h-micro, …)."
         )
     mlp, experts = parts.mlp(fields, parts.activation(fields), inner=1024), None
     if fields.integer("num_local_experts", 0, EXPERTS[1], default=8):

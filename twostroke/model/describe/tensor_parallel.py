@@ -71,7 +71,7 @@ class Ranks:
         return x
 
     def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return each rank's tensor in order. Ranks but the first get undefined values."""
+        """Return each rank's tensor in order, on the first rank; undefined values on the others."""
         return [x] * self.size
 
     def broadcast(self, x: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Pre-tokenizers of byte-level vocabularies, which split a text into words before merging: one for
 each name in GGUF headers (`tokenizer.ggml.pre`).
 
-A text is split like by the model's own tokenizer or, if that is unknown, like by llama.cpp.
+They split a text like the model's own tokenizer or, if that is unknown, like llama.cpp.
 """
 
 from __future__ import annotations

@@ -260,5 +260,7 @@ def _steps(fields: Fields, part: str, steps_key: str) -> list[dict[str, Any]]:
         elif isinstance(step, dict):
             steps.append(step)
     if len(steps) > MAX_STEPS:
-        raise ModelError(f"{fields.where}: has more than {MAX_STEPS} steps, the limit. {ADVICE}")
+        raise ModelError(
+            f"{fields.where}: has more than {MAX_STEPS} steps, which is the limit. {ADVICE}"
+        )
     return steps
