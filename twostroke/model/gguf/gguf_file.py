@@ -138,7 +138,7 @@ def _read_split(first: _OpenFile, count: int) -> list[_OpenFile]:
         raise ModelError(
             f"{first.path}: is one of {count} parts of a split GGUF (split.count), which are found "
             f"by their names: the first must have the name NAME-00001-of-{count:05}.gguf, and the "
-            "other parts must be in its folder. Give each file the name of the publication."
+            "other parts must be in its folder. Give each file the name it was published under."
         )
     paths = [first.path.with_name(name) for name in split_files(first.path.name)]
     if missing := [path.name for path in paths if not path.is_file()]:
