@@ -268,9 +268,12 @@ def token(token_id: Any, content: Any) -> dict[str, Any]:
         ({"added_tokens": [token("x", "<x>")]}, "added_tokens: id must be a whole number"),
         ({"added_tokens": {}}, "added_tokens must be a list of objects"),
         ({"model": {"type": "BPE", "vocab": {"a": 10**8}, "merges": []}}, "vocab: has the id"),
-        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}}, "model is not as"),
+        (
+            {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}},
+            "the section model is invalid",
+        ),
         ({"model": 5}, "model must be an object, not 5"),
-        ({"normalizer": {"type": "Nothing"}}, "normalizer is not as it should be"),
+        ({"normalizer": {"type": "Nothing"}}, "the section normalizer is invalid"),
         (
             {"normalizer": replacing({"String": "a"}, "a" * 10**6)},
             "normalizer: content must be a text of at most 64 characters",

@@ -6,7 +6,7 @@ the one with the highest rate:
 
     rate(n) = (rows + sum of the n highest probabilities) / seconds(n)
 
-n = 0 is among them, so a draft that is not expected to pay for itself is not verified.
+n = 0 is one of the choices, so a draft that is not expected to save time is not verified.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-MIN_GAIN = 0.02  # of the rate: less may be an error of the estimates
+MIN_GAIN = 0.02  # of the rate; a smaller gain may be an error of the estimates
 
 
 class Depths(NamedTuple):
@@ -33,10 +33,10 @@ def choose_depths(
     min_depth: int = 1,
     spent_s: float = 0.0,
 ) -> Depths:
-    """`survivals`: of each offer, the probability that each token becomes text, falling. `rows`:
-    decode rows of the step, with and without offers. `seconds(n)`: the expected time of the step
-    with n drafted tokens; None: unknown, which means no drafts. `spent_s`: the time that drafting
-    has taken already."""
+    """Return the number of tokens of each offer to verify. `survivals`: of each offer, the
+    probability that each token becomes text, never growing. `rows`: decode rows of the step, with
+    and without offers. `seconds(n)`: the expected time of the step with n drafted tokens; None:
+    unknown, which means no drafts. `spent_s`: the time that drafting has taken already."""
     depths = [0] * len(survivals)
     alone_s = seconds(0)
     if alone_s is None or not rows:

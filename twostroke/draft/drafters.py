@@ -1,11 +1,12 @@
 """Three drafters that search texts on the host.
 
-    NgramDrafter      the last few tokens occurred before in this text: what followed then
-    SuffixDrafter     the longest end of the text that occurs in this or an earlier text: the most
-                      frequent continuation, with its frequency
-    PredictedDrafter  the client has sent the text that it expects (OpenAI's `prediction`)
+    NgramDrafter      finds an earlier occurrence of the last few tokens of the text, and offers the
+                      tokens that followed there
+    SuffixDrafter     finds the longest end of the text that occurs in this or an earlier text, and
+                      offers the most frequent continuation
+    PredictedDrafter  offers the text that the client expects (OpenAI's `prediction`)
 
-A drafter keeps a state for each request. The tokens of a request only grow.
+A drafter keeps a state for each request, and the tokens of a request only grow.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class HostDrafter:
 
 
 def _bucket(length: int) -> int:
-    """Match lengths with similar acceptance: 1, 2, …, 7, then 8 to 11, 12 to 15, 16 and more."""
+    """Group match lengths by acceptance: 1, 2, …, 7, then 8 to 11, 12 to 15, 16 and more."""
     return length if length < 8 else min(length // 4, 4) * 4
 
 
@@ -70,7 +71,8 @@ class _NgramState:
         if not found.length:
             return None
         tokens_after = list(islice(index.after(found.ends[0]), max_tokens))
-        # The match may end less than `max_tokens` before the end: the text repeats itself.
+        # If fewer than `max_tokens` tokens follow the match, the text repeats itself with this
+        # period.
         period = len(tokens_after)
         while period and len(tokens_after) < max_tokens:
             tokens_after.append(tokens_after[len(tokens_after) - period])
@@ -85,7 +87,7 @@ class _NgramState:
 
 
 class SuffixDrafter(HostDrafter):
-    """Ended requests are searched too, with their prompts, as far as they have the same salt."""
+    """Searches the text of the request, and prompts and outputs of ended requests of its salt."""
 
     name = "suffix"
 
@@ -108,8 +110,8 @@ class SuffixDrafter(HostDrafter):
         self._requests: OrderedDict[str, int] = OrderedDict()
         # Ended texts that wait for the budget, with their salts: at most `_capacity` tokens.
         self._ended: deque[tuple[str, array[int]]] = deque()
-        self._num_ended = 0  # tokens of them
-        self._ended_done = 0  # tokens of the first of them that are in an index
+        self._num_ended = 0  # tokens in `_ended`
+        self._ended_done = 0  # tokens of the first text of `_ended` that are in an index
 
     @property
     def num_shared(self) -> int:
@@ -142,7 +144,7 @@ class SuffixDrafter(HostDrafter):
             if self.budget is not None:
                 count = min(count, self.budget.left)
                 self.budget.left -= count
-            if index is not None:  # a newer salt may have taken its place meanwhile
+            if index is not None:  # None: the index was dropped for a newer salt
                 index.add(islice(tokens, self._ended_done, self._ended_done + count))
             self._ended_done += count
             if self._ended_done == len(tokens):
@@ -160,7 +162,7 @@ class SuffixDrafter(HostDrafter):
         if index is None:
             index = self._shared[salt] = TokenIndex(self._gram, self._capacity)
         self._shared.move_to_end(salt)
-        if self._requests.get(salt, 0) >= self._max_requests:  # begin again
+        if self._requests.get(salt, 0) >= self._max_requests:  # begin again with an empty index
             index = self._shared[salt] = TokenIndex(self._gram, self._capacity)
             self._requests[salt] = 0
         index.end_text()
@@ -203,13 +205,13 @@ class _SuffixState:
         keys = tuple(
             ("suffix", bucket, min(n, 3), min(int(4 * share), 3)) for n, share in enumerate(shares)
         )
-        # A frequency of few occurrences is uncertain.
+        # Not the frequency itself, because a frequency in few occurrences is uncertain.
         priors = tuple(0.2 + 0.6 * share for share in shares)
         return DraftOffer("suffix", tuple(drafted), keys, priors)
 
 
 def _followers(index: TokenIndex, found: Matches, length: int, count: int) -> list[list[int]]:
-    """The tokens after each place of the longest match."""
+    """Return the tokens after each place of a match, if the match has `length` tokens."""
     if found.length < length:
         return []
     return [list(islice(index.after(end), count)) for end in found.ends]
@@ -218,8 +220,8 @@ def _followers(index: TokenIndex, found: Matches, length: int, count: int) -> li
 def _most_frequent(
     followers: list[list[int]], max_tokens: int, min_prob: float
 ) -> tuple[list[int], list[float]]:
-    """Walk along the most frequent next token of the texts that agree so far. Return the tokens and
-    the share of each. The newest of several equally frequent tokens wins."""
+    """Append the most frequent next token of the followers that agree so far, again and again.
+    Return the tokens and the share of each. The newest of equally frequent tokens wins."""
     drafted: list[int] = []
     shares: list[float] = []
     whole = 1.0
@@ -258,16 +260,16 @@ class PredictedDrafter(HostDrafter):
 
 
 class _PredictedState:
-    """Follows the output through the predicted text. After a difference the end of the output is
-    searched in the prediction; the place nearest to the place before wins."""
+    """Tracks the place of the output in the predicted text. After a difference, the end of the
+    output is searched in the prediction, and the match nearest to the old place is taken."""
 
     def __init__(self, text: Text, budget: IndexBudget | None) -> None:
         self._text, self._budget = text, budget
         self._prediction = text.prediction
         self._index = TokenIndex(2, max(2, len(self._prediction)))
         self._at = 0  # the place in the prediction of the next token
-        self._seen = text.num_prompt  # tokens of the text that the place takes into account
-        self._matched = 0  # tokens before the place that are equal
+        self._seen = text.num_prompt  # tokens of the text that were compared
+        self._matched = 0  # equal tokens before the place
 
     def propose(self, max_tokens: int) -> DraftOffer | None:
         tokens, prediction = self._text.tokens, self._prediction

@@ -9,13 +9,13 @@ from twostroke.request import EngineRequest
 
 
 class DraftOffer(NamedTuple):
-    """Drafted tokens. `keys` and `priors`: of each token, for `Survival`."""
+    """Drafted tokens. `keys` and `priors` have an entry for each token, for `Survival`."""
 
     drafter: str
     tokens: tuple[int, ...]
     keys: tuple[Hashable, ...]
     priors: tuple[float, ...]
-    # Keys that are known before the tokens are drafted, which are counted too.
+    # The keys that a draft model knows before it drafts the tokens. `Survival` counts them too.
     known_keys: tuple[Hashable, ...] = ()
 
 
@@ -47,7 +47,7 @@ class DraftRow(NamedTuple):
 
     state: Any  # from `Drafter.open`
     max_tokens: int
-    # Called with the offer so far: whether another token is worth its cost. None: it always is.
+    # Returns, for the offer so far, whether another token is worth its cost. None: it always is.
     goes_on: Callable[[DraftOffer], bool] | None = None
 
 
@@ -55,8 +55,7 @@ class Drafter(Protocol):
     name: str
 
     def open(self, text: Text) -> Any | None:
-        """Begin to draft for a request. Return the state of the request; None: the drafter has
-        nothing for the request."""
+        """Begin to draft for a request. Return its state; None if the drafter cannot draft."""
         ...
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftOffer | None]:
@@ -64,7 +63,7 @@ class Drafter(Protocol):
         ...
 
     def close(self, text: Text) -> None:
-        """The request has ended with this text."""
+        """End a request, which has written this text."""
         ...
 
 
@@ -73,12 +72,11 @@ class DraftModel(Drafter, Protocol):
     first draft for a row the model must have computed the text of the row."""
 
     def backlog(self, state: Any) -> int | None:
-        """Return the tokens of the text that are not computed; None: the model cannot draft for the
-        row."""
+        """Return the number of tokens that are not computed; None if the model cannot draft."""
         ...
 
     def known_keys(self, state: Any, count: int) -> tuple[Hashable, ...]:
-        """Return the keys that are known before so many tokens are drafted."""
+        """Return the keys of the next `count` drafted tokens, known before they are drafted."""
         ...
 
     def step_s(self, states: Sequence[Any]) -> float:
@@ -90,11 +88,11 @@ class DraftModel(Drafter, Protocol):
         ...
 
     def max_chunk(self, state: Any, limit_s: float) -> int:
-        """Return how many tokens of the backlog the model computes in this time."""
+        """Return how many tokens of the backlog the model can compute in `limit_s`."""
         ...
 
     def catch_up(self, states: Sequence[tuple[Any, int]]) -> None:
-        """Compute so many tokens of the backlog of each row, and draft nothing."""
+        """Compute a number of tokens of the backlog of each row, without drafting."""
         ...
 
     def take_seconds(self) -> float:
@@ -102,7 +100,7 @@ class DraftModel(Drafter, Protocol):
         ...
 
     def pause(self, text: Text) -> None:
-        """Free the memory of a request that does not run for a while."""
+        """Free the memory of a preempted request."""
         ...
 
     def reset_prefixes(self) -> None:

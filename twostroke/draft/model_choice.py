@@ -1,15 +1,15 @@
 """`ModelChoice`: decides before each step whether the draft model runs, and for which rows.
 
-Drafting takes time, so the expected rate of the step with it is compared with the rate of the best
-offers of the drafters that search texts:
+Drafting takes time. So the expected rate of a step with k tokens of the draft model is compared
+with the rate of the best offers of the drafters that search texts:
 
     rate(k) = (rows + expected accepted tokens) / (k · draft step + step with the drafted tokens)
 
-k = 0 is the step without the draft model; then the model does not run, and falls behind the text. A
-row that is behind is caught up in chunks, each as long as `CATCH_UP_STEPS` steps, if the time is
-expected to come back while the request writes the rest of its text. What the model has learnt of
-its drafts grows old while it does not run: now and then it drafts for a row as a probe, which may
-take `PROBE_SHARE` of the time.
+k = 0 is the step without the draft model: the model does not run, and falls behind the text. A row
+that is behind is caught up in chunks, each as long as `CATCH_UP_STEPS` steps, if the drafts are
+expected to save more time while the request writes the rest of its text. The counts of the model's
+drafts become outdated while it does not run. So now and then the model drafts for one row as a
+probe; probes may take `PROBE_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from twostroke.draft.interface import DraftModel, DraftOffer, DraftRow
 from twostroke.draft.survival import Counts, Survival
 
 KNOWN_PRIOR = 0.7  # of a drafted token, before it is drafted
-CURRENT = 2  # tokens that a text gains beyond a draft that is accepted in whole
-CATCH_UP_STEPS = 2.0  # of the step: the longest chunk of a row that is behind
-FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write, before any has ended
+MAX_CURRENT = 2  # backlog of a row that is not behind: tokens after a draft accepted in whole
+CATCH_UP_STEPS = 2.0  # the longest chunk of a row that is behind, in times of a step
+FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write, until a request has ended
 SMOOTHING = 0.1  # of the mean output
 PROBE_SHARE = 0.01  # of the time since the model ran
 PROBE_STEPS, PROBE_TOKENS = 8, 4
@@ -40,7 +40,7 @@ class DraftCandidate(NamedTuple):
     max_tokens: int  # that may be drafted
     remaining: int  # tokens that the request may write
     counts: Counts
-    host: Sequence[float] = ()  # survival of the tokens that would be verified of that offer
+    host: Sequence[float] = ()  # survival of the offer's tokens that would be verified
 
 
 class ModelRow(NamedTuple):
@@ -59,7 +59,7 @@ class ModelDepth(NamedTuple):
     rows: tuple[int, ...] = ()
     rate: float = 0.0  # tokens a second
     base_rate: float = 0.0  # without the model
-    min_survival: float = 0.0  # from which on another drafted token pays
+    min_survival: float = 0.0  # above this, another drafted token is worth its time
 
 
 def choose_model_depth(
@@ -69,8 +69,9 @@ def choose_model_depth(
     draft_s: Callable[[Sequence[int]], float],
     max_tokens: int,
 ) -> ModelDepth:
-    """`num_rows`: decode rows of the step. `seconds(n)`: the expected time of the step with n
-    drafted tokens. `draft_s(rows)`: of drafting one token for each of these rows."""
+    """Return the depth with the highest rate. `num_rows`: decode rows of the step. `seconds(n)`:
+    the expected time of the step with n drafted tokens. `draft_s(rows)`: the expected time of
+    drafting one token for each of these rows."""
     host_depth = sum(row.host_depth for row in rows)
     alone_s = seconds(host_depth)
     if alone_s is None:
@@ -104,18 +105,17 @@ def choose_model_depth(
 
 
 class ModelChoice:
-    """`adaptive`: False: the model drafts for every row without another offer."""
-
     def __init__(self, model: DraftModel, survival: Survival, adaptive: bool) -> None:
+        """`adaptive` False: the model drafts for every row without another offer."""
         self.model = model
         self._survival, self._adaptive = survival, adaptive
         self._mean_output = FIRST_OUTPUTS
         self._idle_s = 0.0  # time of the steps since the model ran
         self._probed = ""  # the request of the probe under way
-        self._probe_steps = 0  # left of it
+        self._probe_steps = 0  # steps that are left of the probe
 
     def note_end(self, num_outputs: int) -> None:
-        """Learn how many tokens a request writes."""
+        """Update the mean number of output tokens with an ended request."""
         self._mean_output += SMOOTHING * (num_outputs - self._mean_output)
 
     def offers(
@@ -194,7 +194,7 @@ class ModelChoice:
         for n in wanted:
             one = candidates[n]
             backlog = self.model.backlog(one.state) or 0
-            if backlog > CURRENT:
+            if backlog > MAX_CURRENT:
                 cost_s = self.model.catch_up_s(one.state)
                 left = min(float(one.remaining), self._mean_output)
                 if saved_s is not None and cost_s > left * saved_s:
@@ -212,9 +212,9 @@ class ModelChoice:
         return ready
 
     def _probe(self, candidates: Sequence[DraftCandidate], able: Sequence[int]) -> list[int]:
-        """Return the row of the probe under way, or of one that is due."""
+        """Return the row of the probe under way, or of a new probe if one is due."""
         probed = [n for n in able if candidates[n].request_id == self._probed]
-        if not probed and self._probed:  # its request has ended
+        if not probed and self._probed:  # the request of the probe has ended
             self._probed, self._idle_s = "", 0.0
         if probed:
             return probed

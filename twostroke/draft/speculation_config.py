@@ -12,7 +12,7 @@ METHODS = ("ngram", "suffix")  # the default
 DRAFT_MODEL = "draft_model"
 ALL_METHODS = (*METHODS, DRAFT_MODEL)
 MAX_DEPTH = 64  # of `num_speculative_tokens`
-# Methods of vLLM and llama-server whose heads or models read the states of the model.
+# Methods of vLLM and llama-server that are refused: most read the hidden states of the model.
 NOT_YET = (
     "ngram_gpu",
     "eagle",
@@ -26,8 +26,8 @@ NOT_YET = (
     "draft-mtp",
 )
 OF_DRAFT_MODEL = ("model", "draft_tensor_parallel_size", "draft_model_min_token_prob")
-# vLLM's settings of a draft model that are those of the model here.
-NOT_OF_ITS_OWN = ("max_model_len", "quantization", "kv_cache_dtype", "revision")
+# vLLM's settings of a draft model that cannot be set here.
+NOT_SETTABLE = ("max_model_len", "quantization", "kv_cache_dtype", "revision")
 OF_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
 OF_SUFFIX = (
     "suffix_decoding_max_tree_depth",
@@ -50,7 +50,7 @@ NAME = "speculative_config"
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Validated settings. The defaults are those of `speculative_config` without the keys."""
+    """Validated settings. The defaults are those of an empty `speculative_config`."""
 
     methods: tuple[str, ...] = METHODS
     max_depth: int = 12  # drafted tokens of a row in a step
@@ -70,7 +70,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
     """Read and check the settings; raise `ConfigError` for an unknown key or a bad value."""
     methods = _methods(given.get("method"), given.get("model"))
     for key in given:
-        if key in NOT_OF_ITS_OWN:
+        if key in NOT_SETTABLE:
             raise ConfigError(
                 f"{NAME}: {key} cannot be set for the draft model, which is kept as its file has "
                 "it; leave it out"
@@ -99,7 +99,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
             f"{NAME}: min_speculative_tokens {min_depth} is above num_speculative_tokens "
             f"{max_depth}"
         )
-    # One of the two alone sets both, as in vLLM.
+    # If only one of the two is given, it sets both, as in vLLM.
     longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
     defaults = (5, 3) if longest is None and shortest is None else (shortest, longest)
     ngram_max = _whole(given, "prompt_lookup_max", 1, 64, defaults[0])
@@ -143,7 +143,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculationConfig:
 
 
 def _methods(value: Any, model: Any) -> tuple[str, ...]:
-    """Read one method, several with commas between them, or a list. A model alone drafts alone."""
+    """Read one method, several separated by commas, or a list. With `model` and without a method,
+    the draft model is the only drafter."""
     if value is None:
         return METHODS if model is None else (DRAFT_MODEL,)
     names = value.split(",") if isinstance(value, str) else value

@@ -6,8 +6,8 @@
 The drafters that search texts make their offers first. A draft model then runs for the rows where
 its drafts are worth the time (`model_choice.py`).
 
-The offers of all drafters are remembered until the text shows whether they were right
-(`survival.py`). Deterministic: the same texts and step times give the same drafts.
+The offers of all drafters are kept until the text shows whether they were right (`survival.py`).
+Deterministic: the same texts and step times give the same drafts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from twostroke.observe.record import RequestRecord
 
 MAX_STEP_DRAFTS = 256  # drafted tokens of all rows in a step
 MAX_STEP_INDEXED = 2048  # tokens that the drafters' indexes add in a step, some 5 ms
-# The cost of drafted tokens is learnt from steps that have some. If no draft was expected to pay
-# for itself in this many steps, a likely draft of a few tokens is verified to measure the cost.
+# The cost of drafted tokens is learnt from steps with drafts. If no draft was expected to save time
+# in PROBE_EVERY steps, a likely draft of at most PROBE_TOKENS is verified to measure the cost.
 PROBE_EVERY = 256
 PROBE_TOKENS = 4
-PROBE_SURVIVAL = 0.5  # of each token of such a draft
+PROBE_SURVIVAL = 0.5  # minimum survival of each token of a probe
 
 
 class DraftRules(Protocol):
@@ -52,7 +52,7 @@ class Drafted(NamedTuple):
 
 
 class StepDrafts(NamedTuple):
-    """The drafts of a step by request, and what was expected of them."""
+    """The drafts of a step by request, with the expected tokens and gain."""
 
     by_request: dict[str, Drafted]
     offers: int = 0  # rows with an offer
@@ -82,13 +82,12 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class _Followed:
-    """One request."""
+    """A request, its drafters' states, and its counts."""
 
     text: Text
     states: dict[str, Any]  # by the name of the drafter
-    waiting: dict[str, tuple[int, DraftOffer]] = field(
-        default_factory=dict
-    )  # offers not yet compared
+    # By the name of the drafter: an offer not yet compared with the text, and where it begins.
+    waiting: dict[str, tuple[int, DraftOffer]] = field(default_factory=dict)
     counts: Counts = field(default_factory=dict)
 
 
@@ -106,7 +105,7 @@ class _Offered:
 
 class Speculator:
     def __init__(self, config: SpeculationConfig, model: DraftModel | None = None) -> None:
-        """`model`: drafts too, if its time is worth it."""
+        """`model`: the draft model, if there is one."""
         self.config = config
         self.survival = Survival()
         self._budget = IndexBudget(MAX_STEP_INDEXED)
@@ -131,7 +130,7 @@ class Speculator:
         self._followed[request_id] = _Followed(text, states)
 
     def pause(self, request_id: str) -> None:
-        """The request was preempted, and may wait for long."""
+        """Free the draft model's memory of a preempted request, which may wait for long."""
         if self.model is not None and request_id in self._followed:
             self.model.pause(self._followed[request_id].text)
 
@@ -161,9 +160,9 @@ class Speculator:
         max_tokens: int = MAX_STEP_DRAFTS,
         rules: DraftRules | None = None,
     ) -> StepDrafts:
-        """Return the drafts of the next step. `rows`: those that may have drafts, of `num_rows` in
-        the step. `seconds(n)`: the expected time of the step with n drafted tokens. `max_tokens`:
-        of all rows."""
+        """Return the drafts of the next step. `rows`: the rows that may have drafts. `num_rows`:
+        all decode rows of the step. `seconds(n)`: the expected time of the step with n drafted
+        tokens. `max_tokens`: maximum of drafted tokens in all rows."""
         self._budget.renew()
         max_tokens = min(max_tokens, MAX_STEP_DRAFTS)
         offered = []
@@ -211,8 +210,8 @@ class Speculator:
         return StepDrafts(by_request, len(found), expected, gain, model_s)
 
     def _consider(self, row: _Offered, offer: DraftOffer | None, rules: DraftRules | None) -> None:
-        """Take an offer if more of its tokens are expected to become text than of the offer so
-        far."""
+        """Replace the best offer of a row if more tokens of the new offer are expected to become
+        text."""
         if offer is None:
             return
         followed = row.followed
@@ -234,7 +233,7 @@ class Speculator:
         max_tokens: int,
         rules: DraftRules | None,
     ) -> None:
-        """Improve on the offers with those of the draft model."""
+        """Consider the offers of the draft model for the rows where they are worth the time."""
         depths = [len(row.survival) for row in offered]
         if self.config.adaptive:
             survivals = [row.survival for row in offered]
@@ -266,8 +265,8 @@ class Speculator:
         return [len(likely) if n == best else 0 for n in range(len(survivals))], sum(likely)
 
     def _compare(self, followed: _Followed) -> None:
-        """Count the tokens of earlier offers that the text has reached. An offer whose end the text
-        has not reached waits."""
+        """Count the tokens of earlier offers that the text has reached. An offer that agrees with
+        the text so far, and continues beyond its end, stays in `waiting`."""
         tokens = followed.text.tokens
         for name, (start, offer) in list(followed.waiting.items()):
             written = tokens[start : start + len(offer.tokens)]

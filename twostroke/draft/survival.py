@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-PRIOR_WEIGHT = 4.0  # tokens that the drafter's own estimate counts as
-REQUEST_WEIGHT = 8.0  # tokens that the counts of all requests count as, for one request
-MAX_TRIALS = 400.0  # above: old counts fade
+PRIOR_WEIGHT = 4.0  # of the drafter's own estimate, in tokens
+REQUEST_WEIGHT = 8.0  # of the rate over all requests, in tokens, for the rate of one request
+MAX_TRIALS = 400.0  # above this number, the counts are halved
 
 Counts = dict[Hashable, list[float]]  # key → hits, trials
 
@@ -33,7 +33,7 @@ class Survival:
                 pair[1] *= 0.5
 
     def rate(self, key: Hashable, prior: float, own: Counts) -> float:
-        """The probability that a token with this key is right, if all before it are."""
+        """Return the probability that a token with this key is right, if all before it are."""
         hits, trials = self._counts.get(key, (0.0, 0.0))
         rate = (hits + PRIOR_WEIGHT * prior) / (trials + PRIOR_WEIGHT)
         hits, trials = own.get(key, (0.0, 0.0))
@@ -42,7 +42,7 @@ class Survival:
     def of_offer(
         self, keys: Sequence[Hashable], priors: Sequence[float], own: Counts
     ) -> list[float]:
-        """The probability that each token is reached and right. It never grows."""
+        """Return the probability that each token is reached and right. It never grows."""
         survives, found = 1.0, []
         for key, prior in zip(keys, priors, strict=True):
             survives *= self.rate(key, prior, own)

@@ -4,9 +4,10 @@
                     ▲         ▲
       before: at 3 ─┘         └─ the end   2-gram (b, c) ends at 3: its match is a b c, `d` follows
 
-The end of every n-gram of `gram` tokens is linked to the end before it with the same hash. A search
-walks this chain, newest first, and compares tokens backwards. The newest `capacity` tokens are
-kept. Adding a token costs a few operations; a search looks at `MAX_CANDIDATES` places at most.
+The end of every n-gram of `gram` tokens is linked to the end of the previous n-gram with the same
+hash. A search follows these links, newest first, and compares tokens backwards. The newest
+`capacity` tokens are kept. Adding a token costs a few operations; a search compares at most
+`MAX_CANDIDATES` places.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MASK = (1 << 61) - 1
 
 
 class Matches(NamedTuple):
-    """The places before which the longest part of the tail occurs."""
+    """The places where the longest match with the end of a text ends."""
 
     length: int  # equal tokens; 0: there is no match
     ends: tuple[int, ...]  # where the match ends, newest first
@@ -49,7 +50,7 @@ class TokenIndex:
         self.gram, self.capacity = gram, capacity
         self.total = 0  # tokens added so far
         self._tokens = array("i")
-        self._before = array("q")  # by end of an n-gram: the end before it with the same hash
+        self._before = array("q")  # end of an n-gram → previous end with the same hash
         self._newest: dict[int, int] = {}  # hash → newest end
 
     @property
@@ -63,7 +64,7 @@ class TokenIndex:
 
     def catch_up(self, text: Sequence[int], budget: IndexBudget | None) -> bool:
         """Add the tokens of a growing text that are not in the index yet, as far as the budget
-        allows. Return whether the index has all of them. None: no limit."""
+        allows. Return whether the index has all tokens. `budget` None: no limit."""
         missing = len(text) - self.total
         count = missing if budget is None else min(missing, budget.left)
         self.add(islice(text, self.total, self.total + count))
@@ -72,7 +73,7 @@ class TokenIndex:
         return count == missing
 
     def end_text(self) -> None:
-        """End a text: no match reaches from the next text into it."""
+        """End a text, so that no match crosses its end."""
         if self.total:
             self._put(BREAK)
 
@@ -102,7 +103,7 @@ class TokenIndex:
                 del self._newest[key]
 
     def _key_at(self, start: int) -> int | None:
-        """Return the hash of the n-gram that starts here; None: it has the end of a text."""
+        """Return the hash of the n-gram that starts here; None if a text ends in it."""
         key = 0
         for n in range(start, start + self.gram):
             one = self._tokens[n % self.capacity]
@@ -112,8 +113,8 @@ class TokenIndex:
         return key
 
     def search(self, tail: Sequence[int], max_length: int, at_end: bool = False) -> Matches:
-        """Return the places where the longest part of the end of `tail` occurs, at least `gram` and
-        at most `max_length` tokens. `at_end`: the tail is the end of this text, which does not
+        """Return the places of the longest match with the end of `tail`, of at least `gram` and at
+        most `max_length` tokens. `at_end`: the tail is the end of the indexed text, which does not
         count as a place."""
         gram, capacity, tokens = self.gram, self.capacity, self._tokens
         size = len(tail)

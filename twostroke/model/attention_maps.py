@@ -1,10 +1,10 @@
-"""The attention probabilities of a short prompt, all layers and heads: a plain forward in numpy.
+"""Computes the attention probabilities of a short prompt in all layers and heads, in numpy.
 
     python -m twostroke.model.attention_maps < request.json > head.json + floats
 
-The engine's kernels never hold these probabilities, because they add them up in tiles. This forward
-reads the same weights, one layer at a time, in fp32, in a process of its own that ends after one
-answer. Engines take no part in it. `ModelSpec` describes the computation. Models with latents or
+The engine's kernels never store these probabilities: they process the scores in tiles. This forward
+pass runs without an engine, in a separate process that ends after one answer. It reads the same
+weights in fp32, one layer at a time. `ModelSpec` describes the computation. Models with latents or
 experts are refused. This module does not import torch.
 """
 
@@ -49,8 +49,8 @@ def check(spec: ModelSpec, num_tokens: int) -> None:
     """Raise `RequestError` for a prompt or a model whose attention is not computed here."""
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise RequestError(
-            f"attention is shown for prompts of 1 to {MAX_TOKENS} tokens, and this one has "
-            f"{num_tokens}; send a shorter one"
+            f"attention is shown for prompts of 1 to {MAX_TOKENS} tokens, and this prompt has "
+            f"{num_tokens}; send a shorter prompt"
         )
     if spec.has_latents or spec.has_experts:
         raise RequestError(
@@ -94,45 +94,45 @@ class _Forward:
             maps.append(probabilities)
         return maps
 
-    def _layer(self, x: Floats, layer: LayerSpec, at: str) -> tuple[Floats, Floats]:
+    def _layer(self, x: Floats, layer: LayerSpec, prefix: str) -> tuple[Floats, Floats]:
         spec, scale = self._spec, np.float32(self._spec.residual_scale)
         assert isinstance(layer.mlp, MLPSpec)
-        normed = self._norm(x, at + "attn_norm") if layer.pre_norm else x
-        attended, probabilities = self._attention(normed, layer.attention, at)
+        normed = self._norm(x, prefix + "attn_norm") if layer.pre_norm else x
+        attended, probabilities = self._attention(normed, layer.attention, prefix)
         if layer.parallel:
-            mlp_input = self._norm(x, at + "mlp_norm") if layer.two_norms else normed
-            return x + scale * (attended + self._mlp(mlp_input, layer.mlp, at)), probabilities
+            mlp_input = self._norm(x, prefix + "mlp_norm") if layer.two_norms else normed
+            return x + scale * (attended + self._mlp(mlp_input, layer.mlp, prefix)), probabilities
         if layer.post_norm:
-            attended = self._norm(attended, at + "attn_post_norm")
+            attended = self._norm(attended, prefix + "attn_post_norm")
         x = x + scale * attended
-        normed = self._norm(x, at + "mlp_norm") if layer.pre_norm else x
-        out = self._mlp(normed, layer.mlp, at)
+        normed = self._norm(x, prefix + "mlp_norm") if layer.pre_norm else x
+        out = self._mlp(normed, layer.mlp, prefix)
         if layer.post_norm:
-            out = self._norm(out, at + "mlp_post_norm")
+            out = self._norm(out, prefix + "mlp_post_norm")
         assert x.shape == (self._count, spec.hidden_size)
         return x + scale * out, probabilities
 
-    def _attention(self, x: Floats, spec: AttentionSpec, at: str) -> tuple[Floats, Floats]:
+    def _attention(self, x: Floats, spec: AttentionSpec, prefix: str) -> tuple[Floats, Floats]:
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        q, k, v = (self._linear(x, at + name) for name in "qkv")
+        q, k, v = (self._linear(x, prefix + name) for name in "qkv")
         if spec.qk_norm == "full":
-            q, k = self._rms(q, at + "q_norm"), self._rms(k, at + "k_norm")
+            q, k = self._rms(q, prefix + "q_norm"), self._rms(k, prefix + "k_norm")
         q, k, v = (
             one.reshape(self._count, count, spec.head_dim).swapaxes(0, 1)
             for one, count in ((q, heads), (k, kv_heads), (v, kv_heads))
         )
         if spec.qk_norm == "head":
-            q, k = self._rms(q, at + "q_norm"), self._rms(k, at + "k_norm")
+            q, k = self._rms(q, prefix + "q_norm"), self._rms(k, prefix + "k_norm")
         q, k = self._rotated(q, spec.rope), self._rotated(k, spec.rope)
         scales = query_scales(spec.rope, self._count)
         if scales is not None:
             q = q * scales[:, None]
         k, v = np.repeat(k, spec.group_size, 0), np.repeat(v, spec.group_size, 0)
-        probabilities = self._probabilities(q @ k.swapaxes(1, 2), spec, at)
+        probabilities = self._probabilities(q @ k.swapaxes(1, 2), spec, prefix)
         attended = (probabilities @ v).swapaxes(0, 1).reshape(self._count, -1)
-        return self._linear(attended, at + "o"), probabilities
+        return self._linear(attended, prefix + "o"), probabilities
 
-    def _probabilities(self, scores: Floats, spec: AttentionSpec, at: str) -> Floats:
+    def _probabilities(self, scores: Floats, spec: AttentionSpec, prefix: str) -> Floats:
         scores = scores * np.float32(spec.scale)
         if spec.softcap:
             scores = np.float32(spec.softcap) * np.tanh(scores / np.float32(spec.softcap))
@@ -141,7 +141,7 @@ class _Forward:
         visible = (distance >= 0) & (distance < (spec.window or math.inf))
         scores = np.where(visible, scores, np.float32(-np.inf))
         largest = scores.max(-1, keepdims=True)
-        sink = self._weights.floats(at + "sinks")[:, None, None] if spec.sinks else None
+        sink = self._weights.floats(prefix + "sinks")[:, None, None] if spec.sinks else None
         if sink is not None:
             largest = np.maximum(largest, sink)
         weights = np.exp(scores - largest)
@@ -162,12 +162,12 @@ class _Forward:
         rotated = (first * cos - second * sin, second * cos + first * sin)
         return np.concatenate([*rotated, x[..., rope.dim :]], axis=-1)
 
-    def _mlp(self, x: Floats, mlp: MLPSpec, at: str) -> Floats:
-        up = self._linear(x, at + "up")
+    def _mlp(self, x: Floats, mlp: MLPSpec, prefix: str) -> Floats:
+        up = self._linear(x, prefix + "up")
         if not mlp.gated:
-            return self._linear(_activated(up, mlp.activation), at + "down")
-        gate = self._linear(x, at + "gate")
-        return self._linear(_activated(gate, mlp.activation) * up, at + "down")
+            return self._linear(_activated(up, mlp.activation), prefix + "down")
+        gate = self._linear(x, prefix + "gate")
+        return self._linear(_activated(gate, mlp.activation) * up, prefix + "down")
 
     def _linear(self, x: Floats, name: str) -> Floats:
         out: Floats = x @ self._weights.floats(name).T

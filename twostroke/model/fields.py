@@ -128,7 +128,7 @@ class Fields:
         expected = f"a number {bounds}"
         if value is None:
             return self._default(name, default, expected)
-        # NaN is in no range. Python takes a bool for an int; a file does not.
+        # NaN is in no range. In Python a bool is an int; in a file it is not.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or value == above:
             self.refuse(name, expected)

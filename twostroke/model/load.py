@@ -3,7 +3,7 @@
     find        `find.hub.find_model`: the name that a user gives → files
     describe    config.json or GGUF metadata → `ModelSpec`
     check       the tensors' names and shapes against the spec, before memory is allocated
-    weights     a `WeightSource`, which reads a weight when it is asked for
+    weights     a `WeightSource`, which reads each weight on request
 
 `text/model_text.py` opens the tokenizer and the chat template of the same files.
 """
@@ -42,7 +42,7 @@ class OpenedModel:
     dtype: str  # of the weights in the file
 
     def stored_as(self) -> str:
-        """Return the types of most matrices in the file: "Q8_0", "Q4_K + Q6_K", "bfloat16"."""
+        """Return the main types of the matrices in the file: "Q8_0", "Q4_K + Q6_K", "bfloat16"."""
         sizes: Counter[str] = Counter()
         for name, shape in self.spec.weight_shapes().items():
             if len(shape) == 2:

@@ -73,8 +73,8 @@ class Packing:
         use two forms of kv_b, whose rounded values would differ."""
         types = {self.source.stored_type(name) or self._dense for name in names}
         dense, packed = types & DENSE, types - DENSE
-        kept = names[0].rpartition(".")[2] in LATENT_EXPANDING
-        rounded = None if kept else self._quantised
+        is_kv_b = names[0].rpartition(".")[2] in LATENT_EXPANDING
+        rounded = None if is_kv_b else self._quantised
         formats = set()
         if packed:
             formats.add(str(cpu.module().common_format([str(type) for type in packed])))
@@ -155,8 +155,7 @@ class NativeDecoder:
         exact: bool = False,
         scale_keys: bool = False,
     ) -> None:
-        """`scale_keys`: scale the channels of keys and queries for an int8 KV cache
-        (`key_scales.py`)."""
+        """`scale_keys`: scale keys and queries for an int8 KV cache (`key_scales.py`)."""
         self.spec = spec = packing.spec
         self.isa = isa
         self._logits = np.empty((0, spec.vocab_size), np.float32)
@@ -228,8 +227,7 @@ def spec_record(spec: ModelSpec) -> dict[str, Any]:
 def load_weights(
     packing: Packing, isa: str, max_len: int, threads: int, scale_keys: bool = False
 ) -> Weights:
-    """Return all weights of the model by canonical name. Matrices of one matmul are one weight:
-    `qkv`, `gate_up`."""
+    """Return all weights by canonical name. Matrices of one matmul are one weight, like `qkv`."""
     spec, load = packing.spec, _Loader(packing, isa, scale_keys)
     weights: Weights = {"final_norm": load.vector("final_norm")}
     if spec.norm_bias:
@@ -255,47 +253,49 @@ class _Loader:
         self._shapes = packing.spec.weight_shapes()
 
     def layer(self, index: int) -> Weights:
-        spec, at = self._packing.spec, f"layers.{index}."
+        spec, prefix = self._packing.spec, f"layers.{index}."
         layer = spec.layers[index]
         attention, mlp = layer.attention, layer.mlp
         names = layer.weight_shapes(spec.hidden_size, spec.norm_bias)
-        vectors = [at + name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
-        weights: Weights = {name: self.vector(name) for name in vectors}
-        qkv = [at + name for name in input_projections(attention)]
-        weights[at + "qkv"] = self.matrix(qkv, attention.qkv_bias)
-        weights[at + "o"] = self.matrix([at + "o"], attention.output_bias)
-        weights |= self._latent(attention, at)
-        weights |= self._experts(mlp, at) if isinstance(mlp, ExpertsSpec) else self._mlp(mlp, at)
+        vectors = [name for name in names if name.endswith(("_norm", "_norm_bias", "sinks"))]
+        weights: Weights = {prefix + name: self.vector(prefix + name) for name in vectors}
+        qkv = [prefix + name for name in input_projections(attention)]
+        weights[prefix + "qkv"] = self.matrix(qkv, attention.qkv_bias)
+        weights[prefix + "o"] = self.matrix([prefix + "o"], attention.output_bias)
+        weights |= self._latent(attention, prefix)
+        weights |= (
+            self._experts(mlp, prefix) if isinstance(mlp, ExpertsSpec) else self._mlp(mlp, prefix)
+        )
         if self._scale_keys:
             scales = key_scales(spec, self._packing.source, index)
-            weights[at + "key_scales"] = scales.ravel()
+            weights[prefix + "key_scales"] = scales.ravel()
         return weights
 
-    def _latent(self, attention: AttentionSpec, at: str) -> Weights:
+    def _latent(self, attention: AttentionSpec, prefix: str) -> Weights:
         latent = attention.latent
         if latent is None:
             return {}
         heads, nope = attention.num_heads, attention.nope_dim
         if latent.split:
-            keys_transposed = self._by_head(at + "k_b", heads)
-            keys = self._by_head(at + "k_b", heads, transposed=True)
-            values = self._by_head(at + "v_b", heads)
+            keys_transposed = self._by_head(prefix + "k_b", heads)
+            keys = self._by_head(prefix + "k_b", heads, transposed=True)
+            values = self._by_head(prefix + "v_b", heads)
         else:
-            name, rows = at + "kv_b", slice(nope)
+            name, rows = prefix + "kv_b", slice(nope)
             keys = self._by_head(name, heads, rows)
             keys_transposed = self._by_head(name, heads, rows, transposed=True)
             values = self._by_head(name, heads, slice(nope, None))
         parts = {"keys": keys, "keys_transposed": keys_transposed, "values": values}
-        weights: Weights = {f"{at}kv_b.{name}": matrix for name, matrix in parts.items()}
+        weights: Weights = {f"{prefix}kv_b.{name}": matrix for name, matrix in parts.items()}
         if latent.q_lora_rank:
-            weights[at + "q_b"] = self.matrix([at + "q_b"])
+            weights[prefix + "q_b"] = self.matrix([prefix + "q_b"])
         return weights
 
     def _by_head(
         self, name: str, heads: int, rows: slice = ALL_ROWS, transposed: bool = False
     ) -> Any:
-        """Pack some rows of each head of a weight (or columns, `transposed`). The rows of each head
-        begin at a multiple of `head_rows`."""
+        """Pack some rows of each head of a weight; with `transposed`, the rows become columns. In
+        the packed matrix the rows of each head begin at a multiple of `head_rows`."""
         source = self._packing.source
         weight = self.vector(name)
         floats = weight.reshape(heads, -1, weight.shape[1])[:, rows]
@@ -332,32 +332,32 @@ class _Loader:
             return self._packed_heads("f32", floats)
         return matrix
 
-    def _mlp(self, mlp: MLPSpec, at: str) -> Weights:
+    def _mlp(self, mlp: MLPSpec, prefix: str) -> Weights:
         return {
-            at + "gate_up": self.matrix([at + name for name in mlp.gate_up], mlp.bias),
-            at + "down": self.matrix([at + "down"], mlp.bias),
+            prefix + "gate_up": self.matrix([prefix + name for name in mlp.gate_up], mlp.bias),
+            prefix + "down": self.matrix([prefix + "down"], mlp.bias),
         }
 
-    def _experts(self, mlp: ExpertsSpec, at: str) -> Weights:
-        weights: Weights = {at + "router": self._router(mlp, at)}
+    def _experts(self, mlp: ExpertsSpec, prefix: str) -> Weights:
+        weights: Weights = {prefix + "router": self._router(mlp, prefix)}
         for number in range(mlp.num_experts):
-            weights |= self._mlp(mlp.expert, f"{at}experts.{number}.")
+            weights |= self._mlp(mlp.expert, f"{prefix}experts.{number}.")
         if mlp.routing.correction_bias:
-            weights[at + "router_correction"] = self.vector(at + "router_correction")
+            weights[prefix + "router_correction"] = self.vector(prefix + "router_correction")
         if mlp.shared is not None:
-            weights |= self._mlp(mlp.shared, at + "shared.")
+            weights |= self._mlp(mlp.shared, prefix + "shared.")
         return weights
 
-    def _router(self, mlp: ExpertsSpec, at: str) -> Any:
+    def _router(self, mlp: ExpertsSpec, prefix: str) -> Any:
         """Return the router in fp32, with the gate of the shared expert as its last row."""
         rows, hidden = mlp.num_experts, self._packing.spec.hidden_size
         matrix = self._native.Matrix("f32", rows + int(mlp.shared_gate), hidden, self._isa)
         places = np.arange(rows, dtype=np.int32)
-        matrix.put_floats(self.vector(f"{at}router"), places)
+        matrix.put_floats(self.vector(f"{prefix}router"), places)
         if mlp.routing.bias:
-            matrix.put_bias(self.vector(f"{at}router_bias"), places)
+            matrix.put_bias(self.vector(f"{prefix}router_bias"), places)
         if mlp.shared_gate:
-            gate = self.vector(f"{at}shared_gate").reshape(1, -1)
+            gate = self.vector(f"{prefix}shared_gate").reshape(1, -1)
             matrix.put_floats(gate, np.array([rows], np.int32))
         return matrix
 
@@ -384,8 +384,8 @@ class _Loader:
         shapes = self._shapes
         rows, cols = sum(shapes[name][0] for name in names), shapes[names[0]][1]
         matrix = self._native.Matrix(format, rows, cols, self._isa)
-        in_turn = names[0].endswith(".gate")
-        for name, places in _places(names, shapes, in_turn):
+        interleaved = names[0].endswith(".gate")
+        for name, places in _places(names, shapes, interleaved):
             try:
                 self._put(matrix, format, name, places)
             except ModelError:
@@ -438,17 +438,16 @@ def _mlp_matrices(mlp: MLPSpec | ExpertsSpec) -> list[list[str]]:
         return [[*mlp.gate_up], ["down"]]
     mlps = {f"experts.{n}.": mlp.expert for n in range(mlp.num_experts)}
     mlps |= {} if mlp.shared is None else {"shared.": mlp.shared}
-    return [
-        [at + name for name in names] for at, spec in mlps.items() for names in _mlp_matrices(spec)
-    ]
+    pairs = ((prefix, names) for prefix, spec in mlps.items() for names in _mlp_matrices(spec))
+    return [[prefix + name for name in names] for prefix, names in pairs]
 
 
 def _places(
-    names: Sequence[str], shapes: dict[str, tuple[int, ...]], in_turn: bool
+    names: Sequence[str], shapes: dict[str, tuple[int, ...]], interleaved: bool
 ) -> list[tuple[str, Ints]]:
     """Return the places of the rows of each matrix: one matrix after another, or, for gate and up,
     alternating blocks, so that the same task computes a block of both."""
-    if not in_turn:
+    if not interleaved:
         ends = np.cumsum([shapes[name][0] for name in names])
         return [
             (name, np.arange(end - shapes[name][0], end, dtype=np.int32))
@@ -462,8 +461,7 @@ def _places(
 
 
 def default_threads(engines: int = 1) -> int:
-    """Return the number of threads of each of `engines` engines, from the CPU affinity and the CPU
-    limit of the cgroup."""
+    """Return the threads of each of `engines` engines, by CPU affinity and cgroup CPU limit."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(allowed or 1, _cgroup_cpus()) // engines)
 

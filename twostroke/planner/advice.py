@@ -1,7 +1,7 @@
-"""`advise`: the fewest engines that would have met the goals for a server's last minutes.
+"""`advise`: finds the fewest engines that would have met the goals in a server's last minutes.
 
 The simulation gets the requests and the step times of the server's own records. It runs in a
-process of its own (`python -m twostroke.planner.advice`, JSON from stdin to stdout), so that it
+separate process (`python -m twostroke.planner.advice`, JSON from stdin to stdout), so that it
 delays no stream of the server.
 """
 
@@ -27,7 +27,7 @@ from twostroke.request import FIRST_MARK_TOKENS
 MIN_REQUESTS = 5
 MAX_REQUESTS = 2000  # the newest
 LINK_BYTES_PER_S = 10e9  # between pools, until blocks have been copied
-NICE = 10  # of the process: on busy cores it gets a tenth of what a stream gets
+NICE = 10  # niceness of the process: on busy cores it gets a tenth of a stream's time
 Json = dict[str, Any]
 
 
@@ -38,7 +38,7 @@ def advise(asked: Json) -> Json:
     tokens or null for an open request, prefix marks]; `counts` of the engines now; `max_engines` of
     a pool; `goals` in seconds; `target`; and `bytes_per_s` between pools.
     """
-    records, counts, most = asked["records"], asked["counts"], int(asked["max_engines"])
+    records, counts, limit = asked["records"], asked["counts"], int(asked["max_engines"])
     goals = Goals(ttft_s=asked["goals"].get("ttft_s"), tpot_s=asked["goals"].get("tpot_s"))
     trace = trace_of(asked["requests"])
     model = measured_model(records, "this server's records")
@@ -59,10 +59,10 @@ def advise(asked: Json) -> Json:
 
     names = list(counts)
     now = tuple(counts[name] for name in names)
-    advised = _smallest(len(names), most, met)
+    advised = _smallest(len(names), limit, met)
     enough = advised is not None
     if advised is None:
-        advised = (most,) * len(names)
+        advised = (limit,) * len(names)
     seconds = max(trace[-1].at_s, 1e-9)
     return {
         "counts": dict(zip(names, now, strict=True)),
@@ -109,16 +109,16 @@ def _blocks(marks: Sequence[str], numbers: dict[tuple[str, int], int]) -> tuple[
     return tuple(blocks)
 
 
-def _smallest(pools: int, most: int, met: Callable[..., bool]) -> tuple[int, ...] | None:
-    """Return the fewest engines of each pool that meet the goals; None: `most` do not."""
+def _smallest(pools: int, limit: int, met: Callable[..., bool]) -> tuple[int, ...] | None:
+    """Return the fewest engines of each pool that meet the goals; None: `limit` engines do not."""
 
     def attempt(*others: int) -> Callable[[int], tuple[int, ...] | None]:
         return lambda count: (*others, count) if met(*others, count) else None
 
     if pools == 1:
-        return fewest(attempt(), most)
-    first = fewest(lambda count: (count,) if met(count, most) else None, most)
-    return None if first is None else fewest(attempt(*first), most)
+        return fewest(attempt(), limit)
+    first = fewest(lambda count: (count,) if met(count, limit) else None, limit)
+    return None if first is None else fewest(attempt(*first), limit)
 
 
 def _figures(forecast: LayoutForecast) -> Json:
@@ -132,15 +132,15 @@ def _figures(forecast: LayoutForecast) -> Json:
 
 def _reason(now: LayoutForecast, advised: LayoutForecast, enough: bool, target: float) -> str:
     met = now.figures["met"]
-    said = (
+    message = (
         f"{now.layout.name} meet the goals for {met.expected:.1%} of the last requests "
         f"({met.low:.1%} to {met.high:.1%}), with a target of {target:.1%}"
     )
     if advised.layout.name == now.layout.name:
-        return said if enough else f"{said}; more engines are not allowed"
+        return message if enough else f"{message}; more engines are not allowed"
     found = advised.figures["met"]
     verdict = "are enough" if enough else "are the most that are allowed, and not enough"
-    return f"{said}; {advised.layout.name} {verdict}: {found.expected:.1%}"
+    return f"{message}; {advised.layout.name} {verdict}: {found.expected:.1%}"
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ async def replay(
 
 
 def compare(forecast: LayoutForecast, run: LoadRun, goals: Goals) -> Json:
-    """Return a row for every figure of both, and the problems of the run."""
+    """Return a row for every figure that was predicted and measured, and the run's problems."""
     measured = latencies_ms(run.samples)
     measured["requests_per_s"] = sum(one.ok for one in run.samples) / run.duration_s
     if goals.any_set:
@@ -115,7 +115,7 @@ def keep_check(kept: KeptChecks, server: Json, factors: Factors, run: LoadRun) -
         "message": (
             f"Kept for the next plan of these servers: steps with prefill take "
             f"{factors.prefill:.2f} and others {factors.decode:.2f} times the uncorrected time; "
-            f"with that the latencies differ by {factors.rest:.0%}"
+            f"with these factors the latencies differ by {factors.rest:.0%}"
         ),
     }
 

@@ -3,11 +3,11 @@
     add ─▶ begin(now): plan a step ─▶ (host_s + modelled seconds) ─▶ end(now): commit the step
        ─▶ stretch(now): run steps that only decode, until a request ends or arrives
 
-With `max_in_flight` 1 a step is planned when the step before has ended, as on a CPU. With 2 it is
-planned when the step before begins, as on a GPU: a request that arrives meanwhile waits for one
-step more. `host_s` is the time that a step adds in either case, because it is measured so. The
-product's code decides admission, chunking, preemption and caching. Only the tokens and the times
-are simulated.
+With `max_in_flight` 1 a step is planned when the previous step has ended, as on a CPU. With 2 it is
+planned when the previous step begins, as on a GPU: a request that arrives meanwhile waits for one
+more step. In both cases a step takes `host_s` in addition to its device time, as servers measure
+it. The product's code decides admission, chunking, preemption and caching. Only the tokens and the
+times are simulated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EngineUsage:
     def add(
         self, step: StepInFlight, num_tokens: int, device_s: float, begun_s: float, end_s: float
     ) -> None:
-        """`num_tokens`: that the step has written."""
+        """Add a step. `num_tokens`: the tokens that the step wrote."""
         plan = step.plan
         self.steps += 1
         self.prefill_tokens += plan.prefill_work.tokens
@@ -84,7 +84,7 @@ class EngineUsage:
         held: tuple[float, float],
         end_s: float,
     ) -> None:
-        """`held`: the share of the KV cache that requests hold at the start and at the end."""
+        """Add a stretch of steps. `held`: share of the KV cache in use at its start and end."""
         self.steps += steps
         self.decode_tokens += steps * rows
         self._add_time(device_s, seconds, sum(held) / 2, end_s)
@@ -142,7 +142,7 @@ class SimulatedEngine:
             speculator.drafters = [SimulatedDrafter(features.acceptance, name)]
         # A draft needs the tokens before it, so that steps with drafts run one at a time.
         self._max_in_flight = 1 if speculator is not None else features.max_in_flight
-        self._decoded = False  # the last step only decoded
+        self._decoded = False  # whether the last step only decoded
         self._free_s = 0.0  # end of the newest step
         self._device_s: deque[float] = deque()  # of the steps in flight
         self._cost, self._host_s = cost, host_s
@@ -153,13 +153,13 @@ class SimulatedEngine:
 
     @property
     def full(self) -> bool:
-        """No step can be planned before a step in flight ends."""
+        """Return True if no step can be planned before a step in flight ends."""
         return len(self.scheduler.in_flight) >= self._max_in_flight
 
     @property
     def defers_plan(self) -> bool:
-        """The plan of the next step may wait for the end of the step in flight, because it would be
-        the same: the steps only decode. They may then be run as a stretch."""
+        """Return True if the next step may be planned at the end of the step in flight, because the
+        plan would be the same: the steps only decode. They may then be run as a stretch."""
         return self._decoded and self.link is None and self.scheduler.will_be_steady()
 
     def stretch(self, now: float, until_s: float) -> float | None:

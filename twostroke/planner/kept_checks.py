@@ -3,10 +3,10 @@
     a check ─▶ step_factors: the factors of all step times with which the simulation gives the
                measured latencies ─▶ keep: a line of a file ─▶ corrected: the next step times
 
-A factor of the next run is expected near the mean of the kept factors. It is drawn towards 1 by the
-error that the step times have without checks, and its own error comes from the differences between
-the checks and from what no factor explains. So the interval narrows with checks that agree, and
-widens with checks that do not.
+The expected factor of the next run is the mean of the kept factors, drawn towards 1: the smaller
+the error of the step times without checks, the more. Its error comes from the differences between
+the checks and from the latencies that no factor explains. So checks that agree narrow the interval,
+and checks that disagree widen it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MAX_OF_SERVER, MAX_IN_FILE = 20, 500  # checks; the oldest are dropped
 FITTED = ("p50_ttft_ms", "p90_ttft_ms", "p50_tpot_ms", "p90_tpot_ms", "p50_e2el_ms")
 FIRST_STEP, LAST_STEP = 0.3, 0.015  # of the search, in logarithms
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # prefill, decode
-MAX_FACTOR = 5.0  # a larger one says that another server was measured
-SPREAD, SPREAD_CHECKS = 0.05, 2  # between runs of one server, before checks say more
-OF_INTERVAL = 1.645  # deviations of an interval that 90% of the runs lie in
+MAX_FACTOR = 5.0  # a larger factor means that another server was measured
+SPREAD, SPREAD_CHECKS = 0.05, 2  # assumed deviation of one server's runs; counts as 2 checks
+OF_INTERVAL = 1.645  # standard deviations on each side of an interval with 90% of the runs
 Json = dict[str, Any]
 
 
 class Factors(NamedTuple):
-    """Measured / expected step times, and the rest that they do not explain."""
+    """Measured / expected step times, and the error that they do not explain."""
 
     prefill: float  # steps with prefill
     decode: float  # steps that only decode
@@ -163,7 +163,7 @@ def corrected(model: StepModel, checks: Sequence[Json]) -> StepModel:
 
 
 def _expected(logs: Sequence[float], own_error: float) -> tuple[float, float]:
-    """Return the expected value of the next one, and its deviation."""
+    """Return the expected logarithm of the next factor, and its standard deviation."""
     count, mean = len(logs), fmean(logs)
     squares = SPREAD_CHECKS * SPREAD**2 + sum((one - mean) ** 2 for one in logs)
     spread = squares / (SPREAD_CHECKS + count - 1)  # a variance

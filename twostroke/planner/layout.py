@@ -72,7 +72,7 @@ class EngineLayout:
 
     @property
     def pooled(self) -> bool:
-        """Each phase has engines of its own."""
+        """Return True if each phase has its own engines."""
         return not self.engines
 
     @property

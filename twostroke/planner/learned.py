@@ -1,8 +1,8 @@
 """Step times from a data sheet, with efficiencies that were learned from measured servers.
 
 A step's time is a sum of terms. Most terms are the time that the data sheet's rates allow for a
-part of the work; a coefficient says how many times as long real servers take for it. The other
-terms are counts, and their coefficients are seconds. `learned.json` has the coefficients and their
+part of the work; their coefficients say how many times longer real servers take. The other terms
+are counts, and their coefficients are seconds. `learned.json` has the coefficients and their
 error; `bench/plan_error` fits both.
 """
 
@@ -89,7 +89,7 @@ class LearnedSteps:
 
     def __init__(self, roofline: Roofline, coefficients: dict[str, float]) -> None:
         self._terms = StepTerms(roofline)
-        self._decode_terms = self._terms  # of steps that only decode: their weights may be others
+        self._decode_terms = self._terms  # steps that only decode may read other weights
         if roofline.in_decode is not roofline:
             self._decode_terms = StepTerms(roofline.in_decode)
         self._coefficients = tuple(coefficients[name] for name in TERMS)
@@ -106,7 +106,7 @@ def learned_table() -> dict[str, Any]:
 
 
 def learned_model(roofline: Roofline, table: dict[str, Any] | None = None) -> StepModel:
-    """Return step times of a data sheet's hardware. `table`: instead of the package's own."""
+    """Return step times of a data sheet's hardware. `table` replaces the package's table."""
     table = learned_table() if table is None else table
     hardware = roofline.hardware
     family = StepTerms(roofline).family

@@ -77,7 +77,7 @@ def predict(
     interval: bool = True,
 ) -> LayoutForecast:
     """Predict the figures of a layout. Raise `CapacityError` if a request is too long for it.
-    `interval`: simulate the slowest and the quickest steps, too."""
+    `interval`: also simulate the slowest and the fastest steps."""
     check_lengths(trace, layout, block_tokens)
     run = _Run(trace, layout, model, goals, block_tokens)
     expected = run.simulate(1.0, seed)
@@ -101,7 +101,7 @@ def predict(
 
 
 def check_lengths(trace: Sequence[TraceRequest], layout: EngineLayout, block_tokens: int) -> None:
-    """Raise `ConfigError` if the layout's engines would refuse a request, with the longest one."""
+    """Raise `CapacityError`, which names the longest request, if an engine would refuse one."""
     engine = layout.simulated(_NoCost(), 0.0, VirtualClock())[0]
     refused = []
     for number, one in enumerate(trace):
@@ -193,8 +193,7 @@ class _Run:
 
 
 def timeline(pool: Sequence[EngineUsage]) -> list[tuple[float, float]]:
-    """Return the use and the held share of the KV cache of a pool, in intervals of
-    `TIMELINE_S`."""
+    """Return a pool's share of time in use and of KV cache held, per `TIMELINE_S`."""
     last = max((number for one in pool for number in one.intervals), default=-1)
     rows = []
     for number in range(last + 1):

@@ -73,7 +73,7 @@ def cheapest(
     max_engines: int = MAX_ENGINES,
 ) -> Search:
     """Return the cheapest layout in which a share `target` of the requests meets the goals even in
-    the worst simulation. Of two layouts with the same price the first counts."""
+    the worst simulation. Of two layouts with the same price the first is kept."""
     search = Search()
 
     def keep(kind: EngineChoice, count: int, forecast: LayoutForecast) -> SimulatedLayout | None:
@@ -106,17 +106,17 @@ def _fewest_in_pools(
     limit: int,
 ) -> SimulatedLayout | None:
     """Return the smallest pools with together at most `limit` engines."""
-    predict, most = kind.predict_pools, limit - 1
-    if predict is None or most < 1:
+    predict, pool_limit = kind.predict_pools, limit - 1
+    if predict is None or pool_limit < 1:
         return None
 
     def prefill(count: int) -> SimulatedLayout | None:
-        return keep(kind, count + most, predict(count, most))
+        return keep(kind, count + pool_limit, predict(count, pool_limit))
 
-    enough = fewest(prefill, most)
+    enough = fewest(prefill, pool_limit)
     if enough is None:
         return None
-    first = enough.engines - most
+    first = enough.engines - pool_limit
 
     def decode(count: int) -> SimulatedLayout | None:
         return keep(kind, first + count, predict(first, count))
@@ -126,7 +126,7 @@ def _fewest_in_pools(
 
 def fewest(attempt: Callable[[int], Found | None], limit: int) -> Found | None:
     """Return the result of the smallest number from 1 to `limit` that has a result. Every larger
-    number has a result, too."""
+    number must have a result, too."""
     low, high = 0, 1  # `low` has no result
     found: Found | None = None
     while high <= limit and (found := attempt(high)) is None:
@@ -138,9 +138,9 @@ def fewest(attempt: Callable[[int], Found | None], limit: int) -> Found | None:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        less = attempt(middle)
-        if less is None:
+        result = attempt(middle)
+        if result is None:
             low = middle
         else:
-            high, found = middle, less
+            high, found = middle, result
     return found

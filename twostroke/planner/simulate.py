@@ -127,7 +127,7 @@ class Simulation:
             self._fetched(engine, request)
 
     def _fetched(self, engine: SimulatedEngine, request: EngineRequest) -> None:
-        """The offload tier has copied its part of a prompt."""
+        """Queue a request whose part of the prompt the offload tier has copied."""
         assert engine.offload is not None
         engine.offload.store(request)
         self._queue(engine, request)

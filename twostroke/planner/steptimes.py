@@ -78,7 +78,7 @@ class StepModel:
     range: MeasuredRange = UNLIMITED
     decode_ratios: tuple[float, ...] = (1.0,)
     prefill_ratios: tuple[float, ...] = (1.0,)
-    correction: Correction | None = None  # by kept checks; `cost` and `drift` have it
+    correction: Correction | None = None  # by kept checks; `cost` and `drift` include it
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -162,7 +162,7 @@ class FittedSteps:
             if len(found) >= MIN_OF_SIZE:
                 self._factors[size] = median(found)
 
-    def knows(self, prefill: bool) -> bool:
+    def predicts(self, prefill: bool) -> bool:
         """Return True if enough steps with, or without, prefill were measured."""
         work = PhaseWork(1, 1, 1, 1)
         pair = (work, PhaseWork()) if prefill else (PhaseWork(), work)
@@ -259,7 +259,7 @@ def _held_out(steps: Sequence[MeasuredStep]) -> tuple[float, dict[bool, list[flo
         )
         for has_prefill in (True, False):
             selected = [one for one in held if bool(one.prefill.tokens) is has_prefill]
-            if not fitted.knows(has_prefill) or len(selected) < MIN_OF_PHASE:
+            if not fitted.predicts(has_prefill) or len(selected) < MIN_OF_PHASE:
                 continue
             expected = [fitted.seconds(one.prefill, one.decode) for one in selected]
             pairs = zip(selected, expected, strict=True)

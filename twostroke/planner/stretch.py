@@ -1,8 +1,8 @@
 """`SteadyScheduler`: the product's scheduler, which can also run a stretch of equal steps at once.
 
 Most steps of a simulation only decode, for the same requests as the step before. Until a request
-ends or arrives, the scheduler would plan the same slots again. A stretch has the result of these
-steps: tokens, times and blocks. Only the pacing learns nothing from a stretch.
+ends or arrives, the scheduler would plan the same slots again. A stretch gives the same tokens,
+times and blocks as these steps. Only the pacing learns nothing from a stretch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SteadyScheduler(Scheduler):
 
     @property
     def _plain(self) -> bool:
-        """No work but decode, and nothing that a stretch leaves out."""
+        """Return True if there is only decode work, without features that a stretch leaves out."""
         kv = self.kv
         special = kv.eviction is not None or any(kv.windows) or self.speculator is not None
         return not (special or self._prefill.has_work or self.received.has_work)
@@ -49,8 +49,8 @@ class SteadyScheduler(Scheduler):
         return sum(request.kv.num_computed + 1 for request in self._decode.requests)
 
     def run_stretch(self, ends_s: Sequence[float]) -> None:
-        """Run a step for each entry of `ends_s`, the time of its end. There must be as many
-        `steady_steps`."""
+        """Run a step for each entry of `ends_s`, which is the time of its end. `steady_steps` must
+        allow this number of steps."""
         count = len(ends_s)
         steps, tokens = range(self._step, self._step + count), [TOKEN] * count
         for request in self._decode.requests:

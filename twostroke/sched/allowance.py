@@ -1,15 +1,15 @@
 """`Allowance`: the prefill tokens that one step has time for.
 
-The chunk is as large as keeps the step within its time limit. It is at least the larger of two
-floors, so that no goal stops a prompt:
+The chunk is as large as the step's time limit allows. It is at least the larger of two floors, so
+that no goal stops a prompt:
 
   - the tokens that fit in 1.25 times the time of a step with one prompt token, at most
     `FLOOR_TOKENS`;
-  - `MIN_CHUNK` tokens, or more if the prompt would else take over `MAX_PREFILL_STEPS` steps.
+  - `MIN_CHUNK` tokens, or more if the prompt would otherwise take over `MAX_PREFILL_STEPS` steps.
 
-So the first prompt in order is computed within that many steps, whatever the goal. A gap is at most
-the longest of the goal and of the steps that these floors make, plus the error of the step-time
-model.
+So the first prompt in order is computed within that many steps, whatever the goal. The gap between
+two tokens is at most the goal, or the time of a step with the larger floor if that is longer, plus
+the error of the step-time model.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Allowance:
         return 0 if self.spent and not first and count < MIN_SECOND_CHUNK else count
 
     def _untimed_chunk(self) -> int:
-        """The chunk while no step with prefill has been timed: a token counts as a decode step."""
+        """Return the chunk while no prefill has been timed: a token counts as a decode step."""
         alone = self._times.decode_only(self._decode)
         tokens = UNTIMED_CHUNK if not alone else int(self.limit_s / alone)
         return min(max(tokens, MIN_CHUNK), UNTIMED_CHUNK)

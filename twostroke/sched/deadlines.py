@@ -22,12 +22,12 @@ from collections.abc import Callable
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 
 PATIENCE = 4.0
-Rank = tuple[int, int, float, int]  # priority, class of the table above, seconds, arrival
+Rank = tuple[int, int, float, int]  # priority, class in the list above, seconds, arrival
 Heap = list[tuple[tuple[float, ...], ScheduledRequest]]
 
 
 class DeadlineQueue:
-    """Replaces `WaitingQueue`. Finished requests are skipped when they come up."""
+    """Replaces `WaitingQueue`. Finished requests are skipped when they reach the top of a heap."""
 
     def __init__(self, ttft_s: float, left_s: Callable[[ScheduledRequest], float]) -> None:
         """`left_s`: the expected time of the rest of a request's prefill."""
@@ -48,8 +48,8 @@ class DeadlineQueue:
         if request.num_outputs:
             heapq.heappush(self._resumed, (request.order, request))
             return
-        # Fixed from here on: if each chunk changed it, two prompts would take turns and both would
-        # end late.
+        # Not changed later: if each chunk changed this time, two prompts would take turns, and both
+        # would end late.
         request.start_by_s = self._start_by(request)
         priority, arrival = _level(request)
         heapq.heappush(self._on_time, ((priority, request.start_by_s, arrival), request))
@@ -81,7 +81,7 @@ class DeadlineQueue:
             self._num_finished = 0
 
     def rank(self, request: ScheduledRequest, now: float) -> Rank:
-        """The rank of a request that waits or is under way; the smallest goes first."""
+        """Return the rank of a request that waits or is under way; the smallest goes first."""
         priority, arrival = _level(request)
         if request.num_outputs:
             return (priority, 0, 0.0, arrival)
@@ -103,6 +103,6 @@ class DeadlineQueue:
 
 
 def _level(request: ScheduledRequest) -> tuple[int, int]:
-    """The aged priority of a request (`Scheduler.add`) in whole levels, and its arrival."""
+    """Return the aged priority of a request (`Scheduler.add`) in whole levels, and its arrival."""
     aged, arrival = request.order
     return math.floor(aged), arrival

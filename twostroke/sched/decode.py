@@ -72,8 +72,8 @@ class DecodeSet:
     def add_drafts(
         self, step: StepBuilder, drafts: Sequence[Sequence[int]], sequences: Sequence[KVSequence]
     ) -> None:
-        """Add drafted tokens to the slots of a step, as far as there are free blocks: a draft
-        preempts no request."""
+        """Add drafted tokens to the slots of a step. A draft takes only free blocks, and preempts
+        no request."""
         kv, taken = self._kv, []
         for request, seq, drafted in zip(step.sampled_requests, sequences, drafts, strict=True):
             if drafted:

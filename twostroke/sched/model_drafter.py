@@ -1,13 +1,13 @@
 """`ModelDrafter`: drafts with a second, smaller model, which has its own executor and KV cache.
 
-    text       [ .......... n tokens .......... ]           the request's, verified
-    own        [ .......... n tokens .......... | d1 d2 d3 ]     and what was drafted last
-    computed   [ ................... )                      in the draft model's KV cache
+    text       [ .......... n tokens .......... ]             the request's verified tokens
+    own        [ .......... n tokens .......... | d1 d2 d3 ]  the drafter's copy, and its last draft
+    computed   [ ................... )                        in the draft model's KV cache
 
 Before it drafts, the drafter compares its tokens with the text: the first token that differs and
 all tokens after it are replaced, and their cache entries are computed again. The tokens that the
-text has and the cache lacks are computed in chunks; the last of them is followed by a sample, the
-first drafted token. Each further drafted token is a decode step for all rows that still draft. The
+cache lacks are computed in chunks, and the sample after the last of them is the first drafted
+token. Each further drafted token takes one decode step, shared by all rows that still draft. The
 samples have the parameters and the random numbers of the request: if both models agree on the
 distribution, they draw the same token.
 
@@ -37,11 +37,11 @@ from twostroke.sched.work import AttentionWork
 log = logging.getLogger(__name__)
 
 NAME = "draft_model"
-MAX_PLACE = 5  # later drafted tokens survive as often as the token at this place
+MAX_PLACE = 5  # drafted tokens after this place share its survival rate
 CONFIDENCE = (0.3, 0.5, 0.7, 0.85, 0.95)  # bounds between the buckets of a token's probability
 PRIORS = (0.2, 0.4, 0.6, 0.75, 0.85, 0.95)  # of the buckets
-MIN_CHUNK = 8  # tokens of a backlog that are computed together, however long they take
-MAX_FAILURES = 3  # after which the model drafts no more
+MIN_CHUNK = 8  # smallest chunk of a backlog, in tokens, even if it exceeds the time limit
+MAX_FAILURES = 3  # failed steps after which the model drafts no more
 
 
 class PlanRunner(Protocol):
@@ -69,7 +69,7 @@ class DraftedText:
     request: ScheduledRequest  # the draft model's own: its tokens, row and KV sequence
     verified: int = 0  # leading tokens that are text
     on_device: int = 0  # leading tokens that the executor's row has
-    usable: bool = True  # the draft model knows all of its tokens
+    usable: bool = True  # the draft model's vocabulary has all tokens of the text
     offer: DraftOffer = field(default=DraftOffer(NAME, (), (), ()))
 
     @property
@@ -110,7 +110,7 @@ class ModelDrafter:
 
     def open(self, text: Text) -> DraftedText | None:
         engine_request = text.engine_request
-        if not self._knows(engine_request):
+        if not self._has_named_tokens(engine_request):
             return None
         params = engine_request.params.clone()
         # The probability of each drafted token is asked for as its log-probability.
@@ -126,7 +126,7 @@ class ModelDrafter:
         state = self._followed[engine_request.request_id] = DraftedText(text, request)
         return state
 
-    def _knows(self, request: EngineRequest) -> bool:
+    def _has_named_tokens(self, request: EngineRequest) -> bool:
         """Return whether the draft model has all tokens that the request's settings name."""
         params, size = request.params, self._vocabularies.draft
         if size >= self._vocabularies.target:
@@ -195,7 +195,7 @@ class ModelDrafter:
         self._run([(one, min(count, one.request.num_to_prefill - 1)) for one, count in followed])
 
     def propose(self, rows: Sequence[DraftRow]) -> list[DraftOffer | None]:
-        """A row whose backlog does not fit into a step has no offer yet."""
+        """Draft tokens for each row. A row whose backlog does not fit into a step gets no offer."""
         drafting = []
         for row in rows:
             state: DraftedText = row.state
@@ -206,13 +206,13 @@ class ModelDrafter:
         while wanted:
             sampled = self._run(wanted)
             drafting = [
-                row for row in drafting if row.state in sampled and self._goes_on(row, sampled)
+                row for row in drafting if row.state in sampled and self._extend(row, sampled)
             ]
             wanted = [(row.state, 1) for row in drafting]
         return [row.state.offer if row.state.offer.tokens else None for row in rows]
 
     def _follow(self, state: DraftedText) -> bool:
-        """Compare the tokens of the draft model with the text. Return whether it can draft."""
+        """Replace the drafter's tokens that differ from the text. Return whether it can draft."""
         request, text = state.request, state.text.tokens
         own, seq = request.tokens, request.kv
         same = state.verified
@@ -235,8 +235,8 @@ class ModelDrafter:
             self.kv.register(seq, own)
         return state.usable and len(own) < self._config.max_model_len
 
-    def _goes_on(self, row: DraftRow, sampled: dict[DraftedText, tuple[int, float]]) -> bool:
-        """Add the sampled token to the draft of a row. Return whether another one follows."""
+    def _extend(self, row: DraftRow, sampled: dict[DraftedText, tuple[int, float]]) -> bool:
+        """Add the sampled token to the draft of a row. Return whether the draft continues."""
         state: DraftedText = row.state
         token, prob = sampled[state]
         offer, request, count = state.offer, state.request, len(state.offer.tokens)
@@ -339,7 +339,7 @@ class ModelDrafter:
         return count
 
     def _fail(self, error: Exception) -> None:
-        """Continue without the state of the model after a step that could not run."""
+        """Release all rows and drop all cached blocks after a failed step."""
         self._failures += 1
         reason = f"{type(error).__name__}: {error}"
         last = "; it drafts no more" if self._failures >= MAX_FAILURES else ""

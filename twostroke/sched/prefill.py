@@ -17,10 +17,11 @@ from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.slo import Pacer
 from twostroke.sched.step import SchedulerConfig, StepBuilder
 
-# A fetch from tiers fails when it takes longer than computing, and longer than these.
+# A fetch from tiers fails when it takes longer than computing its tokens would, longer than
+# MIN_FETCH_S and longer than SLOW_FETCH times its expected time.
 MIN_FETCH_S = 0.25
-SLOW_FETCH = 4.0  # times the expected seconds
-BLIND_FETCH_S = 5.0  # while the time of computing is unknown
+SLOW_FETCH = 4.0
+BLIND_FETCH_S = 5.0  # replaces the time of computing while that is unknown
 
 
 class WaitingQueue:
@@ -67,9 +68,7 @@ class PrefillQueue:
         if config.ttft_slo_s is not None:
             self.waiting = DeadlineQueue(config.ttft_slo_s, self._left_s)
         self.isolated = IsolatedRetries()
-        self.requests: list[
-            ScheduledRequest
-        ] = []  # admitted, prompt not yet computed; sorted by order
+        self.requests: list[ScheduledRequest] = []  # being prefilled, sorted by order
         self._config = config
         self._kv = kv
         self._rows = rows  # free rows, shared with the scheduler
@@ -178,7 +177,7 @@ class PrefillQueue:
             self._add_chunk(step, request, count)
 
     def _next(self, now: float) -> ScheduledRequest | None:
-        """Return the next request to admit. While a request must run alone, no other is."""
+        """Return the next request to admit. If requests must run alone, it is one of them."""
         isolated = self.isolated.next() if self.isolated.active else None
         if isolated is None:
             return self.waiting.peek(now)
@@ -218,14 +217,14 @@ class PrefillQueue:
         seq, record = request.kv, request.record
         if not record.scheduled_s:
             record.num_fetched = fetched.tokens
-        self._run(step, request, seq.num_computed)
+        self._begin_prefill(step, request, seq.num_computed)
 
     def _start(self, step: StepBuilder, request: ScheduledRequest, tables: list[list[int]]) -> None:
         request.row = self._rows.pop()
-        self._run(step, request, self._kv.open(request.kv, tables))
+        self._begin_prefill(step, request, self._kv.open(request.kv, tables))
 
-    def _run(self, step: StepBuilder, request: ScheduledRequest, num_cached: int) -> None:
-        """Let a request with a row compute its prompt from `num_cached` on."""
+    def _begin_prefill(self, step: StepBuilder, request: ScheduledRequest, num_cached: int) -> None:
+        """Begin to compute the prompt of a request with a row, from `num_cached` on."""
         request.set_phase(Phase.PREFILL)
         insort(self.requests, request, key=scheduling_order)
         step.add_row(request)
@@ -255,13 +254,13 @@ class PrefillQueue:
         wanted = request.engine_request.params.prompt_logprobs is not None
         if wanted and len(request.prompt_logprobs) < request.num_prompt - 1:
             return ()  # every prompt position must be computed
-        if self._kv.eviction is not None:  # behind its first eviction it computes other values
+        if self._kv.eviction is not None:  # after its first eviction it computes other values
             return request.tokens[: self._kv.next_eviction(request.kv, request.num_prompt)]
         return request.tokens
 
     def _evict(self, step: StepBuilder, request: ScheduledRequest) -> None:
-        """Evict as before the preemption, so that the tokens that a request had already written are
-        recomputed from the same cache entries."""
+        """Repeat the evictions from before a preemption, so that the tokens that the request has
+        written are recomputed from the same cache entries."""
         kv, seq = self._kv, request.kv
         if kv.eviction is None or seq.num_computed < request.num_prompt:
             return
@@ -307,7 +306,7 @@ class PrefillQueue:
         `lookahead` tokens of growth (fewer if it may write fewer). `table`: the cached prefix."""
         kv, lookahead, pool = self._kv, self._config.lookahead, self._kv.pools[group]
         hits = [block for block in table if block != NULL_BLOCK]
-        # Cached blocks without an owner are still counted as available.
+        # The pool counts cached blocks without an owner as available.
         available = pool.num_available - sum(pool.refs[block] == 0 for block in hits)
         length = len(request.tokens)
         if not decoding and not self.requests:
@@ -318,7 +317,7 @@ class PrefillQueue:
             return needed - len(hits) <= available or not awaited
         growth = length + min(request.remaining, lookahead)
         need = kv.blocks_for(group, growth, request.num_prompt) - len(hits)
-        for other in (*self.requests, *self._received.of_tiers):
+        for other in (*self.requests, *self._received.tier_fetches):
             growth = len(other.tokens) + min(other.remaining, lookahead)
             need += kv.blocks_missing(group, other.kv, growth, other.num_prompt)
         if need + len(decoding) * kv.blocks_for(group, lookahead + kv.block_size) <= available:

@@ -1,12 +1,12 @@
-"""`ReceivedQueue`: requests that wait for blocks which are being fetched, and hold up no others.
+"""`ReceivedQueue`: requests that wait for KV blocks to be fetched. Other requests run meanwhile.
 
 Blocks of a request that another engine has prefilled are fetched when there is room, and the
 request goes straight to decode. Blocks of a prefix in a tier (`kv/tiers/`) are fetched if that is
 faster than computing them; the request has a row, and is prefilled from the end of the prefix on.
 
-Blocks of a long prompt are fetched ahead, while the other engine computes the rest of it. They are
-kept as a cached prefix, which the request finds later. A fetch ahead may fail: no request waits for
-it.
+Blocks of a long prompt are fetched ahead, while the other engine computes the rest of the prompt.
+They are kept as a cached prefix, which the request finds later. If a fetch ahead fails, no request
+is affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twostroke.sched.decode import DecodeSet
 from twostroke.sched.scheduled_request import Phase, ScheduledRequest
 from twostroke.sched.step import StepBuilder
 
-# Copied with one step while streams write: 2 ms of their gap, if the memory has been touched.
+# Bytes copied in a step while streams decode: 2 ms of their gap, if the memory has been touched.
 FETCH_BYTES: Final = 12 << 20
 MAX_FETCHING: Final = 8  # at one time, so that a slow sender does not hold up the others
 
@@ -34,7 +34,7 @@ StartPrefill = Callable[[StepBuilder, ScheduledRequest], None]
 
 
 class FetchResult(NamedTuple):
-    """The end of a fetch: its offer is not needed any more."""
+    """The result of a fetch that has ended. Its offer is not needed any more."""
 
     request_id: str
     num_bytes: int
@@ -42,7 +42,7 @@ class FetchResult(NamedTuple):
     problem: str  # why the blocks must be recomputed; "": they have been fetched
     waited_s: float = 0.0  # for room, before the fetch
     transport: str = ""  # memory, device, nixl or sockets
-    ahead: bool = False  # part of a prompt that is still being computed
+    ahead: bool = False  # for a part of a prompt that is still being computed
 
 
 class BlockFetch(Protocol):
@@ -72,25 +72,26 @@ class _Fetching:
     waited_s: float
     ahead: bool = False
     is_here: bool = False
-    deadline_s: float | None = None  # of a fetch from tiers: the request has a row
+    deadline_s: float | None = None  # only of a fetch from tiers, whose request has a row
 
 
 class Destinations(NamedTuple):
     """The queues that get the requests whose fetch has ended."""
 
-    decode: DecodeSet
-    to_prefill: ToPrefill  # to compute what was not fetched
-    start_prefill: StartPrefill  # with the fetched prefix
+    decode: DecodeSet  # requests that another engine has prefilled
+    to_prefill: ToPrefill  # requests whose fetch failed
+    start_prefill: StartPrefill  # requests whose prefix came from tiers
 
 
 class ReceivedQueue:
     def __init__(self, kv: KVCache, rows: list[int], transfer: KVTransfer | None) -> None:
         """`rows`: free rows, shared with the scheduler."""
         self._kv, self._rows, self._transfer = kv, rows, transfer
-        self._queue: deque[ScheduledRequest] = deque()  # there was no room for them yet
+        self._queue: deque[ScheduledRequest] = deque()  # requests whose fetch has not begun
         self._ahead: deque[ScheduledRequest] = deque()  # parts of prompts, not begun
         self._fetching: list[_Fetching] = []
-        self._no_room_s = 0.0  # since when the first of the queue waits for room; 0: it does not
+        # When the first request of the queue began to wait for room; 0: it does not wait.
+        self._no_room_s = 0.0
         self._results: list[FetchResult] = []
 
     def __len__(self) -> int:
@@ -104,7 +105,7 @@ class ReceivedQueue:
         return bool(self._queue or self._fetching or self._ahead)
 
     def take_fetched(self) -> list[FetchResult]:
-        """Return the fetches that have ended since the last call."""
+        """Return the results of the fetches that have ended since the last call."""
         results, self._results = self._results, []
         return results
 
@@ -137,15 +138,15 @@ class ReceivedQueue:
         return True
 
     @property
-    def of_tiers(self) -> list[ScheduledRequest]:
+    def tier_fetches(self) -> list[ScheduledRequest]:
         """The requests whose prefixes are being fetched from tiers."""
         return [one.request for one in self._fetching if one.deadline_s is not None]
 
     def fetch_prefix(
         self, request: ScheduledRequest, tables: list[list[int]], found: Found, deadline_s: float
     ) -> bool:
-        """Fetch a prefix from the tiers for a waiting request, which gets a row. `tables`: what is
-        cached of the prefix. Return False, without any change, if there is no room."""
+        """Fetch a prefix from the tiers for a waiting request, which gets a row. `tables`: cached
+        blocks of the prefix. Return False, without any change, if there is no room."""
         kv, tiers = self._kv, self._kv.tiers
         assert tiers is not None
         num_cached = kv.open(request.kv, tables)
@@ -169,8 +170,8 @@ class ReceivedQueue:
 
     def plan(self, step: StepBuilder, has_room: HasRoom, to: Destinations) -> None:
         """Fetch the blocks that there is room for, in order. Called before the step's slots are
-        given, so that requests whose blocks have arrived decode in this step. While streams write,
-        at most `FETCH_BYTES` are copied. A request whose fetch fails is prefilled."""
+        planned, so that requests whose blocks have arrived decode in this step. While streams
+        decode, at most `FETCH_BYTES` are copied. A request whose fetch fails is prefilled."""
         left = FETCH_BYTES if to.decode.requests else None
         while True:
             left = self._advance(step, left, to)
@@ -178,10 +179,9 @@ class ReceivedQueue:
                 return
 
     def _begin_next(self, has_room: HasRoom, to_prefill: ToPrefill) -> bool:
-        """Take blocks for the next request and begin its fetch; False if no request waits, or if
-        there is no room."""
-        of_engines = sum(one.deadline_s is None for one in self._fetching)
-        if of_engines >= MAX_FETCHING:
+        """Begin the next fetch; return False if no request waits, or if there is no room."""
+        from_engines = sum(one.deadline_s is None for one in self._fetching)
+        if from_engines >= MAX_FETCHING:
             return False
         if not self._queue:
             return self._begin_ahead(has_room)
@@ -199,7 +199,7 @@ class ReceivedQueue:
             self._kv.close(request.kv)
             if isinstance(error, ReceiverFullError) and self._fetching:
                 self._no_room_s = self._no_room_s or monotonic()
-                return False  # the fetches under way took the room and will give it back
+                return False  # the fetches under way have taken the room and will free it
             self._report(request, error, waited_s=waited_s)
             to_prefill(request)
         self._queue.popleft()

@@ -60,10 +60,10 @@ class ScheduledRequest:
     remaining: int = 0  # output tokens that may still be planned
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    offer: Offer | None = None  # of its blocks, if another engine continues it
+    offer: Offer | None = None  # of its blocks, if another engine continues the request
     num_offered: int = 0  # prompt tokens whose blocks were offered before the prompt was computed
-    fetch_failed: bool = False  # from tiers: it computes its tokens
-    part_is_open: bool = False  # the last of these offers has not been released
+    part_is_open: bool = False  # the newest offer of a part of the prompt is not released yet
+    fetch_failed: bool = False  # the fetch from tiers failed: the request computes its tokens
     prompt_logprobs: list[Any] = field(default_factory=list)
     # Evicted table entries by the position before which they were evicted, and the attention shares
     # of the segments that are left (`kv/eviction.py`). Kept when the request is preempted.

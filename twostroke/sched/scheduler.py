@@ -1,4 +1,4 @@
-"""`Scheduler`: composes the two phases into steps. Deterministic, over plain data, no tensors.
+"""`Scheduler`: plans steps of prefill and decode. Deterministic, over plain data, no tensors.
 
     add, abort ──▶ plan() ──▶ StepInFlight ──▶ (an executor) ──▶ StepResult ──▶ commit() ──▶ updates
 
@@ -42,7 +42,8 @@ PRIORITY_AGE_S = 10.0  # waiting time that is worth one level of priority
 
 
 class Scheduler:
-    """`offers` has the blocks that other engines may fetch; `received` fetches blocks from them."""
+    """Plans steps and commits their results. `offers`: blocks that other engines may fetch.
+    `received`: requests whose blocks are fetched from other engines or from tiers."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Scheduler:
         draft_model: DraftModel | None = None,
     ) -> None:
         """`transfer`: fetches blocks from other engines and offers blocks to them. `tiers`: hold
-        prefixes that the KV cache has evicted. `draft_model`: of `config.speculation`."""
+        prefixes that the KV cache has evicted. `draft_model`: named by `config.speculation`."""
         self.config = config
         self.in_flight: deque[StepInFlight] = deque()  # planned and not committed, oldest first
         self.kv = KVCache(
@@ -69,8 +70,8 @@ class Scheduler:
         self.pacer = Pacer(config, self._work)
         self._clock = clock
         self._requests: dict[str, ScheduledRequest] = {}
-        self._rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._retired: list[int] = []
+        self._rows = list(range(config.max_num_seqs - 1, -1, -1))  # free rows
+        self._retired: list[int] = []  # rows released since the newest step was planned
         self._changes = RowChanges()  # since the newest step was planned
         self.received = ReceivedQueue(self.kv, self._rows, transfer)
         self._prefill = PrefillQueue(config, self.kv, self._rows, self.pacer, self.received)
@@ -97,19 +98,19 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Return whether there are requests, or blocks to fetch for a request that will come."""
+        """Return whether there are requests, or blocks to fetch for a later request."""
         return bool(self._requests) or self.received.has_work
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    # ── requests come and go ────────────────────────────────────────────────────────────────
+    # ── adding and aborting requests ────────────────────────────────────────────────────────
 
     def check(self, engine_request: EngineRequest) -> int:
         """Return how many tokens the request may write; raise `RequestError` if it can never run.
 
-        The second of the two length checks: `InputProcessor.check_length` refuses long prompts
-        before they are tokenised; this check holds for every request, whoever sends it.
+        Every request passes this length check. `InputProcessor.check_length` refuses long prompts
+        earlier, before they are tokenised.
         """
         config, prompt = self.config, engine_request.prompt_token_ids
         if engine_request.request_id in self._requests:
@@ -162,9 +163,9 @@ class Scheduler:
             self._prefill.waiting.push(request)
 
     def fetch_ahead(self, engine_request: EngineRequest) -> None:
-        """Fetch the part of a prompt that another engine has computed so far. Its request finds
-        the blocks as a cached prefix when it comes. `engine_request` ends where the part ends, with
-        one token written."""
+        """Fetch the blocks of the part of a prompt that another engine has computed so far. The
+        request arrives later and finds them as a cached prefix. `engine_request`: that part as a
+        prompt, with one written token."""
         self.received.push_ahead(self._new_request(engine_request, max_outputs=1))
 
     def _new_request(self, engine_request: EngineRequest, max_outputs: int) -> ScheduledRequest:
@@ -195,7 +196,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str) -> Update | None:
-        """End a request in any phase. None: there is no such request (any more)."""
+        """End a request in any phase. Return None if there is no such request."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -227,7 +228,7 @@ class Scheduler:
         self, held: frozenset[str] = frozenset(), rules: DraftRules | None = None
     ) -> StepInFlight | None:
         """Return the next step; None if nothing can run before a step in flight commits. `held`:
-        requests that get no slot in this step. `rules`: restrict the drafts of some requests."""
+        ids of requests that get no slot in this step. `rules`: limits on the drafts of requests."""
         budget = self.config.max_num_batched_tokens
         builder = StepBuilder(self._step, budget, self._work, self._clock(), self._changes)
 
@@ -444,7 +445,7 @@ class Scheduler:
         for request, chunk in zip(step.chunk_requests, step.plan.prefill, strict=True):
             engine_request, num_computed = request.engine_request, chunk.start + chunk.size
             if chunk.row in result.prompt_logprobs:
-                # Entry 0 is position 1. After a preemption positions come a second time.
+                # Entry 0 belongs to position 1. After a preemption, entries are computed again.
                 entries = result.prompt_logprobs[chunk.row]
                 kept = request.prompt_logprobs
                 kept.extend(entries[len(kept) - chunk.start :])
@@ -475,8 +476,8 @@ class Scheduler:
         it ends with the error; if they had several, each of them is run again alone
         (`isolation.py`). All other running requests wait again.
 
-        Afterwards no row is taken, and the caller must reset the executor (`Executor.reset`). Every
-        cached prefix is dropped, because the failure may have damaged it.
+        Afterwards all rows are free, and the caller must reset the executor (`Executor.reset`).
+        Every cached prefix is dropped, because the failure may have damaged it.
         """
         involved: dict[ScheduledRequest, None] = {}
         for step in self.in_flight:
@@ -506,7 +507,7 @@ class Scheduler:
             self._finish(request, FinishReason.ERROR)
         return [self._update(request)._replace(error=error) for request in involved]
 
-    # ── ends ────────────────────────────────────────────────────────────────────────────────
+    # ── finishing requests ──────────────────────────────────────────────────────────────────
 
     def _finish(self, request: ScheduledRequest, reason: FinishReason) -> None:
         waited = request.phase is Phase.WAITING
@@ -558,13 +559,13 @@ class Scheduler:
     # ── audit ───────────────────────────────────────────────────────────────────────────────
 
     def audit(self) -> None:
-        """Assert that every block, row and request is exactly where the bookkeeping says."""
+        """Assert that every block and row has the owners that the queues say, and none leaked."""
         self.kv.audit()
         if self.speculator is not None:
             self.speculator.audit()
         prefill, decode = self._prefill.requests, self._decode.requests
         running = prefill + decode
-        rows = [r.row for r in (*running, *self.received.of_tiers)]
+        rows = [r.row for r in (*running, *self.received.tier_fetches)]
         assert sorted(rows + self._rows) == list(range(self.config.max_num_seqs)), "a row leaked"
         assert all(r.phase is Phase.PREFILL for r in prefill), "a request is in the wrong phase"
         assert all(r.phase is Phase.DECODE for r in decode), "a request is in the wrong phase"
@@ -575,15 +576,15 @@ class Scheduler:
         assert len(waiting) == self.num_waiting, "a waiting request was lost"
         assert len(running) + len(waiting) == len(self._requests), "a request was lost"
         pending = sum(r.pending for r in self._requests.values())
-        alive = 0
+        in_flight = 0
         for step in self.in_flight:
             drafts = [slot.drafts for slot in step.plan.decode]
             drafts += [0] * (len(step.sampled_requests) - len(drafts))
             for request, more in zip(step.sampled_requests, drafts, strict=True):
-                alive += 1 + more if request.phase is not Phase.FINISHED else 0
-        assert pending == alive, f"{pending} tokens are pending and {alive} are in flight"
+                in_flight += 1 + more if request.phase is not Phase.FINISHED else 0
+        assert pending == in_flight, f"{pending} tokens are pending and {in_flight} are in flight"
         if self.kv.tiers is not None:
-            assert self.kv.tiers.is_fetching == bool(self.received.of_tiers), "a fetch was lost"
+            assert self.kv.tiers.is_fetching == bool(self.received.tier_fetches), "a fetch was lost"
         if not self.has_requests and not self.in_flight:
             assert self.kv.is_idle(), "blocks are owned by no request"
 

@@ -63,9 +63,7 @@ class Pacer:
         self._blind_probes = 0
         self._work = work
         self._committed_s = 0.0
-        self._decode_s: float | None = (
-            None  # expected time of a step with the newest plan's slots alone
-        )
+        self._decode_s: float | None = None  # expected time of the newest slots without prefill
 
     def allowance(
         self, step: StepBuilder, in_flight: Iterable[StepInFlight], prompts: bool = True
@@ -133,13 +131,12 @@ class Pacer:
         return seconds
 
     def prefill_s(self, start: int, count: int) -> float:
-        """The expected prefill time of `count` tokens from `start` on, beside the streams; 0 if
-        unknown."""
+        """Return the expected time to prefill `count` tokens beside the streams; 0: unknown."""
         work = PhaseWork(1, count, *self._work.of_chunk(start, count))
         return self.stretch * (self.times.predict(work, NO_WORK) or 0.0)
 
     def expected_s(self, plan: StepPlan) -> float:
-        """The expected device time of the step that `allowance` was called for; 0: unknown."""
+        """Return the expected device time of the step of the last `allowance`; 0: unknown."""
         if not plan.prefill:
             return self._decode_s or 0.0
         return self.times.predict(plan.prefill_work, plan.decode_work) or 0.0
@@ -160,7 +157,7 @@ class Pacer:
             self._steps_since_probe += 1
 
     def _device_free_at_s(self, now: float, in_flight: Iterable[StepInFlight]) -> float:
-        """The expected time at which the last step in flight will have committed."""
+        """Return the expected time at which the last step in flight will have committed."""
         end = self._committed_s
         for step in in_flight:
             end = max(end, step.planned_s) + step.predicted_device_s + self.host_s

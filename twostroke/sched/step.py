@@ -51,7 +51,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    # Admission keeps KV blocks free for so many further tokens of each running request.
+    # Admission keeps KV blocks free for this many further tokens of each running request.
     # vLLM's `num_lookahead_slots` is something else: room for drafts.
     lookahead: int = 128
     ttft_slo_s: float | None = None  # None: no goal
@@ -61,9 +61,7 @@ class SchedulerConfig:
     max_decode_stall: float | None = None
     receives_requests: bool = False  # from prefill engines, at any time
     eviction: Eviction | None = None
-    speculation: SpeculationConfig | None = (
-        None  # None: no drafts; with drafts, steps do not overlap
-    )
+    speculation: SpeculationConfig | None = None  # with drafts, steps do not overlap
 
 
 @dataclass(slots=True, eq=False)
@@ -89,8 +87,7 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class RowChanges:
-    """Changes of rows that the executor has not been told of. A call to `Scheduler.plan` that plans
-    no step leaves them for the next."""
+    """Changes of rows since the newest step was planned, which the next step will contain."""
 
     new: list[NewRow] = field(default_factory=list)
     appended: list[BlockAppend] = field(default_factory=list)
@@ -98,8 +95,7 @@ class RowChanges:
     evicted: list[BlockEvict] = field(default_factory=list)
 
     def forget(self, row: int) -> bool:
-        """Remove the changes of a row that is given up. Return whether the executor does not know
-        of the row's request."""
+        """Remove the changes of a released row. Return True if no step contained its request."""
         is_new = any(one.row == row for one in self.new)
         if is_new:
             self.new[:] = [one for one in self.new if one.row != row]
@@ -124,8 +120,7 @@ def prefix_seed(config: SchedulerConfig, request: EngineRequest) -> bytes | None
 
 
 class StepBuilder:
-    """Collects the work of a step. The budget counts tokens: one for a slot, the length of a
-    chunk."""
+    """Collects the work of a step. The budget counts the tokens of slots and chunks."""
 
     def __init__(
         self,
@@ -135,7 +130,7 @@ class StepBuilder:
         now: float,
         changes: RowChanges | None = None,
     ) -> None:
-        """`changes`: of earlier calls to `Scheduler.plan` that returned None. The builder adds to
+        """`changes`: from calls of `Scheduler.plan` that returned None. The builder appends to
         them."""
         self.changes = changes or RowChanges()
         self.step = step
@@ -238,8 +233,8 @@ class StepBuilder:
                 self.changes.appended.append(BlockAppend(request.row, group, new))
 
     def add_drops(self, request: ScheduledRequest, drops: list[tuple[int, int]]) -> None:
-        """Report blocks that a sliding window has passed. `drops`: KV groups, and the number of
-        leading table entries that are dropped in each."""
+        """Report blocks that a sliding window has passed. `drops`: pairs of a KV group and the
+        number of leading table entries that are dropped in it."""
         for group, num_entries in drops:
             self.changes.dropped.append(BlockDrop(request.row, group, num_entries))
 

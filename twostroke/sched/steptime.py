@@ -4,7 +4,7 @@ There are two regimes. In each, the time is a sum of amounts of work times costs
 negative:
 
     decode only     a step  +  rows  +  cached positions read
-                    +  with drafts: any  +  drafted tokens  +  positions they attend to
+                    +  with drafts: a constant  +  drafted tokens  +  positions they attend to
     with prefill    a step  +  tokens (three slopes)  +  positions attended to  +  rows
                     +  cached positions read, at the cost they have without prefill
 
@@ -19,11 +19,12 @@ cost of one could be charged to the other.
 Costs are the non-negative least squares of the *relative* errors, with older steps fading out: sums
 of the normal equations, then a round of coordinate descent from the costs before. No matrix is
 inverted and fading sums are bounded, so this can run for years; costs of work that the newest steps
-lack stay as they were. A factor on top quickly follows influences on all steps of a regime, such as
-other load on the machine or the clock rate. A step that took far longer or shorter than expected
-counts only up to a limit, unless `MIN_OUTLIERS` of them come in a row.
+lack stay as they were. All costs of a regime are multiplied by a factor, which quickly follows
+influences on all steps, such as other load on the machine or the clock rate. The time of a step
+that took far longer or shorter than expected (an outlier) counts only up to a limit, unless
+`MIN_OUTLIERS` outliers come in a row.
 
-Plain Python, about 10 µs a step. Same steps in, same costs out.
+Plain Python, about 10 µs a step. The same steps give the same costs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ KNEES = (128, 512)  # tokens in a step above which each token may cost more
 MIN_STEPS = 3  # steps of a regime before it predicts
 DECAY = 0.998  # weight of the past, with each step of the regime
 RESCALE_AT = 1e9  # weight of the newest step at which all weights are divided by it
-DAMPING = 0.01  # of a cost's change: costs that a step barely shows are learnt slowly
-FACTOR_RATE = 0.1  # of the factor
+DAMPING = 0.01  # costs that contribute little to the steps are learnt slowly
+FACTOR_RATE = 0.1  # at which the factor follows a step
 READS_UNIT = 4096
 READS = 2  # index of the cost of cached positions read, without prefill
 MIN_OUTLIERS = 3  # outliers in a row from which on they count in full
@@ -59,7 +60,7 @@ class Costs:
         self._products = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
         self._weight = 1.0  # of the newest step in these sums
-        self._outliers = 0  # in a row: above zero of slow ones, below of quick ones
+        self._outliers = 0  # in a row: positive if the steps were slow, negative if fast
 
     def expected(self, amounts: list[float]) -> float:
         return self.factor * sum(map(mul, self.costs, amounts))
@@ -75,8 +76,8 @@ class Costs:
             limit = 1.0 + max(MIN_TOLERANCE, 4.0 * self.error)
             self.error += share * (off - self.error)
             counted = self._clamped(seconds, expected, limit)
-            # Relative to the expected time: relative to the measured time, slow steps would count
-            # less and the costs would end too low.
+            # The error is relative to the expected time. Relative to the measured time, slow steps
+            # would count less, and the costs would be too low.
             scale = 1.0 / expected
             rest = max(counted - known_s, MIN_SHARE * counted)
             self.factor += FACTOR_RATE * (rest / base - self.factor)
@@ -130,7 +131,7 @@ class StepTimes:
         self._mixed = Costs(6, 5)
 
     def add(self, prefill: PhaseWork, decode: PhaseWork, seconds: float) -> None:
-        """Learn from a step that took so long on the device."""
+        """Learn from a step that took `seconds` on the device."""
         if not 0.0 < seconds < float("inf"):
             return
         if prefill.tokens:
@@ -140,13 +141,13 @@ class StepTimes:
             self._decode.add(_decode_amounts(decode), seconds)
 
     def decode_only(self, decode: PhaseWork) -> float | None:
-        """Seconds of a step with these slots and no prefill; None before enough steps were seen."""
+        """Return the seconds of a step without prefill; None: too few steps were seen."""
         if self._decode.steps < MIN_STEPS:
             return None
         return self._decode.expected(_decode_amounts(decode))
 
     def predict(self, prefill: PhaseWork, decode: PhaseWork) -> float | None:
-        """Seconds of a step; None before enough steps were seen. More work never takes less."""
+        """Return the seconds of a step, never less for more work; None: too few steps were seen."""
         alone = self.decode_only(decode) if decode.tokens else 0.0
         if not prefill.tokens:
             return alone
@@ -169,8 +170,9 @@ class StepTimes:
         return self._mixed.error
 
 
-# Amounts are scaled to about one in a usual step. If amounts always come together, the first one is
-# charged: until sizes differ, a step with prefill costs by its tokens, one without by the step.
+# Amounts are scaled to about one in a usual step. If amounts always grow together, their cost is
+# charged to the first: until sizes differ, to the tokens of a step with prefill, and to the
+# constant of a step without.
 
 
 def _decode_amounts(decode: PhaseWork) -> list[float]:

@@ -44,7 +44,7 @@ class CommitResult:
     late: list[tuple[RequestRecord, bool]] = field(default_factory=list)
     first: list[RequestRecord] = field(default_factory=list)  # streams that begin with this step
     drafted: int = 0  # tokens after the first token of their stream in this step
-    # First tokens here of streams that began in another engine, and since when the stream waits.
+    # Streams from another engine with their first token here, and the time of the token before it.
     resumed: list[tuple[RequestRecord, float]] = field(default_factory=list)
 
     def add_irregular(self, request: ScheduledRequest, step: int, has_slot: bool) -> None:

@@ -26,14 +26,14 @@ class AttentionWork:
         self._no_window = list(attended) == [None]
 
     def of_slots(self, positions: Sequence[int]) -> tuple[int, int]:
-        """Positions attended to and read by one token at each of `positions`."""
+        """Return the positions attended to and read by one token at each of `positions`."""
         if self._no_window:  # the usual case, every step
             visible = sum(positions) + len(positions)
             return visible, visible
         return self._means([(n := _seen(positions, window), n) for window, _, _ in self._weights])
 
     def of_chunk(self, start: int, count: int) -> tuple[int, int]:
-        """Positions that the tokens [start, start + count) attend to, summed, and read."""
+        """Return the positions that tokens [start, start + count) attend to, summed, and read."""
         counts = []
         for window, _, _ in self._weights:
             before = start if window is None else min(start, window - 1)
@@ -53,7 +53,7 @@ class AttentionWork:
 
 
 def visible_positions(start: int, count: int, window: int | None) -> int:
-    """Positions that the queries [start, start + count) see, themselves included, summed."""
+    """Return the sum of the positions that the queries [start, start + count) attend to."""
     full = count * start + count * (count + 1) // 2
     if window is None or start + count <= window:
         return full

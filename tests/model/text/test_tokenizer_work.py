@@ -280,7 +280,7 @@ def refused(**sections: Any) -> Callable[[Path], None]:
                 normalizer=replacing("a+a+b", "b"),
                 added_tokens=[{"id": 50, "content": "a" * 3000, "normalized": True}],
             ),
-            "may read the added tokens for hours",
+            "may take hours for the added tokens",
         ),
         (
             refused(pre_tokenizer=sequence("pretokenizers", *[BYTE_LEVEL] * 65)),

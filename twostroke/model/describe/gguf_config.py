@@ -130,7 +130,7 @@ def _granite(settings: GGUFSettings) -> ModelSpec:
     spec = _plain(settings)
     if not settings.boolean("rope.scaling.finetuned", True):  # how files mark a model without rope
         spec = without_rope(spec, range(spec.num_layers))
-    # 0 stands for the default.
+    # 0 means the default.
     scale = parts.multiplier(settings, parts.ATTENTION_SCALE) or spec.layers[0].attention.scale
     layers = (
         replace(layer, attention=replace(layer.attention, scale=scale)) for layer in spec.layers
@@ -180,7 +180,7 @@ def _cohere2(settings: GGUFSettings) -> ModelSpec:
 
 
 def _stablelm(settings: GGUFSettings) -> ModelSpec:
-    """StableLM. The absence of a second norm means that attention and MLP are parallel: the setting
+    """StableLM. Attention and MLP are parallel if there is no second norm; `use_parallel_residual`
     is true in all files."""
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
@@ -262,9 +262,7 @@ def _gemma3(settings: GGUFSettings) -> ModelSpec:
         settings,
         windows=parts.windows(settings, period=6),
         ropes=(sliding, rope),
-        max_context=parts.context_length(
-            settings
-        ),  # of the model as it is, its rope scaling included
+        max_context=parts.context_length(settings),  # includes the rope scaling
         layers_of_27b=62,
         logit_softcap=parts.softcap(settings, parts.LOGIT_SOFTCAP, 0.0),
         qk_norm="head",
@@ -280,7 +278,7 @@ def _gemma_2_or_3(
     logit_softcap: float,
     **different: Any,
 ) -> ModelSpec:
-    """The parts that Gemma 2 and 3 share. `ropes`: the rope of layers with a window, then of layers
+    """Return a model of Gemma 2 or 3. `ropes`: the rope of layers with a window, then of layers
     without. `different`: fields of the attention."""
     sliding, full = ropes
     attention = replace(parts.attention(settings, full), **different)
@@ -452,6 +450,6 @@ def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, arch: Architecture)
     if unknown:
         raise ModelError(
             f"{file.path}: the tensor {shown(unknown[0])} is not part of a {spec.family} model "
-            "(general.architecture) as this version knows it, and to leave it out would change the "
-            "results. Use a conversion of the plain model."
+            "(general.architecture) as this version supports it. Without the tensor the results "
+            "would be wrong. Use another conversion of the model."
         )

@@ -43,8 +43,7 @@ NAMES = TensorNames(
 )
 _QKV, _GATE_UP = "attn_qkv.weight", "ffn_up.weight"
 PHI3_NAMES = NAMES.with_names(q=_QKV, k=_QKV, v=_QKV, gate=_GATE_UP, up=_GATE_UP)
-# Conversions of Llama reorder the rows of q and k. Files of GLM, Cohere and ERNIE have this order
-# anyway.
+# Conversions of Llama reorder the rows of q and k. GLM, Cohere and ERNIE always have this order.
 LLAMA_NAMES = NAMES.with_names(rope_interleaved=True)
 GLM4_NAMES = NAMES.with_names(rope_interleaved=True, gate=_GATE_UP, up=_GATE_UP)
 _QKV_BIAS = "attn_qkv.bias"

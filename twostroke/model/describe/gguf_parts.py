@@ -65,7 +65,7 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.kv_lora_rank": (0,),
     TEMPERATURE_SCALE: (0,),
-    ATTENTION_SCALE: (0,),  # 0 stands for the usual 1/√head_dim
+    ATTENTION_SCALE: (0,),  # 0 means the usual 1/√head_dim
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
@@ -83,8 +83,7 @@ class GGUFSettings(Fields):
         self.file, self.arch, self.tensor_names = file, arch, names
 
     def integer(self, name: str, low: int, high: int, default: Any = REQUIRED) -> Any:
-        """Return an integer. If the file has a list with a value for each layer, all values must be
-        equal."""
+        """Return an integer. If the file has a list with a value per layer, all must be equal."""
         value = self.value(name)
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):
@@ -96,8 +95,8 @@ class GGUFSettings(Fields):
         return self._integer(name, value, low, high, default)
 
     def refuse_unsupported(self, read: Collection[str]) -> None:
-        """Refuse a setting that is not in `read` and has an effect. `read`: the names that the
-        architecture reads."""
+        """Refuse a setting with an effect that is not in `read`, the names that the architecture
+        reads."""
         for name, neutral in NEUTRAL_SETTINGS.items():
             value = self.value(name)
             if name not in read and value is not None and value not in neutral:
@@ -130,8 +129,7 @@ def num_layers(settings: GGUFSettings) -> int:
 def attention(
     settings: GGUFSettings, rope_spec: RopeSpec, qk_norm: QKNorm = "none"
 ) -> AttentionSpec:
-    """Return attention without a window, with the scale 1/√head_dim. It has biases if the file has
-    tensors for them."""
+    """Return attention without a window, with the scale 1/√head_dim and the biases of the file."""
     num_heads, num_kv_heads, head_dim = heads(settings)
     return AttentionSpec(
         num_heads,
@@ -449,7 +447,7 @@ def original_context(settings: GGUFSettings) -> int:
 
 
 def _attention_factor(settings: GGUFSettings, default_factor: float = 1.0) -> float:
-    """Return the factor of cos and sin. `default_factor`: if the file does not have the
+    """Return the factor of cos and sin. `default_factor`: used if the file does not have the
     `attention_factor` of a yarn config."""
     factor: float = 1.0
     for key, default in (("yarn_attn_factor", default_factor), ("attn_factor", 1.0)):
@@ -458,8 +456,7 @@ def _attention_factor(settings: GGUFSettings, default_factor: float = 1.0) -> fl
 
 
 def _factors(settings: GGUFSettings, tensor: str, dim: int) -> tuple[float, ...]:
-    """Return the divisors of the frequencies, one for each pair of rotated channels. The converter
-    has computed them."""
+    """Return the converter's divisors of the frequencies, one for each pair of rotated channels."""
     info = settings.file.tensors.get(tensor)
     if info is None:
         raise ModelError(

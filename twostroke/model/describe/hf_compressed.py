@@ -1,5 +1,4 @@
-"""The fields that every `quantization_config` of compressed-tensors shares, and refusals by
-name."""
+"""Reads the fields that all `quantization_config`s of compressed-tensors share."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ def read_single_group(fields: Fields, read: Callable[[Fields, Fields], Config]) 
     """
     for name in ("sparsity_config", "transform_config"):
         if fields.value(name) and fields.nested(name).value("format") != "dense":
-            refuse(fields, name, "dense weights are what there is")
+            refuse(fields, name, "supported: dense weights")
     if fields.value("kv_cache_scheme"):
-        log.info("%s: kv_cache_scheme is left out; see --kv-cache-dtype", fields.where)
+        log.info("%s: kv_cache_scheme is ignored; see --kv-cache-dtype", fields.where)
     groups = fields.nested("config_groups")
     found = {_read(groups.nested(name), read) for name in groups.names()}
     if len(found) != 1:
         raise ModelError(
-            f"{fields.where}: config_groups has {len(found)} kinds of quantisation, and one is "
+            f"{fields.where}: config_groups has {len(found)} kinds of quantisation; exactly one is "
             f"supported. {INSTEAD}"
         )
     return found.pop()

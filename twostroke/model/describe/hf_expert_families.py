@@ -39,7 +39,7 @@ def qwen2_moe(fields: Fields) -> ModelSpec:
     biased = fields.boolean("qkv_bias", True)
     bias: dict[str, Any] = {"qkv_bias": biased, "output_bias": False}
     spec = plain(fields, "qwen2_moe", parts.windows(kinds, window), mlp=experts, **bias)
-    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
+    return hf_experts.with_mlps(spec, hf_experts.sparse_step_mlps(fields, experts))
 
 
 def qwen3_moe(fields: Fields) -> ModelSpec:
@@ -51,7 +51,7 @@ def qwen3_moe(fields: Fields) -> ModelSpec:
     )
     windows = (window,) * parts.num_layers(fields)
     spec = plain(fields, "qwen3_moe", windows, mlp=experts, qk_norm="head")
-    return hf_experts.with_mlps(spec, hf_experts.in_every(fields, experts))
+    return hf_experts.with_mlps(spec, hf_experts.sparse_step_mlps(fields, experts))
 
 
 def olmoe(fields: Fields) -> ModelSpec:

@@ -29,7 +29,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # synonyms
 def experts(
     fields: Fields, num_experts: int, per_token: int, width: str, width_default: Any, **routing: Any
 ) -> ExpertsSpec:
-    """Return experts. `width`: the field of an expert's width. The numbers are defaults."""
+    """Return experts. `width`: the field with the intermediate size of an expert. `num_experts`,
+    `per_token` and `width_default` are defaults."""
     name = next((name for name in COUNTS if name in fields), COUNTS[0])
     count = fields.integer(name, 0, EXPERTS[1], default=num_experts)
     if not count:
@@ -46,9 +47,9 @@ def experts(
     )
 
 
-def in_every(fields: Fields, experts: ExpertsSpec) -> list[MLPSpec | ExpertsSpec]:
+def sparse_step_mlps(fields: Fields, experts: ExpertsSpec) -> list[MLPSpec | ExpertsSpec]:
     """Return the MLP of each layer: experts in every `decoder_sparse_step`-th layer outside
-    `mlp_only_layers`, else a dense MLP."""
+    `mlp_only_layers`, a dense MLP in the other layers."""
     step = fields.integer("decoder_sparse_step", 1, LAYERS[1], default=1)
     dense = set(fields.items("mlp_only_layers", int, "layer numbers"))
     sparse = [n not in dense and (n + 1) % step == 0 for n in range(parts.num_layers(fields))]
@@ -119,7 +120,7 @@ def _check_groups(fields: Fields, experts: ExpertsSpec) -> None:
         fields.refuse(
             "topk_group",
             f"such that its groups, of {size} experts each, have the {routing.experts_per_token} "
-            "of a token (num_experts_per_tok)",
+            "experts of a token (num_experts_per_tok)",
         )
 
 

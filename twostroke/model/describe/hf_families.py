@@ -90,8 +90,7 @@ MINISTRAL3_ROPE |= {"llama_4_scaling_beta": 0.1}
 
 
 def _ministral3(fields: Fields) -> ModelSpec:
-    """Ministral 3: beyond the original context, queries have a factor that depends on their
-    position."""
+    """Ministral 3: beyond the original context, queries are scaled by their position."""
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         fields = fields.overridden_by(Fields(fields.where, {"rope_parameters": MINISTRAL3_ROPE}))
     window = parts.window(fields, default=None)
@@ -141,7 +140,7 @@ def _smollm3(fields: Fields) -> ModelSpec:
             expected = f"a list of 0 or 1 for each of the {count} layers (num_hidden_layers)"
             fields.refuse("no_rope_layers", expected)
     window = parts.window(fields, None) if fields.boolean("use_sliding_window", False) else None
-    usual = [parts.FULL if turns or window is None else parts.SLIDING for turns in has_rope[:count]]
+    usual = [parts.FULL if rope or window is None else parts.SLIDING for rope in has_rope[:count]]
     kinds = parts.layer_types(fields, usual)
     windows = parts.windows(kinds, window)
     fields = fields.with_defaults({"num_key_value_heads": 4})
@@ -181,16 +180,16 @@ def _granite_moe_hybrid(fields: Fields) -> ModelSpec:
     if hybrid:
         raise ModelError(
             f"{fields.where}: mamba layers are not supported, and {hybrid} of the {count} layers "
-            "are such (layer_types; without it all are, with this model_type). Of Granite 4.0 "
-            "micro, 1b and 350m run, but not the hybrids, which have an h in their names."
+            "have mamba (layer_types; without it all layers have mamba with this model_type). "
+            "Of Granite 4.0, micro, 1b and 350m are supported, but not the hybrids (h-micro, …)."
         )
     mlp, experts = parts.mlp(fields, parts.activation(fields), inner=1024), None
     if fields.integer("num_local_experts", 0, EXPERTS[1], default=8):
         experts = hf_experts.experts(fields, 8, 2, "moe_intermediate_size", 11008)
         experts = replace(experts, shared=mlp)
     spec = _granite(fields, "granitemoehybrid", experts or mlp)
-    turned = fields.choice("position_embedding_type", ("nope", "rope"), "nope") == "rope"
-    return spec if turned else without_rope(spec, range(count))
+    has_rope = fields.choice("position_embedding_type", ("nope", "rope"), "nope") == "rope"
+    return spec if has_rope else without_rope(spec, range(count))
 
 
 def _internlm2(fields: Fields) -> ModelSpec:
@@ -253,7 +252,7 @@ def _glm4(fields: Fields) -> ModelSpec:
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Return the windows as Qwen's own code reads the config, with its defaults."""
+    """Return the window of each layer, with the defaults of Qwen's own code."""
     count = parts.num_layers(fields)
     window = parts.window(fields, default=4096)
     slides = fields.boolean("use_sliding_window", False)
@@ -276,7 +275,7 @@ def _phi3(fields: Fields) -> ModelSpec:
     rope, max_context = parts.rope_of(given, fields, head_dim, parts.context_length(fields))
     window = parts.window(fields, default=None)
     if window is not None and window >= max_context:
-        window = None  # it hides nothing
+        window = None  # it has no effect
     attention = replace(
         parts.attention(fields, rope), window=window, qkv_bias=False, output_bias=False
     )
@@ -318,12 +317,11 @@ def _olmo(
 
 
 def _exaone4(fields: Fields) -> ModelSpec:
-    """EXAONE 4: norms after attention and MLP. In a model with windows only layers with a window
-    have rope."""
+    """EXAONE 4: norms after attention and MLP. If layers have windows, only these have rope."""
     count = parts.num_layers(fields)
     window = parts.window(fields, default=4096)
     pattern = fields.value("sliding_window_pattern")
-    if isinstance(pattern, str) and pattern:  # "LLLG"; the last layer sees everything
+    if isinstance(pattern, str) and pattern:  # "LLLG"; the last layer has no window
         letters = [pattern[n % len(pattern)] for n in range(count - 1)] + ["G"]
         usual = [parts.SLIDING if letter == "L" else parts.FULL for letter in letters]
     else:
@@ -338,7 +336,7 @@ def _exaone4(fields: Fields) -> ModelSpec:
 
 def _cohere(fields: Fields) -> ModelSpec:
     """Command R."""
-    if "model_max_length" in fields:  # what its rope was made for
+    if "model_max_length" in fields:  # the context that the rope was made for
         longest = fields.integer("model_max_length", *CONTEXT)
         fields = fields.overridden_by(Fields(fields.where, {"max_position_embeddings": longest}))
     return _command_r(fields, "cohere", theta=500000.0)
@@ -430,9 +428,9 @@ def _minicpm3(fields: Fields) -> ModelSpec:
 class Family(NamedTuple):
     spec: Callable[[Fields], ModelSpec]
     names: TensorNames | Callable[[Fields], TensorNames] = LLAMA_NAMES
-    aliases: Mapping[str, str] = {}  # a field's usual name → the family's own
-    reads: tuple[str, ...] = ()  # fields for which other families are refused
-    quant_methods: tuple[str, ...] = ()  # of quantised files that are read
+    aliases: Mapping[str, str] = {}  # a field's usual name → the family's name
+    reads: tuple[str, ...] = ()  # fields that are refused for families that do not read them
+    quant_methods: tuple[str, ...] = ()  # quantisations that only this family's files have
     images: bool = False  # its models read images, which are not supported
 
 

@@ -49,8 +49,7 @@ GEMMA3_DEFAULTS |= {"head_dim": 256, "max_position_embeddings": 131072}
 
 
 def gemma3_text(fields: Fields) -> ModelSpec:
-    """Gemma 3: windows with a rope of their own in five of six layers; norms on q and k instead of
-    softcaps."""
+    """Gemma 3: windows and another rope in five of six layers; norms on q and k; no softcaps."""
     fields = fields.with_defaults(GEMMA3_DEFAULTS)
     parts.refuse_if_given(fields, "attn_logit_softcapping")
     period = fields.integer("sliding_window_pattern", 1, LAYERS[1], default=6)
@@ -59,9 +58,7 @@ def gemma3_text(fields: Fields) -> ModelSpec:
         "gemma3_text",
         kinds=parts.layer_types(fields, parts.one_full_in(period, parts.num_layers(fields))),
         ropes=_gemma3_ropes(fields),
-        max_context=parts.context_length(
-            fields
-        ),  # of the model as it is, its rope scaling included
+        max_context=parts.context_length(fields),  # includes the rope scaling
         logit_softcap=parts.softcap(fields, "final_logit_softcapping", 0.0),
         qk_norm="head",
     )
@@ -86,7 +83,7 @@ def _gemma_2_or_3(
     logit_softcap: float,
     **different: Any,
 ) -> ModelSpec:
-    """The parts that Gemma 2 and 3 share. `different`: fields of the attention."""
+    """Return a model of Gemma 2 or 3. `different`: fields of the attention."""
     parts.refuse_if_given(fields, "use_bidirectional_attention")
     scalar = fields.number("query_pre_attn_scalar", above=0.0, high=1e9, default=256.0)
     attention = replace(parts.attention(fields, ropes[parts.FULL]), scale=scalar**-0.5, **different)

@@ -1,7 +1,7 @@
-"""Weights of 4 or 8 bits in config.json (`quantization_config`). Other settings are refused by
-name.
+"""Reads the settings of weights of 4 or 8 bits from config.json (`quantization_config`). Other
+settings are refused by name.
 
-    quant_method        layout of the codes                    a group has a zero of its own
+    quant_method        layout of the codes                    each group has a zero point
     gptq                `qweight` [in / 8, out], v1 and v2      unless `sym`
     awq                 `qweight` [in, out / 8], version gemm   if `zero_point`
     compressed-tensors  `weight_packed` [out, in / 8]           unless `symmetric`
@@ -51,14 +51,14 @@ def _gptq(fields: Fields) -> PackedConfig:
     bits = _bits(fields, "bits")
     layout = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     zeros = not fields.boolean("sym", True)
-    # Version 1 stores a zero as one less than it is, symmetric or not.
+    # Version 1 stores each zero minus one, also in symmetric files.
     return PackedConfig("gptq", bits, _group(fields), zeros, int(layout == "gptq"))
 
 
 def _awq(fields: Fields) -> PackedConfig:
     version = str(fields.value("version") or "gemm").lower()
     if version != "gemm":
-        refuse(fields, "version", "gemm is")
+        refuse(fields, "version", "supported: gemm")
     bits = _bits(fields, "bits", (4,))
     return PackedConfig("awq", bits, _group(fields), fields.boolean("zero_point", True))
 
@@ -67,10 +67,10 @@ def _compressed(group: Fields, weights: Fields) -> PackedConfig:
     if weights.value("type") != "int":
         refuse(weights, "type", "packed weights are of type int")
     if group.value("input_activations"):
-        refuse(group, "input_activations", "activations of packed weights stay as they are")
+        refuse(group, "input_activations", "activations of packed weights are not quantised")
     strategy = weights.value("strategy")
     if strategy not in ("group", "channel"):
-        refuse(weights, "strategy", "group and channel are")
+        refuse(weights, "strategy", "supported: group, channel")
     size = _group(weights) if strategy == "group" else 0
     bits, zeros = _bits(weights, "num_bits"), not weights.boolean("symmetric", True)
     return PackedConfig("compressed", bits, size, zeros)
@@ -79,7 +79,7 @@ def _compressed(group: Fields, weights: Fields) -> PackedConfig:
 def _bits(fields: Fields, name: str, known: tuple[int, ...] = (4, 8)) -> int:
     bits = fields.value(name)
     if isinstance(bits, bool) or bits not in known:
-        refuse(fields, name, f"{' and '.join(map(str, known))} bits are")
+        refuse(fields, name, f"supported: {' and '.join(map(str, known))} bits")
     return int(bits)
 
 

@@ -46,8 +46,7 @@ def num_layers(fields: Fields) -> int:
 
 
 def attention(fields: Fields, rope: RopeSpec) -> AttentionSpec:
-    """Return attention without a window, with the usual scale and `attention_bias` on all
-    projections."""
+    """Return attention without a window, with `attention_bias` on all projections."""
     num_heads, num_kv_heads, head_dim = heads(fields)
     biased = fields.boolean("attention_bias", False)
     return AttentionSpec(
@@ -151,7 +150,7 @@ def model(
 
 
 def text_part(fields: Fields, otherwise: str) -> Fields:
-    """Return the fields of the text model in a model with images."""
+    """Return the fields of the text model in a model with images. `otherwise`: for the message."""
     if "text_config" not in fields:
         raise ModelError(
             f"{fields.where}: has no text_config, which a model of model_type "
@@ -316,14 +315,14 @@ def _theta_and_dim(
 ) -> tuple[float, int]:
     base = theta(_first(given, fields, "rope_theta"), "rope_theta", default_theta)
     name = "partial_rotary_factor"
-    says = _first(given, fields, name)
-    partial = says.number(name, above=0.0, high=1.0, default=1.0)
+    source = _first(given, fields, name)
+    partial = source.number(name, above=0.0, high=1.0, default=1.0)
     dim = int(head_dim * partial)
     if dim % 2 or dim < smallest_dim:
         raise ModelError(
-            f"{fields.where}: head_dim {head_dim} × {says.name_in_file(name)} {partial:g} must be "
-            f"an even number of at least {smallest_dim} rotated channels, not {dim} (what is not "
-            "given is the usual of the model_type)."
+            f"{fields.where}: head_dim {head_dim} × {source.name_in_file(name)} {partial:g} must "
+            f"be an even number of at least {smallest_dim} rotated channels, not {dim} (missing "
+            "fields have the default of the model_type)."
         )
     return base, dim
 
@@ -348,14 +347,14 @@ def _longrope(given: Fields, fields: Fields, base: float, dim: int, positions: i
     """Return longrope: a list of frequency divisors within the original context, and one beyond."""
     original = original_context(fields, given, positions)  # here the top level takes precedence
     factor = given.number("factor", high=ROPE_FACTOR[1], default=positions / original)
-    sharpened = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeSpec(
         base,
         dim,
         "longrope",
         max(1.0, factor),
         original,
-        attention_factor=given.number("attention_factor", above=0.0, high=1e3, default=sharpened),
+        attention_factor=given.number("attention_factor", above=0.0, high=1e3, default=default),
         freq_factors=_divisors(given, fields, "long_factor", dim),
         short_factors=_divisors(given, fields, "short_factor", dim),
     )
@@ -364,9 +363,9 @@ def _longrope(given: Fields, fields: Fields, base: float, dim: int, positions: i
 def _yarn(given: Fields, theta: float, dim: int, factor: float, original: int) -> RopeSpec:
     mscale = given.number("mscale", high=100.0, default=0.0)
     all_dim = given.number("mscale_all_dim", high=100.0, default=0.0)
-    sharpened = yarn_attention_factor(factor)
+    default = yarn_attention_factor(factor)
     if mscale and all_dim:
-        sharpened = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, all_dim)
+        default = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, all_dim)
     return RopeSpec(
         theta,
         dim,
@@ -376,5 +375,5 @@ def _yarn(given: Fields, theta: float, dim: int, factor: float, original: int) -
         beta_fast=given.number("beta_fast", above=0.0, high=1e6, default=32.0),
         beta_slow=given.number("beta_slow", above=0.0, high=1e6, default=1.0),
         truncate=given.boolean("truncate", True),
-        attention_factor=given.number("attention_factor", above=0.0, high=1e3, default=sharpened),
+        attention_factor=given.number("attention_factor", above=0.0, high=1e3, default=default),
     )

@@ -1,5 +1,5 @@
-"""Weights in fp8 or int8 in config.json (`quantization_config`). Other settings are refused by
-name.
+"""Reads the settings of weights in fp8 or int8 from config.json (`quantization_config`). Other
+settings are refused by name.
 
     quant_method        weights                                   activations
     fp8                 a scale a tensor, or `weight_block_size`  dynamic, or static (`input_scale`
@@ -57,7 +57,7 @@ def w8_config(config: Mapping[str, Any], where: str) -> W8Config | None:
         return read_single_group(fields, lambda group, weights: _group(group, weights, known))
     raise ModelError(
         f"{where}: weights quantised by {shown(method)} (quantization_config) are not supported "
-        f"with this model_type: fp8, gptq, awq and compressed-tensors are. {INSTEAD}"
+        f"with this model_type. Supported: fp8, gptq, awq, compressed-tensors. {INSTEAD}"
     )
 
 
@@ -66,7 +66,7 @@ def _plain(fields: Fields) -> W8Config:
     if fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static":
         _log_static(fields)
     if str(fields.value("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        refuse(fields, "fmt", "e4m3 is what there is")
+        refuse(fields, "fmt", "supported: e4m3")
     block = fields.value("weight_block_size")
     return W8Config(block=None if block is None else _block(fields, "weight_block_size"))
 
@@ -74,13 +74,14 @@ def _plain(fields: Fields) -> W8Config:
 def _group(group: Fields, weights: Fields, known: tuple[str, ...]) -> W8Config:
     kind = weights.value("type")
     if kind not in known or weights.value("num_bits") != 8:
-        refuse(weights, "num_bits", f"with type {shown(kind)}: {' and '.join(known)} of 8 are")
+        supported = f"supported: {' and '.join(known)} of 8 bits"
+        refuse(weights, "num_bits", f"with type {shown(kind)}; {supported}")
     type = TYPES[kind]
     if not weights.boolean("symmetric", True):
         refuse(weights, "symmetric", f"weights in {type} have no zero points")
     strategy, strategies = weights.value("strategy"), STRATEGIES[type]
     if strategy not in strategies:
-        refuse(weights, "strategy", f"{', '.join(strategies)} are, of {type}")
+        refuse(weights, "strategy", f"supported for {type}: {', '.join(strategies)}")
     weight_only = not group.value("input_activations")
     if not weight_only:
         _check_activations(group.nested("input_activations"), kind)
@@ -91,12 +92,13 @@ def _group(group: Fields, weights: Fields, known: tuple[str, ...]) -> W8Config:
 def _check_activations(fields: Fields, kind: str) -> None:
     if fields.value("type") != kind or fields.value("num_bits") != 8:
         given = shown(fields.value("type"))
-        refuse(fields, "num_bits", f"with type {given}: {kind} of 8 is, of such weights")
+        supported = f"supported with such weights: {kind} of 8 bits"
+        refuse(fields, "num_bits", f"with type {given}; {supported}")
     if kind == "int":
         if not fields.boolean("symmetric", True):
             refuse(fields, "symmetric", "activations in int8 have no zero points")
         if fields.value("strategy") not in (None, "token", "tensor"):
-            refuse(fields, "strategy", "token and tensor are")
+            refuse(fields, "strategy", "supported: token, tensor")
     if fields.value("dynamic") is not True:
         _log_static(fields)
 
@@ -112,4 +114,4 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
 
 
 def _log_static(fields: Fields) -> None:
-    log.info("%s: static scales of activations are left out: each token has its own", fields.where)
+    log.info("%s: static scales are ignored: each token has its own scale", fields.where)

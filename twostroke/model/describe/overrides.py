@@ -12,7 +12,7 @@ from typing import Any
 from twostroke.errors import ConfigError, shown
 
 ROPE, OLD_ROPE, THETA = "rope_parameters", "rope_scaling", "rope_theta"
-FULL = "full_attention"  # if each layer type has a rope of its own, overrides change this one's
+FULL = "full_attention"  # overrides change the rope of this layer type, if each has its own
 TOKENIZER = "tokenizer."
 # config.json's names → the metadata's, under the architecture's prefix.
 IN_GGUF = {
@@ -64,7 +64,7 @@ def _resolve_type(rope: Any, overrides: Mapping[str, Any]) -> None:
 def override_metadata(
     metadata: Mapping[str, Any], overrides: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """Return a GGUF file's metadata with the overrides in the place of its own entries."""
+    """Return a GGUF file's metadata with the overrides applied."""
     prefix = f"{metadata.get('general.architecture')}."
     merged = dict(metadata)
     for name, value in _flat(overrides):

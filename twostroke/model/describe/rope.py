@@ -22,7 +22,7 @@ def rope_tables(rope: RopeSpec, max_len: int) -> tuple[Floats, Floats]:
     frequencies = inverse_frequencies(rope, max_len)
     cos = np.empty((max_len, len(frequencies)), np.float32)
     sin = np.empty_like(cos)
-    for first in range(0, max_len, POSITIONS_AT_ONCE):  # angles only of some: tables can be large
+    for first in range(0, max_len, POSITIONS_AT_ONCE):  # a part at a time: tables can be large
         part = slice(first, min(first + POSITIONS_AT_ONCE, max_len))
         angles = np.outer(np.arange(part.start, part.stop, dtype=np.float32), frequencies)
         np.multiply(np.cos(angles), factor, out=cos[part])
@@ -39,11 +39,11 @@ def query_scales(rope: RopeSpec, max_len: int) -> Floats | None:
 
 
 def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:
-    """One angle per position and channel pair, in fp32 throughout.
+    """Return the angle per position of each channel pair, computed in fp32.
 
-    "dynamic" stretches the base once the context outgrows the original one, and "longrope" takes
-    another list of factors. Cached keys keep the angle they were stored with, so that nothing may
-    change while a sequence grows: the angles are those that a sequence of `max_len` tokens has.
+    Beyond the original context, "dynamic" stretches the base and "longrope" uses another list of
+    factors. Cached keys keep the angle they were stored with, so angles must not change while a
+    sequence grows: every sequence has the angles of a sequence of `max_len` tokens.
     """
     if rope.kind == "identity":
         return np.zeros(rope.dim // 2, np.float32)
@@ -69,7 +69,7 @@ def inverse_frequencies(rope: RopeSpec, max_len: int) -> Floats:
 
 
 def _llama3(rope: RopeSpec, base: Floats) -> Floats:
-    """Long wavelengths are slowed by the factor, short ones kept, those between blended."""
+    """Divide low frequencies by the factor, keep high frequencies, and blend in between."""
     wavelength = np.float32(2 * math.pi) / base
     rotations = np.float32(rope.original_context) / wavelength
     low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -79,7 +79,7 @@ def _llama3(rope: RopeSpec, base: Floats) -> Floats:
 
 
 def _yarn(rope: RopeSpec, base: Floats) -> Floats:
-    """As llama3, but the blend runs over channels, between two numbers of rotations."""
+    """Like llama3, but blend by channel, between the channels of two numbers of rotations."""
 
     def channel(rotations: float) -> float:
         span = math.log(rope.original_context / (rotations * 2 * math.pi))

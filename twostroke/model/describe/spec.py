@@ -26,14 +26,14 @@ from twostroke.kv.block_layout import side_bytes
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "identity"]
 QKNorm = Literal["none", "head", "full"]  # RMSNorm of q and k over each head, or over all heads
-Norm = Literal["rms", "layer"]  # "layer": less the mean, divided by the standard deviation
+Norm = Literal["rms", "layer"]  # "layer": minus the mean, divided by the standard deviation
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2_sum"]  # of the scores of a group's experts
 
 # Bounds of all known models, lowest and highest. A number outside is refused when it is read.
 LAYERS: Final = (1, 1024)
 VOCABULARY: Final = (1, 1 << 22)
-WIDTH: Final = (1, 1 << 20)  # of the hidden state, and of the layer between up and down
+WIDTH: Final = (1, 1 << 20)  # hidden size, and intermediate size of an MLP
 HEADS: Final = (1, 1 << 12)
 HEAD_DIM: Final = (1, 1 << 12)
 LATENT_RANK: Final = (1, 1 << 14)
@@ -62,8 +62,7 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cos and sin
     freq_factors: tuple[float, ...] = ()  # "factors": frequency i is divided by freq_factors[i]
-    # "longrope": used instead of freq_factors if the engine's max_model_len is at most
-    # original_context
+    # "longrope": replaces freq_factors if max_model_len is at most original_context
     short_factors: tuple[float, ...] = ()
     # A query at position p is multiplied by 1 + query_beta · log(1 + ⌊p / query_span⌋) after rope:
     # the first query_span queries by 1, the next by 1 + query_beta · log 2. Not with latents.
@@ -297,8 +296,7 @@ class ExpertsSpec:
         return shapes | ({"shared_gate": (hidden_size,)} if self.shared_gate else {})
 
     def experts_in_use(self, tokens: float) -> float:
-        """Return the expected number of distinct experts of `tokens` tokens, if all are equally
-        likely."""
+        """Return the number of distinct experts of `tokens` tokens, if all are equally likely."""
         missed = 1 - self.routing.experts_per_token / self.num_experts
         return float(self.num_experts * (1 - missed**tokens))
 
@@ -447,8 +445,7 @@ class ModelSpec:
         return shapes
 
     def shaped_by(self, name: str) -> tuple[str, ...]:
-        """Return the fields of the spec and its layers that decide if a weight exists, and its
-        shape."""
+        """Return the fields of the spec that decide whether a weight exists, and its shape."""
         part = name.rpartition(".")[2]
         fields = ("num_layers",) if name.startswith("layers.") else ()
         if ".experts." in name or ".shared." in name:

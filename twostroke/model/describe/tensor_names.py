@@ -62,8 +62,7 @@ class Place(NamedTuple):
         return data[self.expert * size : (self.expert + 1) * size]
 
     def select_rows(self, stored: Any, rows: slice) -> Any:
-        """Return `rows` of the weight. `stored`: all rows of the tensor (or of the expert's part),
-        as an array."""
+        """Return `rows` of the weight. `stored`: all rows of the tensor or of the expert's part."""
         if self.order is not None:
             return stored[self.order()[rows]]
         num_rows = len(stored) - self.other_rows
@@ -86,8 +85,8 @@ class TensorNames:
     """Canonical name → tensor name in a file.
 
     If several weights of a layer have the same tensor name, the tensor holds their rows in the
-    order of `layer`: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. In an expert's tensor name, {e} stands
-    for the number of the expert; a name without {e} is a tensor that holds all experts.
+    order of `layer`: `{"q": "qkv", "k": "qkv", "v": "qkv"}`. In an expert's tensor name, {e} is the
+    number of the expert; a name without {e} is a tensor that holds all experts.
     """
 
     model: Mapping[str, str]
@@ -247,8 +246,7 @@ def halves_from_interleaved(
 
 
 def rows_in_groups(part: str, num_kv_heads: int, group_size: int, head_dim: int) -> Order:
-    """Return the rows of q, k or v in a tensor that has, for each KV head, its queries, its key and
-    its value."""
+    """Return the rows of q, k or v in a tensor with the queries, key and value of each KV head."""
     rows = np.arange(num_kv_heads * (group_size + 2) * head_dim)
     first = {"q": 0, "k": group_size, "v": group_size + 1}[part]
     end = group_size if part == "q" else first + 1

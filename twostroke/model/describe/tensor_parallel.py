@@ -71,8 +71,7 @@ class Ranks:
         return x
 
     def gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return each rank's tensor in order, on the first rank. Other ranks get undefined
-        values."""
+        """Return each rank's tensor in order, on the first rank; undefined values on the others."""
         return [x] * self.size
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -131,7 +130,7 @@ def check_ranks(spec: ModelSpec, size: int) -> None:
 
 
 def _unequal(spec: ModelSpec, size: int) -> str:
-    """Return the number that `size` does not divide, described; "" if it divides all."""
+    """Describe a number of the model that `size` does not divide; "" if it divides all."""
     for layer in dict.fromkeys(spec.layers):
         heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
         if heads % size:
@@ -151,14 +150,12 @@ def _dense(mlp: MLPSpec | ExpertsSpec) -> list[MLPSpec]:
 
 
 def part_of(whole: tuple[int, ...], own: tuple[int, ...], ranks: Ranks) -> Part:
-    """Return the part of a weight of shape `whole` that is this rank's, of shape `own`."""
+    """Return this rank's part, of shape `own`, of a weight of shape `whole`."""
     if whole == own:
         return WHOLE
     parts = []
     for full, size in zip(whole, own, strict=True):
-        number = (
-            ranks.rank * (full // size) // ranks.size
-        )  # of a part, which several ranks may share
+        number = ranks.rank * (full // size) // ranks.size  # several ranks may have the same part
         parts.append(slice(number * size, (number + 1) * size))
     return tuple(parts)
 

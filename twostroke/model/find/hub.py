@@ -1,4 +1,4 @@
-"""The name that a user gives a model → its files on disk.
+"""Finds the files of a model on disk by the name that a user gives.
 
 Four kinds of names are supported: the default model, which is fetched once into the cache; a GGUF
 file; a folder in Hugging Face layout; and the id of a model on the Hugging Face Hub.
@@ -42,7 +42,7 @@ class ModelFiles:
     # The GGUF file (the first file of a split model), or the folder with config.json. With
     # `allow_config_only` it may be a JSON file of another name.
     path: Path
-    name: str  # for people
+    name: str  # shown to users
 
 
 def resolve(
@@ -118,8 +118,8 @@ def names_a_model(word: str) -> bool:
 def check_path(model: str) -> None:
     """Refuse a path that does not exist, before anything is loaded or fetched."""
     path, hub_id = Path(os.path.expanduser(model)), HUB_ID.fullmatch(model)
-    of_hub = hub_id and (hub_id["file"] or hub_id["quant"])
-    if _looks_like_path(model) and not of_hub and not os.path.exists(path):
+    is_on_hub = hub_id and (hub_id["file"] or hub_id["quant"])
+    if _looks_like_path(model) and not is_on_hub and not os.path.exists(path):
         raise ModelError(_no_such_file(path))
 
 
@@ -159,7 +159,7 @@ def _from_path(path: Path, allow_config_only: bool) -> ModelFiles:
         if not allow_config_only:
             raise ModelError(
                 f"{path}: a config alone has no weights. Give the folder that holds config.json "
-                "and *.safetensors, or use load_format='dummy' to run it on made-up weights"
+                "and *.safetensors, or use load_format='dummy' to run it with random weights"
             )
         if path.name == "config.json":
             return ModelFiles("folder", path.parent, _folder_name(path.parent))
@@ -200,9 +200,8 @@ def _from_folder(folder: Path, name: str, allow_config_only: bool) -> ModelFiles
     has_weights = any(file.endswith(".safetensors") for file in files)
     if has_config and (has_weights or allow_config_only):
         return ModelFiles("folder", folder, name)
-    models = list(
-        dict.fromkeys(split_files(file)[0] for file in ggufs)
-    )  # a split model counts once
+    # A split model counts once.
+    models = list(dict.fromkeys(split_files(file)[0] for file in ggufs))
     if len(models) == 1:
         return _gguf(folder / models[0], Path(_gguf_name(models[0])).stem)
     if models:

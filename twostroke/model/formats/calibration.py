@@ -24,8 +24,8 @@ READ_BYTES = 1 << 20  # of the file, from its beginning
 
 
 def calibration_windows(config: EngineConfig, model: OpenedModel, max_len: int) -> list[list[int]]:
-    """Return windows of one length, spread over the text. Raise `ConfigError` if the model or the
-    file cannot be used."""
+    """Return windows of one length, spread evenly over the text. Raise `ConfigError` if the model
+    or the file cannot be used."""
     _check_model(model)
     tokenizer = open_tokenizer(config, model.files)
     if tokenizer is None:
@@ -42,8 +42,8 @@ def calibration_windows(config: EngineConfig, model: OpenedModel, max_len: int) 
         )
     if max(ids) >= model.spec.vocab_size:
         raise ConfigError(
-            f"calibration: the tokenizer gives the id {max(ids)}, and the model knows "
-            f"{model.spec.vocab_size}; use the model's own tokenizer"
+            f"calibration: the tokenizer gives the id {max(ids)}, but the model has only "
+            f"{model.spec.vocab_size} ids; use the model's own tokenizer"
         )
     count = min(MAX_WINDOWS, len(cut))
     return [cut[n * len(cut) // count] for n in range(count)]
@@ -59,9 +59,8 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"calibration: {path} cannot be read: {error.strerror}") from None
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(
-            data
-        )  # the last character may be incomplete
+        # Incremental, because the last character may be incomplete.
+        text = codecs.getincrementaldecoder("utf-8")().decode(data)
         if "\0" in text:
             raise ValueError
     except ValueError:

@@ -73,8 +73,7 @@ def _channel_sizes(
 def _pair_sizes(
     sizes: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], spec: AttentionSpec
 ) -> npt.NDArray[np.float64]:
-    """Estimate the largest absolute value of each channel; both channels of a rope pair get the
-    same value."""
+    """Estimate the largest absolute value of each channel, the same for both of a rope pair."""
     constant, deviation = sizes
     half = spec.rope.dim // 2
     largest = np.abs(constant) + DEVIATIONS * deviation

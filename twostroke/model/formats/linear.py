@@ -1,9 +1,9 @@
-"""Weight formats of torch's backends: a matrix that knows its bytes and its products.
+"""Linear layers of the torch backends: a class for each weight format, with its products and bytes.
 
-A format packs once at load. Few rows (decode) stream the packed bytes once, many rows (prefill)
-feed the matrix units: the format chooses by the number of rows. No other code asks for the format
-of a matrix. Where several ranks share a model, each reads its part of a matrix into a format, and
-a wrapper puts the outputs of the parts together (`SummedLinear`, `GatheredLinear`,
+A matrix is packed once, at load. Each class chooses the product by the number of rows: few rows
+(decode) stream the packed bytes once, many rows (prefill) use the matrix units. No other code
+depends on the format of a matrix. If several ranks share a model, each rank has a part of a matrix,
+and a wrapper combines the outputs of the parts (`SummedLinear`, `GatheredLinear`,
 `SplitEmbedding`).
 """
 
@@ -21,8 +21,8 @@ from twostroke.kernels.reference import Kernels
 from twostroke.kernels.w8a8 import E4M3, INT8, QuantizedActivations, W8Weight
 from twostroke.model.describe.tensor_parallel import Ranks
 
-# Rows (tokens) up to which a weight in fp8 or int8 is multiplied with activations as they are. With
-# more of them the activations are so, too: that is faster from there on.
+# Up to this number of rows (tokens), a weight in fp8 or int8 is multiplied with unquantised
+# activations. For more rows it is faster to quantise the activations to the same type.
 WEIGHT_ONLY_ROWS = {E4M3: 1, INT8: 16}
 
 Activations = torch.Tensor | QuantizedActivations
@@ -60,8 +60,8 @@ class Linear(Protocol):
         ...
 
     def quantised_dtype(self, rows: int) -> torch.dtype | None:
-        """Return the type that a product of so many rows quantises its activations to; None: it
-        does not."""
+        """Return the type that a product of `rows` rows quantises its activations to; None if it
+        does not quantise them."""
         ...
 
     def to_meta(self) -> Linear:
@@ -73,8 +73,7 @@ class ScalableLinear(Linear, Protocol):
     """A linear layer whose weights can be multiplied row by row, while a model is loaded."""
 
     def scale_rows(self, factors: torch.Tensor) -> None:
-        """Multiply each row of the weights, and so each output less its bias, by its factor,
-        [out] in fp32."""
+        """Multiply each row of the weights by its factor, [out] in fp32. Biases do not change."""
         ...
 
 
@@ -123,7 +122,7 @@ class DenseLinear:
 
 class W8Linear:
     """Weights in fp8 or int8 with a scale for each row or block. Few rows of activations are
-    multiplied as they are. More rows are quantised token by token to the weight's type, unless the
+    multiplied unquantised. More rows are quantised token by token to the weight's type, unless the
     weight has scales of blocks or the checkpoint keeps its activations in 16 bits."""
 
     def __init__(
@@ -266,7 +265,7 @@ class StackedLinear:
 
 
 class SummedLinear:
-    """Some columns of a matrix: the products of the ranks are added up. The first rank adds the
+    """Some columns of a matrix. The products of the ranks are summed. The first rank adds the
     bias."""
 
     def __init__(self, part: Linear, ranks: Ranks) -> None:
@@ -290,7 +289,7 @@ class SummedLinear:
         *,
         to: torch.dtype | None = None,
     ) -> NoReturn:
-        raise TypeError("parts of a gated product do not add up")
+        raise TypeError("the parts of a gated product cannot be summed")
 
     def quantised_dtype(self, rows: int) -> torch.dtype | None:
         return self._part.quantised_dtype(rows)
@@ -300,8 +299,7 @@ class SummedLinear:
 
 
 class GatheredLinear:
-    """Some rows of a matrix of `size` rows: the first rank gets all outputs, another rank its
-    own."""
+    """Some rows of a matrix of `size` rows. The first rank gets the outputs of all ranks."""
 
     def __init__(self, part: Linear, size: int, ranks: Ranks) -> None:
         self._part, self._size, self._ranks = part, size, ranks
@@ -333,7 +331,7 @@ class GatheredLinear:
         *,
         to: torch.dtype | None = None,
     ) -> NoReturn:
-        raise TypeError("a gate and its up projection are on one rank")
+        raise TypeError("the outputs of a gated product are not gathered")
 
     def quantised_dtype(self, rows: int) -> torch.dtype | None:
         return self._part.quantised_dtype(rows)
@@ -344,7 +342,7 @@ class GatheredLinear:
 
 
 class Embedding:
-    """A row of numbers for each token."""
+    """The token embedding: a row of the weight for each token id."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -357,7 +355,7 @@ class Embedding:
 
 
 class SplitEmbedding(Embedding):
-    """The rows of the tokens from `first` on; other ranks have the rows of the other tokens."""
+    """This rank's rows of the token embedding, from token id `first` on."""
 
     def __init__(self, weight: torch.Tensor, first: int, ranks: Ranks) -> None:
         super().__init__(weight)

@@ -1,11 +1,11 @@
-"""A precision per phase: weights that are stored twice, in a prefill and a decode format.
+"""A weight format for each phase: weights that are stored twice, for prefill and for decode.
 
-    a step with chunks        prefill's formats for all tokens: decode rows in the step use weights
-                              that are read anyway
-    a step that only decodes  decode's formats, in graphs or not
+    a step with chunks        prefill's formats for all tokens, because the chunks read these
+                              weights anyway
+    a step that only decodes  decode's formats, with or without CUDA graphs
 
-So a step reads every weight once. The phase is a property of the step, not a number of rows. Only
-the decoder knows of it: it has a list of layers for each phase (`Decoder._layers`,
+So a step reads every weight once. The format depends on the step, not on its number of rows. Only
+the decoder distinguishes the phases: it has a list of layers for each (`Decoder._layers`,
 `_decode_layers`). Embedding, head, norms and weights that neither phase quantises exist once.
 """
 
@@ -58,8 +58,7 @@ def num_bytes(format: Format | None, shape: tuple[int, ...], itemsize: int) -> i
 def phase_formats(
     spec: ModelSpec, source: WeightSource, config: EngineConfig, keep_gguf_blocks: bool = False
 ) -> PhaseFormats:
-    """Return the formats of both phases. Raise `ConfigError` if they cannot differ as
-    configured."""
+    """Return the formats of both phases. Raise `ConfigError` for an unsupported combination."""
     if not config.phases_differ:
         formats = weight_formats(spec, source, config.quantization, keep_gguf_blocks)
         return PhaseFormats(formats, formats)

@@ -1,5 +1,5 @@
-"""The linear layers of matrices that are kept in another format than the model's dtype. Only this
-module and the definition of a format name its class."""
+"""`QuantizedLinears`: builds the linear layers of matrices that are not stored in the model's
+dtype. No other module chooses a class by the format of a matrix."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class QuantizedLinears:
         read: Callable[[str], torch.Tensor],
         importance: Mapping[str, torch.Tensor],
     ) -> None:
-        """`shapes`: the shapes of this rank's parts; `part`: the part of a weight by name; `read`:
-        reads it, unquantised. `importance`: of a weight's inputs, by name; where it is not known,
-        all inputs count the same."""
+        """`shapes`: the shapes of this rank's parts. `part`: returns this rank's part of a weight.
+        `read`: reads that part unquantised. `importance`: of a weight's inputs, by name of the
+        weight; without it, all inputs count the same."""
         self._formats: Mapping[str, Any] = formats
         self._source, self._shapes, self._kernels = source, shapes, kernels
         self._device, self._part, self._read = device, part, read
         self._importance = importance
 
     def product(self, names: list[str], bias: torch.Tensor | None) -> ScalableLinear | None:
-        """Return the linear layer of matrices one below another; None if they are kept in the
+        """Return the linear layer of matrices one below another; None if they are stored in the
         model's dtype."""
-        kind = self._formats.get(names[0])
-        return None if kind is None else MAKERS[type(kind)](self, names, bias)
+        format = self._formats.get(names[0])
+        return None if format is None else MAKERS[type(format)](self, names, bias)
 
     def w8(self, names: list[str], bias: torch.Tensor | None) -> ScalableLinear:
         weight_only = is_weight_only(self._source)
@@ -100,7 +100,7 @@ class QuantizedLinears:
                     for part, other in zip(parts, filled, strict=True)
                 ]
             )
-        # The wider of the parts' types, if they differ.
+        # If the types of the parts differ, `cat` returns the wider type.
         scales = torch.cat([part.scale for part in parts])
         offsets = [part.offset for part in parts if part.offset is not None]
         codes = torch.cat([part.codes for part in parts])
@@ -114,9 +114,9 @@ class QuantizedLinears:
         group = math.gcd(self._formats[name].group, self._shapes[name][1])
         if group < SMALLEST_GROUP:
             raise ConfigError(
-                "quantization is 'int4', but so many ranks would have parts of "
-                f"{self._shapes[name][1]} columns of {name!r}, which groups of "
-                f"{SMALLEST_GROUP} do not divide; lower tensor_parallel_size"
+                f"quantization is 'int4', but each rank's part of {name!r} would have "
+                f"{self._shapes[name][1]} columns, which groups of {SMALLEST_GROUP} do not "
+                "divide; lower tensor_parallel_size"
             )
         weight, importance = self._read(name), self._importance.get(name)
         return packed.quantised(weight.to(self._device), group, importance)

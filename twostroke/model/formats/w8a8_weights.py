@@ -36,8 +36,9 @@ def w8_formats(
 ) -> dict[str, W8Format]:
     """Return the formats of the weights in fp8 or int8, from their file or from `quantization`.
 
-    The matrices of one linear group have such a format together or not at all. Embedding, head,
-    routers and experts never have one. In a file with weights in fp8 or int8, the others stay.
+    Either all matrices of a linear group have such a format, or none of them. Embedding, head,
+    routers and experts never have such a format. `quantization` has no effect on a quantised
+    safetensors checkpoint.
     """
     found: dict[str, W8Format] = {}
     wanted = quantization if quantization in TYPES and not _is_quantized(source) else None

@@ -6,9 +6,9 @@ A tensor is a run of blocks. A quantised block holds 32 or 256 neighbours of a r
 a table or a grid.
 
 The package `gguf` has the same conversion (`gguf.quants`), and the tests compare every type with it
-to the bit. This module remains because the core does not depend on `gguf`, because `grouped`
-returns integers and scales, which the packed formats store and `gguf.quants` does not offer, and
-because it takes half the time for K-quants and a third for IQ types.
+to the bit. This module exists for three reasons: the core does not depend on `gguf`; `grouped`
+returns integers and scales for the packed formats, which `gguf.quants` does not; and this module
+takes half the time for K-quants, and a third for IQ types.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def _mxfp4(blocks: Bytes) -> Floats:
 def _tq1_0(blocks: Bytes) -> Floats:
     """48 and 4 bytes, each of which is a fraction of 256 written in base 3 · scale f16.
 
-    The k-th digits of 32 bytes stand together, then those of 16 bytes, then those of the last four.
+    The values are the first digits of 32 bytes, then their second digits, and so on; the same for
+    the next 16 bytes, and for the last four.
     """
     parts = ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
     shifted = [

@@ -31,7 +31,7 @@ MAX_DIMS = 4
 MAX_PAIRS = MAX_TENSORS = 1 << 16
 MAX_VALUES = 1 << 23  # in all arrays together
 MAX_NAME_BYTES = 1024  # of a metadata key or a tensor's name
-MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal, unused and recursive
+MAX_ARRAY_DEPTH = 4  # arrays of arrays are legal, though no known model has any
 MAX_NESTED = 1 << 12  # arrays inside arrays
 
 # The number of a type in the file → its name. Names of unsupported types are for the message.
@@ -41,7 +41,7 @@ TYPE_NAMES |= {16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4
 TYPE_NAMES |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 TYPE_NAMES |= {29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
 
-# Metadata value types: number in the file → struct code. Strings and arrays have their own shape.
+# Metadata value types: number in the file → struct code. Strings and arrays are read separately.
 SCALARS = {
     0: "B",
     1: "b",
@@ -137,8 +137,8 @@ def _read_split(first: _OpenFile, count: int) -> list[_OpenFile]:
     if match is None or int(match[3]) != count or int(match[2]) != 1:
         raise ModelError(
             f"{first.path}: is one of {count} parts of a split GGUF (split.count), which are found "
-            f"by their names: the first is to be called NAME-00001-of-{count:05}.gguf, and the "
-            "others lie beside it. Give the file the name that it was published under."
+            f"by their names: the first must have the name NAME-00001-of-{count:05}.gguf, and the "
+            "other parts must be in its folder. Give each file the name it was published under."
         )
     paths = [first.path.with_name(name) for name in split_files(first.path.name)]
     if missing := [path.name for path in paths if not path.is_file()]:
@@ -155,27 +155,27 @@ def _read_split(first: _OpenFile, count: int) -> list[_OpenFile]:
             found = _split_field(part, key, None)
             if found != value:
                 raise ModelError(
-                    f"{part.path}: {key} is {found}, where {value} was expected of part "
-                    f"{number + 1} of {first.path.name}. The parts are not of one model; download "
-                    "them again."
+                    f"{part.path}: {key} is {found}, where {value} was expected for part "
+                    f"{number + 1} of {first.path.name}. The parts belong to different models; "
+                    "download them again."
                 )
         arch = part.metadata.get("general.architecture", first.metadata.get("general.architecture"))
         if arch != first.metadata.get("general.architecture"):
             raise ModelError(
-                f"{part.path}: is of the architecture {shown(arch)}, and {first.path.name} is of "
-                "another. The parts are not of one model; download them again."
+                f"{part.path}: has the architecture {shown(arch)}, and {first.path.name} has "
+                "another. The parts belong to different models; download them again."
             )
         for name in part.tensors:
             if name in owner:
                 raise ModelError(
                     f"{part.path}: holds the tensor {name!r}, which {owner[name].name} holds, too. "
-                    "The parts are not of one model; download them again."
+                    "The parts belong to different models; download them again."
                 )
             owner[name] = part.path
     if num_tensors is not None and len(owner) != num_tensors:
         raise ModelError(
             f"{first.path}: announces {num_tensors} tensors (split.tensors.count), but its {count} "
-            f"parts hold {len(owner)}. The parts are not of one model; download them again."
+            f"parts hold {len(owner)}. The parts belong to different models; download them again."
         )
     return parts
 
@@ -275,8 +275,7 @@ class _Header:
         return list(struct.unpack_from(f"<{count}{code}", self.buffer, start))
 
     def _strings(self, count: int) -> list[str]:
-        """Return an array of strings. A vocabulary has 10⁵, so this loop makes no calls of our
-        own."""
+        """Return an array of strings. The loop avoids calls: a vocabulary has 10⁵ strings."""
         buffer, at, size = self.buffer, self.at, self.size
         read_length = struct.Struct("<Q").unpack_from
         strings = []

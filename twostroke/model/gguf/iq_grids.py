@@ -1,8 +1,8 @@
 """The grids of GGUF's IQ types: the groups of neighbours that a code can represent. Numpy only.
 
-The numbers are those of ggml (MIT licence), which defines the types. An entry is 8 (or 4) digits,
-each of which is the index of a magnitude. As numbers with the first digit in the lowest bits, the
-entries of a grid ascend. This file has their differences as 16 bits, compressed.
+The numbers are those of ggml (MIT licence), which defines the types. An entry has 8 (or 4) digits,
+each of which is the index of a magnitude. Read as numbers, with the first digit in the lowest bits,
+the entries of a grid ascend. This file has their differences in 16 bits each, compressed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages → the prompt text of a chat model, rendered by the model's own Jinja template.
+"""`ChatTemplate`: renders messages to the prompt text, with the model's own Jinja template.
 
 A template is an untrusted program: it comes with downloaded weights or with a request. It runs in
 Jinja's immutable sandbox (no attributes with underscores, no imports, no changes to its arguments).
@@ -99,7 +99,7 @@ class ChatTemplate:
                 f"continue_final_message: {self._name} does not show the last message's content",
                 param="continue_final_message",
             )
-        # A template that trims messages has trimmed the space in END instead of the message's end.
+        # A template that trims messages has trimmed END, so the message's end is trimmed here.
         return text[:end] if text.startswith(END, end) else text[:end].rstrip()
 
     def _with_developer_messages(self, messages: Messages, variables: dict[str, Any]) -> Messages:
@@ -113,9 +113,8 @@ class ChatTemplate:
         for candidate in (messages, system, _with_one_system_message(system)):
             if self._shows(candidate, ("developer", "system"), variables):
                 return candidate
-        if self._shows(
-            messages, ("developer",), variables
-        ):  # a template that drops system messages
+        # The template may drop system messages, but not developer messages.
+        if self._shows(messages, ("developer",), variables):
             return messages
         raise RequestError(
             f"{self._name} does not show messages of the role 'developer'; send them as 'system' "
@@ -150,8 +149,8 @@ class ChatTemplate:
         except Exception as error:  # a template's code can raise any exception
             raise RequestError(
                 f"{self._name} fails on these messages ({type(error).__name__}: "
-                f"{error}). Check their roles and their order, and that the template knows tools "
-                "if there are any."
+                f"{error}). Check their roles and their order, and whether the template supports "
+                "tools if there are any."
             ) from None
 
     # ── the message shapes that this template reads ───────────────────────────────────────────────
@@ -173,7 +172,8 @@ class ChatTemplate:
     def _call_shape(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """Return the first shape of a message with tool calls whose arguments the template shows.
 
-        Most templates read an empty content and an object, some null or a JSON string.
+        Most templates read an empty string as the content and an object as the arguments; some read
+        null, or a JSON string.
         """
         for shape in CALL_SHAPES:
             if "[[shown]]" in self._try([PROBE_USER, shape(PROBE_CALL), PROBE_RESULT]):
@@ -190,7 +190,7 @@ class ChatTemplate:
         if role not in self._parts_read:
             self._parts_read[role] = self._reads_probe(role)
         reads = self._parts_read[role]
-        # A template that renders no probe may require parts with fields of its own.
+        # A template that renders no probe may require parts with further fields.
         return any(len(part) > 2 for part in message["content"]) if reads is None else reads
 
     def _reads_probe(self, role: str) -> bool | None:

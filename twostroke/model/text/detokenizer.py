@@ -1,4 +1,4 @@
-"""Token ids → text, incrementally.
+"""Detokenizers: convert token ids to text incrementally.
 
 The texts of all `push` calls, joined with the text of `flush`, equal the text that `tokenizers`
 decodes from the whole sequence. No step looks back further than the current character.
@@ -27,8 +27,8 @@ import tokenizers
 
 SPACE_MARK: Final = "▁"
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-# Context ids for decoding the next id. One id tells the decoder that the text has begun; the others
-# are for decoders that look at neighbours.
+# Ids before the next id that are decoded with it. One id tells the decoder that the text has begun;
+# the others are for decoders whose result depends on neighbours.
 WINDOW_CONTEXT: Final = 4
 # A character has at most four bytes: a longer run of ids without a character never becomes valid.
 # Emitting the run keeps the window short.
@@ -105,8 +105,8 @@ class PieceDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """A detokenizer for any decoder: the text of a few ids with the new id, less the text
-    without."""
+    """A detokenizer for any decoder: decodes a few ids with and without the new id, and returns
+    the difference."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, hidden: frozenset[int], after: Sequence[int]
@@ -193,8 +193,7 @@ class TokenTable:
 
     @cached_property
     def is_sentencepiece(self) -> bool:
-        """Return whether the decoder replaces `▁`, decodes bytes, joins, and may drop a first
-        space."""
+        """Return whether the decoder's steps are those of SentencePiece."""
         mark_to_space = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
         steps = [mark_to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
         return self._steps[:3] == steps and (self._strips or len(self._steps) == 3)
@@ -226,18 +225,16 @@ class TokenTable:
 
 
 def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Return the decoder's steps in the form of tokenizer.json, a sequence unrolled."""
+    """Return the decoder's steps in the form of tokenizer.json, with sequences flattened."""
     if tokenizer.decoder is None:
         return []
-    # The pickle state is this JSON. Serialising the whole tokenizer would write the vocabulary,
-    # too.
+    # The pickle state is this JSON, without the vocabulary.
     config = json.loads(tokenizer.decoder.__getstate__())
     return config["decoders"] if config["type"] == "Sequence" else [config]
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Return character → byte of byte-level BPE: printable Latin-1 maps to itself, the rest follows
-    U+0100."""
+    """Return character → byte of byte-level BPE: printable Latin-1, then characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: byte for byte in printable}

@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF header → a `tokenizers.Tokenizer`. Unsupported kinds are refused."""
+"""`vocab_from_gguf`: reads the tokenizer in a GGUF header. Unsupported kinds are refused."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class _VocabHeader(Fields):
         if len(values) != len(self.tokens):
             found = str(len(values)) if name in self else "none"
             raise ModelError(
-                f"{self.where}: has {len(self.tokens)} tokenizer.ggml.tokens and should have as "
-                f"many values in tokenizer.ggml.{name}; it has {found}. {ADVICE}"
+                f"{self.where}: has {len(self.tokens)} tokenizer.ggml.tokens, so it must have the "
+                f"same number of values in tokenizer.ggml.{name}; it has {found}. {ADVICE}"
             )
         return values
 
@@ -214,13 +214,12 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, header: _VocabHeader) -> None:
 
     SentencePiece matches user-defined tokens in the normalised text, where a space is `▁`. The
     `tokenizers` library normalises such a token like a text: if the vocabulary adds a space before
-    each text, it would add one before the token too. With such a vocabulary, user-defined tokens
-    are matched in the raw text, and those that contain `▁` are made by merges instead.
+    each text, the library would also add a space before the token. With such a vocabulary,
+    user-defined tokens are matched in the raw text, and tokens with `▁` are made by merges instead.
     """
     in_normalised = header.is_sentencepiece and not header.adds_space
-    # An end token is a control token, even in headers whose token_type says normal. Other tokens
-    # are what their token_type says: a header may name an ordinary character as its unknown or
-    # padding token.
+    # An end token is a control token, even if its token_type says normal. Other tokens have the
+    # type of their token_type: a header may name an ordinary character as its padding token.
     added = []
     for token_id, token in enumerate(header.tokens):
         kind = header.types[token_id]

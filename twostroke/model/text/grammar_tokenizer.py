@@ -1,10 +1,10 @@
 """A model's tokenizer for llguidance: the bytes of every token, and the tokens of a text.
 
-llguidance can read a tokenizer.json itself. Then it treats every added token that looks like
-`<tag>` as special, although the tokenizer finds this token in ordinary text, and no output could
-match a grammar with the tag in a literal. Here the flag `special` of tokenizer.json counts. An
-added token without the flag (Qwen's `<tool_call>`) is text like any other token. A special token is
-not text: if a grammar requires its text, the text is written with ordinary tokens, because special
+llguidance can read a tokenizer.json itself. But then it treats every added token that looks like
+`<tag>` as special, although the tokenizer finds this token in ordinary text. So no output could
+match a grammar with the tag in a literal. Here only tokens with the flag `special` in
+tokenizer.json are special. An added token without the flag (Qwen's `<tool_call>`) is text. If a
+grammar requires the text of a special token, ordinary tokens write this text, because special
 tokens are removed from the answer. This module does not import torch.
 """
 
@@ -24,16 +24,16 @@ from twostroke.model.text.tokenizer_work import unlimited_chars
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# Settings that stop a tokenizer from adding a space before a text. Text in a grammar is the middle
-# of a text.
+# Settings that stop a tokenizer from adding a space before a text: the text of a grammar may be in
+# the middle of an answer.
 NO_SPACE_BEFORE: Final = {"prepend_scheme": "never", "add_prefix_space": False}
 
 
 class GrammarTokenizer:
     """The tokenizer interface that `LLTokenizer` requires.
 
-    llguidance calls it with the GIL while it holds the lock that the matchers of one grammar share:
-    two threads must not use these matchers.
+    llguidance calls the tokenizer with the GIL, while llguidance holds a lock that the matchers of
+    one grammar share. So two threads must not use these matchers.
     """
 
     is_tokenizer_wrapper = True
@@ -56,8 +56,8 @@ class GrammarTokenizer:
         self.longest_first: Callable[[str], list[int]] | None = None  # set by `make_tokenizer`
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text. If a normaliser changes the text, or the tokenizer may work
-        long on it, choose the longest matching tokens one after another instead."""
+        """Return the tokens of a text. If a normaliser changes the text, or the tokenizer may take
+        long for it, return the longest matching tokens one after another instead."""
         limit = self._unlimited_chars
         if self.longest_first is not None and limit is not None and len(text) > limit:
             return self.longest_first(text)
@@ -67,8 +67,7 @@ class GrammarTokenizer:
 
 
 def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
-    """Return the tokenizer for `compile_grammar`. `end_ids` end a text where the grammar may
-    end."""
+    """Return the tokenizer for `compile_grammar`. `end_ids`: tokens that end the answer."""
     from llguidance import LLTokenizer
 
     ours: Any = GrammarTokenizer(tokenizer_json, end_ids)
@@ -83,8 +82,8 @@ def make_tokenizer(tokenizer_json: str, end_ids: list[int]) -> LLTokenizer:
 
 
 def _put_no_space_before(backend: tokenizers.Tokenizer) -> None:
-    """Change the settings that add a space, by way of a tokenizer without a vocabulary: its JSON is
-    small."""
+    """Change the settings that add a space. They are read from and written to the JSON of a
+    tokenizer without a vocabulary, which is small."""
     steps = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
     bare = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     for name, step in steps.items():

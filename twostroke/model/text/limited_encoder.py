@@ -1,6 +1,6 @@
 """`LimitedEncoder`: encodes texts in a process with limits on time and memory.
 
-For tokenizers whose work for a text is not known to be in proportion to the text
+It is used with tokenizers whose work may grow faster than the length of the text
 (`tokenizer_work.py`). The process starts with the first text that needs it.
 """
 
@@ -15,11 +15,11 @@ from twostroke.errors import RequestError
 from twostroke.model.text.tokenizer_json import library_error
 from twostroke.sandbox import LimitExceeded, Limits, SandboxPool, Work
 
-# For a program that encodes for its own user.
+# For a program with one user.
 OWN_USER: Final = Limits(cpu_s=10.0, wall_s=60.0, memory_bytes=1024**3)
-# For a server: low priority beside the engine, and little of the memory of all clients.
+# For a server: lower limits and a low priority, because other clients share the machine.
 SERVER: Final = Limits(cpu_s=2.0, wall_s=60.0, memory_bytes=48 * 1024**2, nice=10)
-# More ids are refused: they would take memory of the program.
+# More ids for a text are refused, because they take memory of the program.
 IDS_PER_CHAR, MIN_IDS_LIMIT = 4, 1 << 16
 IDS: Final = "I"  # the type of the array of ids in an answer
 

@@ -38,7 +38,7 @@ def open_tokenizer(config: EngineConfig, files: ModelFiles) -> Tokenizer | None:
 
 
 def recommended_sampling(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
-    """Return the sampling parameters that the model's makers recommend, with the overrides of
+    """Return the sampling parameters that the model's authors recommend, with the overrides of
     `config.override_generation_config`."""
     return _generation_config(files) | (config.override_generation_config or {})
 
@@ -60,8 +60,7 @@ def _generation_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def chat_template_source(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
-    """Return the chat template: `config.chat_template` (a text, a name or a path), or the model's
-    own."""
+    """Return `config.chat_template` (a text, a name or a path), or the model's template."""
     chosen: Any = config.chat_template
     if chosen is None:
         return tokenizer.chat_template

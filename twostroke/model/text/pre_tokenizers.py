@@ -1,7 +1,7 @@
 """Pre-tokenizers of byte-level vocabularies, which split a text into words before merging: one for
 each name in GGUF headers (`tokenizer.ggml.pre`).
 
-The splits are those of the models' own tokenizers; where these are unknown, those of llama.cpp.
+They split a text like the model's own tokenizer or, if that is unknown, like llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def _cased(numbers: str, contraction: str = "", upper: str = _UPPER, lower: str 
 GPT4O_PATTERN: Final = _cased(r"\p{N}{1,3}", _CONTRACTION + "?")
 GPT2_PATTERN: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT_PATTERN: Final = r"\p{N}"
-# Groups of three from the end of a run of digits, which is a word of its own here. (The usual
-# pattern looks ahead to the end at each place and takes the square of the length: 15 s for 40,000
-# digits.)
+# Groups of three from the end of a run of digits, which an earlier pattern has split off. (The time
+# of the usual pattern grows with the square of the length: 15 s for 40,000 digits.)
 _THREES: Final = r"\A\d{1,2}(?=(?>(?:\d{3})+)\z)|\d{3}"
 BLOOM_PATTERN: Final = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
@@ -70,7 +69,7 @@ DEEPSEEK3: Final = (r"\p{N}{1,3}", _HAN_AND_KANA, _deepseek3(r"[\r\n]*|\s*[\r\n]
 
 
 def _class_of(ranges: str) -> str:
-    """`41-5A B5` → the characters A to Z and µ."""
+    """Return the characters of a class: for `41-5A B5` the characters A to Z and µ."""
     return "".join(
         "-".join(f"\\x{{{number}}}" for number in one.split("-")) for one in ranges.split()
     )
@@ -78,7 +77,7 @@ def _class_of(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    patterns: tuple[str, ...]  # applied in order, each to the pieces of the one before
+    patterns: tuple[str, ...]  # applied in order, each to the pieces of the previous pattern
     ignore_merges: bool = False  # a word that is a token is not merged
     adds_bos: bool = False  # default of the header's add_bos_token
     nfc: bool = False  # normalise to composed characters first

@@ -1,5 +1,5 @@
-"""Checks of the regular expressions in a tokenizer.json's replacements: bounded work, and matches
-between letters.
+"""Checks of the regular expressions in a tokenizer.json's replacements: whether their work is
+bounded, and whether they match the empty text.
 
 A backtracking matcher can take hours over a word: each point with more than one way to continue
 multiplies the work, and a repeated group repeats it. Replacements of known tokenizers, such as
@@ -51,5 +51,5 @@ def may_match_nothing(pattern: str) -> bool:
 
 
 def _outline(pattern: str) -> str:
-    """Return a pattern with a letter in the place of each escape and each class."""
+    """Return a pattern with each escape and each class replaced by a letter."""
     return CLASS.sub("c", ESCAPE.sub("c", pattern))

@@ -1,6 +1,6 @@
-"""The source text of chat templates: built-in templates by name, and the choice among a model's.
+"""The source text of chat templates: built-in templates, and the choice among a model's templates.
 
-`--chat-template` knows the same names as llama-server. This module does not import Jinja.
+`--chat-template` accepts the same names as llama-server. This module does not import Jinja.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def template_name(of_request: bool) -> str:
 
 
 def choose_template(named: Mapping[str, str]) -> str | None:
-    """Return the template named 'default', else the first by name."""
+    """Return the template named 'default'; without it, the first by name."""
     if not named:
         return None
     return named["default"] if "default" in named else named[min(named)]
@@ -29,8 +29,8 @@ EOS: Final = "{{ eos_token }}"
 
 
 def _turns(turn: str, open_turn: str, start: str = BOS) -> str:
-    """Return a template whose turns all look the same. In a turn TEXT stands for the message's
-    content, TRIMMED for the content without white space around it, and ROLE for the role."""
+    """Return a template whose turns all have the same form. In `turn`, TEXT is replaced by the
+    message's content, TRIMMED by the content without white space around it, ROLE by the role."""
     names = {"TEXT": "m.content", "TRIMMED": "m.content | trim", "ROLE": "m.role"}
     for name, value in names.items():
         turn = turn.replace(name, "{{ " + value + " }}")

@@ -23,8 +23,8 @@ from twostroke.model.text.template_source import choose_template
 from twostroke.model.text.tokenizer_json import library_error, read_backend
 from twostroke.model.text.tokenizer_work import unlimited_chars
 
-# Tokens that end a turn, a message or a text in known families. One counts only if the vocabulary
-# has it as a special token: as ordinary tokens it is text.
+# Tokens that end a turn, a message or a text in known families. A token of this list counts only if
+# it is a special token of the vocabulary; otherwise it is text.
 END_TOKENS: Final = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -37,7 +37,7 @@ END_TOKENS: Final = (
     "<|eot|>",
     "<EOT>",
 )
-LONG: Final = 4096  # ids; longer ones are decoded as a batch, which releases the GIL
+LONG: Final = 4096  # ids; longer sequences are decoded as a batch, which releases the GIL
 MAX_DECODED_CHARS: Final = 1 << 26
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 ADDED_TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -60,8 +60,9 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.chat_template = chat_template
-        self.encoder_limits = OWN_USER  # of texts that this process does not encode
-        self._unlimited_chars = unlimited_chars(backend)  # that this process encodes; None: any
+        self.encoder_limits = OWN_USER  # for texts that another process encodes
+        # The length of the texts that this process encodes; None: any length.
+        self._unlimited_chars = unlimited_chars(backend)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.stop_ids = frozenset(end_ids) | self._well_known_end_ids()
         if eos_id is not None:
@@ -89,14 +90,14 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text. The text of a special token becomes its id.
 
-        A rendered chat template contains its special tokens: encode it with
-        `add_special_tokens=False`, or it has two BOS tokens.
+        A rendered chat template contains its special tokens. Encode it with
+        `add_special_tokens=False`; otherwise it gets a second BOS token.
         """
         limit = self._unlimited_chars
         if limit is not None and isinstance(text, str) and len(text) > limit:
             return self._limited_encoder.encode(_without_surrogates(text), add_special_tokens)
         try:
-            # The backend's only call that releases the GIL and keeps no offsets.
+            # No other call of the library releases the GIL and computes no offsets.
             (found,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -136,7 +137,7 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return one token for people. A part of a character is written as bytes."""
+        """Return a readable text of one token. A part of a character is written as bytes."""
         raw = self._table.token_bytes(token_id)
         if raw is None:  # a model may have more embedding rows than its vocabulary has tokens
             return f"<token {token_id}>"
@@ -163,8 +164,8 @@ class Tokenizer:
     ) -> Detokenizer:
         """Return a detokenizer for one stream of ids.
 
-        `after`: the ids that the text continues, such as the prompt of a completion. Then the space
-        before the first word is kept, which a text of its own would not have.
+        `after`: the ids that the text continues, such as the prompt of a completion. With them the
+        space before the first word is kept; at the beginning of a text it is dropped.
         """
         return self._table.detokenizer(skip_special_tokens, after)
 
@@ -243,7 +244,7 @@ def _read(path: Path) -> Fields:
 
 
 class _Names:
-    """The special tokens that tokenizer_config.json names, or else special_tokens_map.json."""
+    """The special tokens that tokenizer_config.json names, otherwise special_tokens_map.json."""
 
     def __init__(self, special_tokens_map: Fields, settings: Fields) -> None:
         self._files = (settings, special_tokens_map)
@@ -301,7 +302,7 @@ def _token_id(declared: Fields, name: str) -> int:
 
 
 def _mark_special_tokens(backend: tokenizers.Tokenizer, names: _Names) -> None:
-    """Mark the tokens as special that the settings call special.
+    """Mark the tokens that the settings name as special tokens.
 
     Tokens without an id are ignored: the model has no embedding row for them.
     """
@@ -315,7 +316,8 @@ def _mark_special_tokens(backend: tokenizers.Tokenizer, names: _Names) -> None:
 def _declared_ids(
     backend: tokenizers.Tokenizer, names: _Names, kind: str, configs: Sequence[Fields]
 ) -> list[int]:
-    """Return the ids of a named token: the tokenizer's entry, even if null, else the model's."""
+    """Return the ids of a named token, from the tokenizer's entry (even if it is null) or, without
+    an entry, from the model's configs."""
     if names.declares(f"{kind}_token"):
         content = names.token(f"{kind}_token")
         token_id = backend.token_to_id(content) if content else None
@@ -324,7 +326,7 @@ def _declared_ids(
 
 
 def _ids(config: Fields, name: str) -> list[int]:
-    """Return the ids of a field: one id, a list, or none. A negative id stands for none."""
+    """Return the ids of a field: one id, a list, or none. Negative ids are ignored."""
     value = config.value(name)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not set(map(type, values)) <= {int} or max(values, default=0) >= VOCABULARY[1]:

@@ -1,8 +1,8 @@
-"""A tokenizer.json → a `tokenizers.Tokenizer`, after checks that bound the library's work.
+"""`read_backend`: reads a tokenizer.json, after checks that bound the library's work.
 
 The library does not check its input: an id of 10⁹ becomes a table of 10⁹ entries, and a chain of
-replacements that each write a letter a hundred times turns a word into a gigabyte. What these
-checks let through, and may still take long for a text, runs in a limited process
+replacements that each write a letter a hundred times turns a word into a gigabyte. A tokenizer that
+passes these checks and may still take long for a text runs in a limited process
 (`tokenizer_work.py`).
 """
 
@@ -27,11 +27,11 @@ ADVICE: Final = "Fetch the file again, or give another one with --tokenizer FOLD
 MAX_STEPS: Final = 64  # of a section
 MAX_TOKEN_CHARS: Final = 1 << 14
 MAX_LOAD_WORK: Final = 10**8  # tries of the normalizer's patterns on the texts of added tokens
-MAX_INSERTED_CHARS: Final = 64  # that one step may write for a match
+MAX_INSERTED_CHARS: Final = 64  # that a step may insert for a match
 MAX_PATTERN_CHARS: Final = 1 << 14
 MAX_GROWTH: Final = 64  # factor of a text's length, through all steps
 MAX_SURROUNDING_TOKENS: Final = 1024  # around a prompt
-MAX_GAPS: Final = 1 << 16  # unused ids, besides as many as there are tokens
+MAX_GAPS: Final = 1 << 16  # unused ids, in addition to the number of tokens
 
 PARTS: tuple[str, ...] = ("version", "truncation", "padding", "normalizer", "pre_tokenizer")
 PARTS += ("post_processor", "decoder", "added_tokens", "model")
@@ -75,8 +75,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 def library_error(error: BaseException) -> str:
     """Return the message of an exception of `tokenizers`; raise other exceptions again.
 
-    The library raises plain `Exception`s, and a `PanicException`, which is a `BaseException`, where
-    it lacks a check.
+    The library raises plain `Exception`s. Where it lacks a check, it raises a `PanicException`,
+    which is a `BaseException`.
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
@@ -98,8 +98,8 @@ def _unreadable_section(content: Mapping[str, Any]) -> str:
             if part == "model":
                 return "it has no model"
         elif _build(_alone(part, content[part]))[0] is None:
-            return f"{part} is not as it should be"
-    return "its parts do not fit each other"
+            return f"the section {part} is invalid"
+    return "its sections do not fit together"
 
 
 def _alone(part: str, value: Any) -> bytes:
@@ -108,7 +108,7 @@ def _alone(part: str, value: Any) -> bytes:
 
 
 def _check_ids(fields: Fields) -> None:
-    """Refuse ids that are not row numbers: from 0, with few gaps, consistent in both lists."""
+    """Refuse ids that cannot be row numbers, have many gaps, or differ between both lists."""
     found: dict[str, int] = {}
     contents: dict[int, str] = {}
     for token in fields.items("added_tokens", dict, "objects, one for each token"):
@@ -140,8 +140,7 @@ def _pairs(vocab: Any) -> list[list[Any]]:
 
 
 def _check_added_tokens(path: Path, content: Mapping[str, Any]) -> None:
-    """Refuse added tokens that the normalizer would read for a long time: the library does that
-    when it reads the file."""
+    """Refuse added tokens that take long to normalise, as the library does when it reads a file."""
     backend, _ = _build(_alone("normalizer", content.get("normalizer")))
     if backend is None:
         return  # `read_backend` names the section
@@ -150,8 +149,8 @@ def _check_added_tokens(path: Path, content: Mapping[str, Any]) -> None:
     lengths = [len(one["content"]) for one in tokens if one.get("normalized", True)]
     if power > 1 and sum(length**power for length in lengths) > MAX_LOAD_WORK:
         raise ModelError(
-            f"{path}: normalizer: may read the added tokens for hours, because of its regular "
-            f"expressions and of texts with up to {max(lengths)} characters. {ADVICE}"
+            f"{path}: normalizer: may take hours for the added tokens, because of its regular "
+            f"expressions and of tokens with up to {max(lengths)} characters. {ADVICE}"
         )
 
 
@@ -244,14 +243,13 @@ def _check_surroundings(fields: Fields) -> None:
         count = sum(len(tokens.nested(name).items("ids", int, "ids")) for name in tokens.names())
         if count > MAX_SURROUNDING_TOKENS:
             raise ModelError(
-                f"{fields.where}: special_tokens has {count} ids to put around a prompt, where at "
-                f"most {MAX_SURROUNDING_TOKENS} are taken. {ADVICE}"
+                f"{fields.where}: special_tokens has {count} ids to put around a prompt; the limit "
+                f"is {MAX_SURROUNDING_TOKENS}. {ADVICE}"
             )
 
 
 def _steps(fields: Fields, part: str, steps_key: str) -> list[dict[str, Any]]:
-    """Return the steps of a section, nested sequences unrolled. The library refuses invalid
-    steps."""
+    """Return the steps of a section, with nested sequences flattened."""
     pending: list[Any] = [fields.value(part)]
     steps: list[dict[str, Any]] = []
     while pending and len(steps) <= MAX_STEPS:
@@ -263,6 +261,6 @@ def _steps(fields: Fields, part: str, steps_key: str) -> list[dict[str, Any]]:
             steps.append(step)
     if len(steps) > MAX_STEPS:
         raise ModelError(
-            f"{fields.where}: has more than {MAX_STEPS} steps, which are not read. {ADVICE}"
+            f"{fields.where}: has more than {MAX_STEPS} steps, which is the limit. {ADVICE}"
         )
     return steps

@@ -1,6 +1,6 @@
-"""The work that a tokenizer does for a text, from the tokenizer's own steps.
+"""Estimates the work that a tokenizer does for a text, from the tokenizer's own steps.
 
-Most tokenizers work in a time and a memory in proportion to the text. Others, with unusual regular
+The time and memory of most tokenizers are proportional to the text. Others, with unusual regular
 expressions or with steps that lengthen a text, may take hours for a short text. The first kind runs
 in this process; the second kind runs in a limited process (`limited_encoder.py`) for every text
 that is longer than `unlimited_chars` allows.
@@ -24,13 +24,13 @@ from twostroke.model.text.replaced_patterns import ESCAPE, may_match_nothing
 from twostroke.model.text.sentencepiece_charsmap import longest_in_charsmap
 
 MAX_INSERTED: Final = 4  # factor by which ordinary steps lengthen a text with inserted letters
-MAX_GROWTH: Final = 16  # … and with Unicode's normal forms and the letters of bytes
+MAX_GROWTH: Final = 16  # the same, with Unicode's normal forms and the letters of bytes
 GROWN_CHARS: Final = 1 << 20  # of a lengthened text in this process; each takes some 100 bytes
 SQUARE_CHARS: Final = 1 << 12  # that a pattern of degree 2 reads in this process: 0.3 s at worst
-MAX_WORD_CHARS: Final = 1000  # that a WordPiece model looks up in all its parts
-MAX_PIECE_CHARS: Final = 512  # of a Unigram vocabulary; each place of a text is tried with all
+MAX_WORD_CHARS: Final = 1000  # longest word of which a WordPiece model looks up all parts
+MAX_PIECE_CHARS: Final = 512  # longest piece of a Unigram vocabulary, tried at each place
 MAX_AFFIX_CHARS: Final = 64  # that a model puts around each letter
-MAX_COUNT: Final = 16  # a repeat with a higher bound counts as one without
+MAX_COUNT: Final = 16  # a repeat with a higher bound counts as unbounded
 MAX_CHOICES: Final = 8  # optional letters and alternatives before a letter that may be missing
 # Factors of the length by steps without settings. A byte of ByteLevel is a character.
 UNICODE_GROWTH: Final = {
@@ -42,8 +42,8 @@ UNICODE_GROWTH: Final = {
     "BertNormalizer": 4,
     "ByteLevel": 4,
 }
-# A run of blanks that one of these leaves is taken whole by the alternative `\s+`, so that no blank
-# is read again and again.
+# If one of these does not match a run of blanks, the alternative `\s+` matches the whole run, so
+# that no blank is read again and again.
 BLANKS: Final = frozenset((r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)"))
 KNOWN_PATTERNS: Final = frozenset(
     pattern for kind in PRE_TOKENIZERS.values() for pattern in kind.patterns
@@ -86,7 +86,7 @@ def normalizer_degree(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _steps(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Return the steps of a section in the form of tokenizer.json, sequences unrolled."""
+    """Return the steps of a section in the form of tokenizer.json, with sequences flattened."""
     pending = [] if part is None else [json.loads(part.__getstate__())]
     while pending:
         step = pending.pop(0)
@@ -152,7 +152,7 @@ def degree(pattern: str) -> int | None:
 
 
 def _end_of_class(pattern: str, start: int) -> int:
-    """Return the place after a class, which may have classes in it."""
+    """Return the place after a character class, which may contain classes."""
     depth, place = 0, start
     while place < len(pattern):
         letter = pattern[place]
@@ -201,8 +201,8 @@ def _alternatives(pattern: str) -> list[Atoms] | None:
 
 
 def _degree_of_alternative(atoms: Atoms) -> int | None:
-    """Return 1 and the number of unbounded repeats before a letter that may be missing: the matcher
-    then tries again with fewer letters."""
+    """Return 1 plus the number of unbounded repeats before a letter that may be missing. If it is
+    missing, the matcher tries each repeat again with fewer letters."""
     repeats = failing = choices = depth = 0
     for (kind, _), (after, count) in zip(atoms, [*atoms, ("", "")][1:], strict=True):
         if kind in ("group", "look"):

@@ -1,9 +1,9 @@
-"""The attention of a layer: from the norm in front of it to its output projection.
+"""The attention of a layer: from the output of its norm to the input of its output projection.
 
-Workspace           where layers leave the inputs and outputs of their attention
+Workspace           memory for the inputs and outputs of attention, shared by all layers
 Attention           the interface that the decoder calls, the same for all layers
-HeadsAttention      keys and values of heads, which are cached as they are
-latent.py           keys and values made from a latent, which is what is cached
+HeadsAttention      attention that caches the keys and values of heads
+latent.py           attention that caches latents, from which it computes keys and values
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from twostroke.model.torch.step_inputs import KV, KeptTokens, StepInputs
 
 
 class Workspace:
-    """Memory where a layer leaves the inputs of its attention, and attention its output: the same
-    place for every layer, so that the attention of two layers differs in the cache alone."""
+    """Memory for the inputs and the output of attention. All layers use the same memory, so that
+    the launches of two layers differ only in the cache."""
 
     def __init__(
         self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device
@@ -44,41 +44,42 @@ class Workspace:
             part.zero_()
 
     def first(self, tokens: int) -> Workspace:
-        """The part of the workspace that belongs to the first tokens."""
+        """Return the part of the workspace that belongs to the first `tokens` tokens."""
         other = copy(self)
         other.residual = self.residual[:tokens]
         other._qkv, other._attended = self._qkv[:tokens], self._attended[:tokens]
         return other
 
     def qkv(self, spec: AttentionSpec) -> torch.Tensor:
-        """[T, (H + 2K) · D], or the queries, latents and rope keys of a layer with latents."""
+        """Return queries, keys and values, [T, (H + 2K) · D]; for a layer with latents its queries,
+        latents and rope keys."""
         tokens, size = len(self._qkv), _qkv_size(spec)
         return self._qkv.view(-1)[: tokens * size].view(tokens, size)
 
     def attended(self, spec: AttentionSpec) -> torch.Tensor:
-        """[T, H, D]"""
+        """Return the output of attention, [T, H, D]."""
         tokens, size = len(self._attended), spec.output_size
         flat = self._attended.view(-1)[: tokens * size]
         return flat.view(tokens, spec.num_heads, spec.value_dim)
 
 
 def _qkv_size(spec: AttentionSpec) -> int:
-    """Numbers of a token's queries, keys and values (or of its queries, latent and rope key)."""
+    """Return the elements of a token's queries, keys and values (or queries, latent, rope key)."""
     return spec.q_size + (2 * spec.kv_size if spec.latent is None else spec.cached_shape[1])
 
 
 class Attention(ABC):
-    """The attention of one layer. `bind` is called for the first layer of a kind in a step, and its
-    result for every layer of that kind: they differ in their weights and their cache alone."""
+    """The attention of one layer. Layers of one kind differ only in their weights and their cache.
+    In a step, `bind` is called for the first layer of a kind, and its result for all of them."""
 
     spec: AttentionSpec
 
     def quantised_dtype(self, rows: int) -> torch.dtype | None:
-        """Return the type that an input of `rows` rows is quantised to; None: it is not."""
+        """Return the type that an input of `rows` rows is quantised to; None if it is not."""
         return None
 
     def to_meta(self) -> Any:
-        """Return the same without memory, for compiling ahead."""
+        """Return the same attention without memory, for compiling kernels ahead."""
         return fields_to_meta(self)
 
     @abstractmethod
@@ -90,25 +91,25 @@ class Attention(ABC):
         work: Workspace,
         context: StepContext,
     ) -> None:
-        """Leave queries in the workspace, and keys and values there and in the cache."""
+        """Write queries to the workspace, and keys and values to the workspace and the cache."""
 
     @abstractmethod
     def bind(self, inputs: StepInputs, cache: KV, work: Workspace) -> Callable[[Any, KV], None]:
-        """Return `attend(attention of a layer, its cache)`, which runs both lists of the step on
-        what `project` has left, and writes to the workspace."""
+        """Return `attend(attention of a layer, its cache)`. It computes the attention of the step's
+        decode rows and chunks from the output of `project`, and writes to the workspace."""
 
     @abstractmethod
     def attend_kept(
         self, inputs: StepInputs, kept: KeptTokens, cache: KV, work: Workspace
     ) -> torch.Tensor:
-        """Attend with the kept tokens alone: [S, H, value]."""
+        """Return the attention of the kept tokens only, [S, H, value]."""
 
     @abstractmethod
     def decode(
         self, normed: Activations, inputs: StepInputs, cache: KV, context: StepContext
     ) -> torch.Tensor:
-        """Project and attend, in a step that only decodes, a token a row: [T, H, value]. What comes
-        after the rows is padding."""
+        """Project and attend in a step that only decodes, with one token for each row. Return [T,
+        H, value]; the tokens after the rows are padding."""
 
 
 @dataclass(slots=True)
@@ -178,7 +179,7 @@ class HeadsAttention(Attention):
     def _qkv(
         self, normed: Activations, context: StepContext, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, (H + 2K) · D], after a norm over all heads where the layer has one."""
+        """Return [T, (H + 2K) · D], after the norms over all heads if the layer has them."""
         spec, qkv = self.spec, self.qkv.product(normed, context, out=out)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qkv[:, : spec.q_size], qkv[:, spec.q_size : spec.q_size + spec.kv_size]

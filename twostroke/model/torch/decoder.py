@@ -1,18 +1,19 @@
-"""The one forward of torch's backends: it runs any `ModelSpec` on any set of kernels.
+"""`Decoder`: the forward pass of the torch backends. It runs any `ModelSpec` on any set of kernels.
 
     embed ─▶ [ norm · qkv · rope · store · ATTEND · o · norm? · + · norm · mlp · norm? · + ] × n
           ─▶ norm ─▶ head
 
-The linear layers see one flat run of tokens, decode rows first and then the chunks; attention sees
-the two lists. `pieces` stops wherever attention is due, so that what lies between can be recorded
-as a CUDA graph; `forward` runs the same pieces with attention in between. A step that only decodes
-has one launch for rope, store and attention. What lies between a layer's norm and its output
-projection is its `Attention` (`attention.py`, `latent.py`). Steps that only decode have layers of
-their own where the phases keep weights in different formats (`phase_formats.py`).
+The linear layers get one flat run of tokens, decode rows first and then the chunks; attention gets
+decode rows and chunks as two lists. `pieces` stops before the attention of each layer, so that the
+parts between can be recorded as CUDA graphs; `forward` runs the same parts with attention between
+them. A step that only decodes has one launch for rope, store and attention. The computation from a
+layer's norm to its output projection is its `Attention` (`attention.py`, `latent.py`). If the
+phases have different weight formats, steps that only decode use another list of layers
+(`phase_formats.py`).
 
-At most the last token of a chunk is sampled: after its keys and values the last layer works for
-the kept tokens alone. The residual stays in one tensor that every block adds to. Nothing here reads
-a value from the device or copies one to it.
+At most the last token of a chunk is sampled. So the last layer computes keys and values of all
+tokens, and the rest only for the kept tokens. The residual stays in one tensor that attention and
+MLP add to. This module reads no values from the device and copies none to it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from twostroke.model.torch.attention import Attention, Workspace
 from twostroke.model.torch.load_layers import (
     Layer,
     LayerLoader,
-    LayersInTurn,
+    LazyLayers,
     LoadOptions,
     ModelRuntime,
     Norm,
@@ -45,7 +46,7 @@ from twostroke.model.torch.meta import to_meta
 from twostroke.model.torch.step_inputs import KV, KeptTokens, StepInputs
 from twostroke.model.weights import WeightSource
 
-FEW_TOKENS = 64  # where the time between two launches shows
+FEW_TOKENS = 64  # in steps of at most this size, the time between two launches matters
 
 
 class Decoder:
@@ -62,9 +63,9 @@ class Decoder:
         ranks: Ranks = ONE_RANK,
         dependent_launch: bool = False,
     ) -> None:
-        """`ranks`: those that share the model of `spec`; `self.spec` is of this rank's part.
-        `dependent_launch`: the launches of a small step are set up before the previous one has
-        ended (`StepContext`)."""
+        """`ranks`: the ranks that share the model of `spec`; `self.spec` describes this rank's
+        part. `dependent_launch`: in small steps, each launch is set up before the previous launch
+        has ended (`StepContext`)."""
         formats = options.formats
         decode_formats = formats if options.decode_formats is None else options.decode_formats
         self.formats = PhaseFormats(formats, decode_formats)
@@ -76,22 +77,22 @@ class Decoder:
         runtime = ModelRuntime(dtype, device, max_len, kernels, ranks)
         load = LayerLoader(spec, source, options, self.formats, runtime)
         self._layers: Sequence[Layer]
-        # Unpacking keeps one core busy at a time, and leaves Python free while it does.
+        # Threads, because reading a weight uses one core and mostly runs without the GIL.
         with ThreadPoolExecutor() as pool:
             embed = pool.submit(load.embedding)
             if options.observe is None:
                 self._layers = list(pool.map(load.layer, range(spec.num_layers)))
                 self._decode_layers = [load.in_decode(layer) for layer in self._layers]
             else:
-                self._layers = LayersInTurn(load.layer, spec.num_layers)
+                self._layers = LazyLayers(load.layer, spec.num_layers)
             self._embed = embed.result()
         self._positions = load.tensor("positions") if spec.learned_positions else None
         self._final_norm = load.norm("final_norm")
         self._head = load.head(self._embed)
 
     def to_meta(self) -> Decoder:
-        """Return a decoder with one layer of each kind and the last layer, of tensors that have no
-        memory. Its launches are the same."""
+        """Return a decoder with the same kernel launches and without memory: one layer of each
+        kind, and the last layer."""
         other = copy(self)
         kinds = {layer.kind: index for index, layer in enumerate(self._layers)}
         kept = [*kinds.values(), len(self._layers) - 1]
@@ -110,8 +111,8 @@ class Decoder:
     # ── a step ──────────────────────────────────────────────────────────────────────────────
 
     def forward(self, inputs: StepInputs, pool: KVPool) -> torch.Tensor:
-        """Return the last hidden states of the kept tokens, normed: [S, hidden]; of all tokens if
-        the inputs keep none in particular."""
+        """Return the last hidden states of the kept tokens after the final norm, [S, hidden]; of
+        all tokens if `inputs.kept` is None."""
         if inputs.only_decodes and inputs.decode[0].queries == 1:
             return self._decode(inputs, pool)
         work = Workspace(self.spec, len(inputs.positions), self.dtype, self.device)
@@ -122,9 +123,9 @@ class Decoder:
         return self.last_layer(inputs, pool, work, attend)
 
     def pieces(self, inputs: StepInputs, pool: KVPool, work: Workspace) -> Iterator[int]:
-        """Run up to the attention of each layer in turn and yield that layer's number: queries are
-        in the workspace, keys and values in the cache. The generator goes on with what attention
-        has left in the workspace. After the last number `last_layer` is to be called."""
+        """Run up to the attention of each layer in turn, and yield the layer's number: queries are
+        in the workspace, keys and values in the cache. The generator continues with the output of
+        attention in the workspace. After the last number, call `last_layer`."""
         layers, context = self._layers_of(inputs), self._context(len(work.residual))
         self._embed.rows(inputs.token_ids, work.residual)
         normed: Activations = self._first_norm(work.residual, inputs, context)
@@ -136,8 +137,7 @@ class Decoder:
                 normed = self._finish(layers, index, attended, work.residual, context)
 
     def attention(self, inputs: StepInputs, pool: KVPool, work: Workspace) -> Callable[[int], None]:
-        """Return `attend(layer number)` for one step: launches are bound at the first layer of a
-        kind."""
+        """Return `attend(layer number)` for one step, which binds launches once for each kind."""
         bound: dict[int, Callable[[Attention, KV], None]] = {}
 
         def attend(index: int) -> None:
@@ -187,7 +187,7 @@ class Decoder:
             normed = self._finish(layers, index, attended, residual, context)
         return _hidden(normed)
 
-    # Methods of their own for what a profile tells apart (`exec/torch_profile.py`).
+    # A profile measures each of these methods separately (`exec/torch_profile.py`).
 
     def _project(
         self,
@@ -226,8 +226,7 @@ class Decoder:
     def _first_norm(
         self, residual: torch.Tensor, inputs: StepInputs, context: StepContext
     ) -> torch.Tensor:
-        """Scale the embeddings and add the positions, in place, and return the first layer's
-        input."""
+        """Scale the embeddings and add the positions, in place. Return the first layer's input."""
         norm = self._layers[0].attn_norm
         if self._embed_scale != 1.0:
             residual *= self._embed_scale
@@ -249,7 +248,7 @@ class Decoder:
         residual: torch.Tensor,
         context: StepContext,
     ) -> Activations:
-        """Run the rest of a layer, and the norm that the next layer begins with."""
+        """Run the rest of a layer after attention, and the first norm of the next layer."""
         layer, rows = layers[index], len(residual)
         if index + 1 < len(layers):
             following = layers[index + 1]
@@ -258,7 +257,7 @@ class Decoder:
             after = _Next(self._final_norm, None)
         normed: Activations
         if layer.spec.parallel:
-            # The MLP reads the residual as attention did, before anything is added to it.
+            # The MLP reads the same residual as attention, before anything is added to it.
             norm = layer.mlp_norm or layer.attn_norm
             normed = residual.clone() if norm is None else self._norm(residual, norm, context)
             self._attention_output(layer, attended, residual, _Next(None, None), context)
@@ -316,13 +315,13 @@ class Decoder:
 
 
 class _Next(NamedTuple):
-    """The reader of the residual: the norm that comes next, and the type that it quantises to."""
+    """The norm that reads the residual next."""
 
-    norm: Norm | None
-    quantised_dtype: torch.dtype | None  # what the norm's output is quantised to
+    norm: Norm | None  # None: the residual is read without a norm
+    quantised_dtype: torch.dtype | None  # to which the norm's output is quantised
 
 
 def _hidden(normed: Activations) -> torch.Tensor:
-    """The output of the last norm, which is not quantised."""
+    """Return the output of the last norm, which is never quantised."""
     assert isinstance(normed, torch.Tensor)
     return normed

@@ -1,8 +1,8 @@
-"""The importance of each input of a matrix: the mean of x² over a calibration text.
+"""Measures the importance of each input of a matrix: the mean of x² over a calibration text.
 
-The unquantised model runs as the decoder always does, in one step that has every window as a chunk;
-its layers are read one after another, so that two of them are in memory at one time, and not the
-model. With several ranks each sees the inputs of its own parts.
+The decoder runs the unquantised model in one step, with every window as a chunk. Its layers are
+read one after another, so that only two of them are in memory at a time. Each of several ranks
+measures the inputs of its own parts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from twostroke.model.weights import WeightSource
 
 log = logging.getLogger(__name__)
 
-# Of the mean over all inputs, added to each: what this text never uses another may.
+# This share of the mean over all inputs is added to each input, because other texts may use inputs
+# that the calibration text does not use.
 DAMPING = 0.01
 
-Importance = dict[str, torch.Tensor]  # of a weight's inputs, [in] fp32
+Importance = dict[str, torch.Tensor]  # name of a weight → importance of its inputs, [in] fp32
 
 
 @torch.inference_mode()
@@ -44,8 +45,8 @@ def measure_importance(
     weight_dtype: torch.dtype | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Importance:
-    """Return the importance of the inputs of all matrices of the layers and of the head (`embed`,
-    where that is the head)."""
+    """Return the importance of the inputs of all matrices of the layers, and of the head (named
+    `embed` if the embedding is the head)."""
     begun = monotonic()
     found: Importance = {}
 
@@ -64,7 +65,7 @@ def measure_importance(
     )
     tokens = torch.tensor(windows, device=device)
     groups = len(decoder.spec.kv_groups())
-    # A window has a block of its own.
+    # Each window has its own block.
     pool = KVPool(decoder.spec, [len(windows)] * groups, tokens.shape[1], dtype, device)
     hidden = decoder.forward(one_step(tokens, groups), pool)
     found["embed" if spec.tie_embeddings else "head"] = mean_square(hidden)
@@ -79,8 +80,7 @@ def mean_square(x: torch.Tensor) -> torch.Tensor:
 
 
 def one_step(tokens: torch.Tensor, groups: int) -> StepInputs:
-    """Return the inputs of a step that has all windows, [windows, size], as chunks that begin a
-    sequence each."""
+    """Return the inputs of a step with all windows, [windows, size], as chunks of new sequences."""
     (count, size), device = tokens.shape, tokens.device
     place = torch.arange(tokens.numel(), device=device)
     rows = torch.arange(count, dtype=torch.int32, device=device)
@@ -119,7 +119,7 @@ class ObservedLinear:
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._see(x)
+        self._measure(x)
         return self._linear.product(x, context, out=out)
 
     def gated_product(
@@ -130,7 +130,7 @@ class ObservedLinear:
         *,
         to: torch.dtype | None = None,
     ) -> Activations:
-        self._see(x)
+        self._measure(x)
         return self._linear.gated_product(x, activation, context, to=to)
 
     def quantised_dtype(self, rows: int) -> torch.dtype | None:
@@ -139,6 +139,6 @@ class ObservedLinear:
     def to_meta(self) -> Linear:
         return self._linear.to_meta()
 
-    def _see(self, x: Activations) -> None:
+    def _measure(self, x: Activations) -> None:
         assert isinstance(x, torch.Tensor)
         self._found.update(dict.fromkeys(self._names, mean_square(x)))

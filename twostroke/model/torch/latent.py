@@ -1,7 +1,7 @@
 """`LatentAttention`: the attention of a layer whose cache holds latents (`LatentSpec`), for torch.
 
-prefill   expanded: the latents that a chunk sees become keys and values of every head
-decode    latent: queries and outputs go through the rows of kv_b, the cache is read as it is
+prefill   expands the latents that a chunk attends to into keys and values of every head
+decode    multiplies queries and outputs by the rows of kv_b, and reads the latents as they are
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LatentAttention(Attention):
     group: int  # KV group
     rule: AttentionRule
     rope: Rope  # with the norm over the latent
-    q_and_kv_a: Linear  # q_a, or q where queries have no latent; and kv_a
-    q_a_norm: torch.Tensor | None  # these two where queries have a latent, too
+    q_and_kv_a: Linear  # q_a, or q if queries have no latent; then kv_a
+    q_a_norm: torch.Tensor | None  # this and q_b: None if queries have no latent
     q_b: Linear | None
     kv_b: torch.Tensor  # [H, nope + value, R]: each head's key and value of a latent
     kernels: Kernels
@@ -89,9 +89,9 @@ class LatentAttention(Attention):
         return out
 
     def _split(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, [T, H, D]; latents and rope keys, [T, R + rope]."""
+        """Return queries, [T, H, D], and latents with rope keys, [T, R + rope]."""
         spec, tokens = self.spec, len(place)
-        if self.q_b is None:  # side by side, as one product leaves them
+        if self.q_b is None:  # side by side in a row, because one product writes both
             q, kv = place[:, : spec.q_size], place[:, spec.q_size :]
         else:
             q, kv = torch.split(
@@ -107,8 +107,8 @@ class LatentAttention(Attention):
         place: torch.Tensor,
         context: StepContext,
     ) -> tuple[torch.Tensor, torch.Tensor, KVView]:
-        """Fill `place`, and return its `_split` and the view of the cache; latents and rope keys
-        are in the cache too."""
+        """Write queries, latents and rope keys to `place`, and latents and rope keys to the cache.
+        Return the `_split` of `place`, and the view of the cache."""
         (q, kv), tokens = self._split(place), len(normed)
         positions, view = inputs.positions[:tokens], inputs.view(self.group, cache, tokens)
         if self.q_b is None or self.q_a_norm is None:
@@ -126,7 +126,7 @@ class LatentAttention(Attention):
     def attend_chunks(
         self, q: torch.Tensor, kv: torch.Tensor, view: KVView, work: PrefillWork, out: torch.Tensor
     ) -> None:
-        """Attend with all chunks; `q` and `kv` belong to their tokens: [T, H, value] to `out`."""
+        """Compute the attention of all chunks into `out`, [T, H, value]."""
         self.kernels.latent_prefill_attention(
             q, self.kv_b, view, self.rule, work, out=out, chunk_kv=kv
         )
@@ -139,7 +139,7 @@ class LatentAttention(Attention):
         out: torch.Tensor,
         context: StepContext = DEFAULT_CONTEXT,
     ) -> None:
-        """Attend with decode rows, [rows · queries, H, D]: [rows · queries, H, value] to `out`."""
+        """Compute the attention of decode rows with `q`, [rows · queries, H, D], into `out`."""
         nope = self.spec.nope_dim
         to_key, to_value = self.kv_b[:, :nope], self.kv_b[:, nope:]
         latent_q, attended = (q.new_empty(*q.shape[:2], self.latent.kv_lora_rank) for _ in range(2))
@@ -151,5 +151,5 @@ class LatentAttention(Attention):
 
 
 def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply [T, H, in] with a matrix for each head, [H, in, out]: to `out`, [T, H, out]."""
+    """Multiply [T, H, in] by a matrix for each head, [H, in, out], into [T, H, out]."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

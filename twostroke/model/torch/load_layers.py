@@ -1,4 +1,4 @@
-"""The weights of a model as the layers of the decoder: each rank reads its part into place."""
+"""`LayerLoader`: reads this rank's part of a model's weights into the layers of the decoder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from twostroke.model.torch.mlp import MLP, DenseMLP, ExpertsMLP
 from twostroke.model.weights import WeightSource
 from twostroke.model.weights.tensors import read_tensor
 
-# Takes the names of a linear layer's matrices and the layer, and returns what runs in its place.
+# Takes the names of a linear layer's matrices and the layer, and returns the layer to run instead.
 Observe = Callable[[Sequence[str], Linear], Linear]
 
 
@@ -65,7 +65,7 @@ class Norm(NamedTuple):
 @dataclass(slots=True)
 class Layer:
     spec: LayerSpec
-    kind: int  # layers of one kind differ in their weights and their cache alone
+    kind: int  # layers of one kind differ only in their weights and their cache
     attn_norm: Norm | None
     attn_post_norm: Norm | None
     attention: Attention
@@ -82,15 +82,15 @@ class Layer:
 class LoadOptions:
     """The formats and dtypes of loaded weights."""
 
-    # Formats of weights that are not kept in the model's dtype, as `weight_formats` gives them
+    # Formats of weights that are not stored in the model's dtype, from `weight_formats`
     formats: Mapping[str, Format] = field(default_factory=dict)
     decode_formats: Mapping[str, Format] | None = None  # of decode-only steps, if they differ
-    weight_dtype: torch.dtype | None = None  # what weights are rounded to before the model's dtype
-    # Of the inputs of matrices that are rounded here
+    weight_dtype: torch.dtype | None = None  # weights are rounded to this type first
+    # Importance of the inputs of matrices that are rounded at load
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    # Takes the place of each linear layer; a layer is then read when a step comes to it.
+    # Replaces each linear layer. With it, a layer is read only when a step needs it.
     observe: Observe | None = None
-    scale_keys: bool = False  # channels of keys and queries, for a KV cache in int8
+    scale_keys: bool = False  # scale channels of keys and queries, for a KV cache in int8
 
 
 class ModelRuntime(NamedTuple):
@@ -105,13 +105,13 @@ class ModelRuntime(NamedTuple):
 
 def _rms_norm(ranks: Ranks, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Norm over the heads of all ranks; each rank has the same number of heads."""
-    wide = x.float()
-    mean = ranks.all_reduce(wide.pow(2).mean(-1, keepdim=True)) / ranks.size
-    return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
+    x_fp32 = x.float()
+    mean = ranks.all_reduce(x_fp32.pow(2).mean(-1, keepdim=True)) / ranks.size
+    return (weight * (x_fp32 * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
-class LayersInTurn(Sequence[Layer]):
-    """Layers that are read when they are asked for; the last two are kept."""
+class LazyLayers(Sequence[Layer]):
+    """Layers that are read on access; the last two stay in memory."""
 
     def __init__(self, read: Callable[[int], Layer], count: int) -> None:
         self._read, self._count = lru_cache(maxsize=2)(read), count
@@ -124,8 +124,7 @@ class LayersInTurn(Sequence[Layer]):
 
 
 class LayerLoader:
-    """Reads this rank's part of all weights into place, matrices that are used together side by
-    side."""
+    """Reads this rank's part of all weights. Matrices of one matmul are read into one tensor."""
 
     def __init__(
         self,
@@ -140,21 +139,23 @@ class LayerLoader:
         self._shapes = spec.weight_shapes()
         self._spec = spec = rank_spec(spec, ranks.size)
         self._own_shapes = spec.weight_shapes()
-        # A group of one rank has nothing to split, but all that splitting needs.
+        # The shapes that show which matrices are split. A process group of one rank splits none,
+        # but still runs the collectives, so its shapes are those of two ranks.
         nominal = self._own_shapes if ranks.size > 1 or ranks.alone else None
         self._split_shapes = nominal or rank_spec(spec, 2).weight_shapes()
         self._ranks, self._source, self._kernels = ranks, source, kernels
         self._dtype, self._device = dtype, device
         self._weight_dtype = options.weight_dtype or dtype
         own = self._own_shapes
-        here = (kernels, device, self._part, self._read, options.importance)
+        shared = (kernels, device, self._part, self._read, options.importance)
         self._formats, self._observe = formats, options.observe
-        self._formatted = QuantizedLinears(formats.prefill, source, own, *here)
-        self._decode_formatted = QuantizedLinears(formats.decode, source, own, *here)
-        self._decode_linears: dict[int, Linear] = {}  # by the id of prefill's, where they differ
+        self._quantized = QuantizedLinears(formats.prefill, source, own, *shared)
+        self._decode_quantized = QuantizedLinears(formats.decode, source, own, *shared)
+        # id of a linear layer of prefill → the linear layer of decode, if they differ
+        self._decode_linears: dict[int, Linear] = {}
         groups = enumerate(spec.kv_groups())
         self._group_of = {index: n for n, group in groups for index in group.layers}
-        self._kinds = list(dict.fromkeys(spec.layers))  # KV groups follow from the spec
+        self._kinds = list(dict.fromkeys(spec.layers))  # equal specs are in the same KV group
         self._ropes = {rope: self._rope(rope, max_len) for rope in spec.ropes()}  # without norms
 
     def _rope(self, rope: RopeSpec, max_len: int) -> Rope:
@@ -163,26 +164,25 @@ class LayerLoader:
         return Rope(cos, sin, None if scales is None else torch.from_numpy(scales).to(self._device))
 
     def layer(self, index: int) -> Layer:
-        spec, at = self._spec.layers[index], f"layers.{index}."
+        spec, prefix = self._spec.layers[index], f"layers.{index}."
         names = spec.weight_shapes(self._spec.hidden_size)
-        norm = partial(self._if_any, self.norm, at, names)
+        norm = partial(self._if_present, self.norm, prefix, names)
         return Layer(
             spec=spec,
             kind=self._kinds.index(spec),
             attn_norm=norm("attn_norm"),
             attn_post_norm=norm("attn_post_norm"),
-            attention=self._attention(spec.attention, index, at, names),
-            o=self._linear([at + "o"], spec.attention.output_bias),
+            attention=self._attention(spec.attention, index, prefix, names),
+            o=self._linear([prefix + "o"], spec.attention.output_bias),
             mlp_norm=norm("mlp_norm"),
             mlp_post_norm=norm("mlp_post_norm"),
-            mlp=self._mlp(spec.mlp, at)
+            mlp=self._mlp(spec.mlp, prefix)
             if isinstance(spec.mlp, MLPSpec)
-            else self._experts(spec.mlp, at, names),
+            else self._experts(spec.mlp, prefix, names),
         )
 
     def in_decode(self, layer: Layer) -> Layer:
-        """Return the layer with the matrices that decode steps have of their own; everything else
-        is shared."""
+        """Return the layer with the matrices of decode steps; all other weights are shared."""
         return self._in_decode(layer) if self._decode_linears else layer
 
     def _in_decode(self, part: Any) -> Any:
@@ -191,41 +191,43 @@ class LayerLoader:
             return replace(part, **{name: self._in_decode(getattr(part, name)) for name in names})
         return self._decode_linears.get(id(part), part)
 
-    def _mlp(self, spec: MLPSpec, at: str, add_up: bool = True) -> DenseMLP:
-        """Read an MLP. `add_up`: add its output up over the ranks."""
-        gate_up = self._linear([at + name for name in spec.gate_up], spec.bias)
-        down = self._linear([at + "down"], spec.bias, add_up)
+    def _mlp(self, spec: MLPSpec, prefix: str, add_up: bool = True) -> DenseMLP:
+        """Read an MLP. `add_up`: sum its output over the ranks."""
+        gate_up = self._linear([prefix + name for name in spec.gate_up], spec.bias)
+        down = self._linear([prefix + "down"], spec.bias, add_up)
         return DenseMLP(spec, gate_up, down, self._kernels)
 
-    def _experts(self, spec: ExpertsSpec, at: str, names: dict[str, Any]) -> ExpertsMLP:
-        read_fp32 = partial(self._if_any, self._fp32, at, names)
+    def _experts(self, spec: ExpertsSpec, prefix: str, names: dict[str, Any]) -> ExpertsMLP:
+        read_fp32 = partial(self._if_present, self._fp32, prefix, names)
         biased, gate_up = spec.expert.bias, spec.expert.gate_up
-        first = self._ranks.rank == 0  # the bias of what is added up is added once
+        first = self._ranks.rank == 0  # only the first rank adds the bias to the sum of the ranks
         gate_up_biases = [f"{name}_bias" for name in gate_up]
         stacked = ExpertWeights(
-            self._stacked(spec, at, gate_up),
-            self._stacked(spec, at, gate_up_biases) if biased else None,
-            self._stacked(spec, at, ["down"]),
-            self._stacked(spec, at, ["down_bias"]) if biased and first else None,
+            self._stacked(spec, prefix, gate_up),
+            self._stacked(spec, prefix, gate_up_biases) if biased else None,
+            self._stacked(spec, prefix, ["down"]),
+            self._stacked(spec, prefix, ["down_bias"]) if biased and first else None,
             spec.expert.activation,
             spec.expert.gated,
         )
         return ExpertsMLP(
             rule=RoutingRule(**spec.routing.rule()),
-            router=self._router(at),
+            router=self._router(prefix),
             router_bias=read_fp32("router_bias"),
             correction=read_fp32("router_correction"),
             stacked=stacked,
-            shared=None if spec.shared is None else self._mlp(spec.shared, f"{at}shared.", False),
+            shared=None
+            if spec.shared is None
+            else self._mlp(spec.shared, f"{prefix}shared.", False),
             shared_gate=read_fp32("shared_gate"),
             kernels=self._kernels,
             ranks=self._ranks,
         )
 
-    def _stacked(self, spec: ExpertsSpec, at: str, names: Sequence[str]) -> torch.Tensor:
+    def _stacked(self, spec: ExpertsSpec, prefix: str, names: Sequence[str]) -> torch.Tensor:
         """Read these weights of all experts into one tensor. The weights of an expert are in memory
         a second time only while they are copied."""
-        each = [f"{at}experts.{{}}.{name}" for name in names]
+        each = [f"{prefix}experts.{{}}.{name}" for name in names]
         shapes = [self._own_shapes[name.format(0)] for name in each]
         rows, rest = [shape[0] for shape in shapes], shapes[0][1:]
         whole = torch.empty(
@@ -237,7 +239,7 @@ class LayerLoader:
         return whole
 
     def _attention(
-        self, spec: AttentionSpec, index: int, at: str, names: dict[str, Any]
+        self, spec: AttentionSpec, index: int, prefix: str, names: dict[str, Any]
     ) -> Attention:
         group, rope, latent = self._group_of[index], self._ropes[spec.rope], spec.latent
         factors = self._head_factors(index) if self._scale_keys else {}
@@ -245,13 +247,13 @@ class LayerLoader:
         if factors and spec.qk_norm == "none":
             rows = torch.cat([factors["q"], factors["k"], torch.ones_like(factors["k"])])
         qkv = self._linear(
-            [at + name for name in input_projections(spec)], spec.qkv_bias, rows=rows
+            [prefix + name for name in input_projections(spec)], spec.qkv_bias, rows=rows
         )
-        weight = partial(self._if_any, self._norm_weight, at, names)
-        sinks = self._if_any(self._fp32, at, names, "sinks")
+        weight = partial(self._if_present, self._norm_weight, prefix, names)
+        sinks = self._if_present(self._fp32, prefix, names, "sinks")
         rule = AttentionRule(**spec.rule(), sinks=sinks)
         if latent is not None:
-            norm = self._norm_weight(at + "kv_a_norm")
+            norm = self._norm_weight(prefix + "kv_a_norm")
             return LatentAttention(
                 spec=spec,
                 latent=latent,
@@ -260,8 +262,8 @@ class LayerLoader:
                 rope=replace(rope, k_norm=norm, norm_eps=latent.norm_eps),
                 q_and_kv_a=qkv,
                 q_a_norm=weight("q_a_norm"),
-                q_b=self._linear([at + "q_b"], biased=False) if latent.q_lora_rank else None,
-                kv_b=self._expanding(latent, spec.num_heads, at),
+                q_b=self._linear([prefix + "q_b"], biased=False) if latent.q_lora_rank else None,
+                kv_b=self._expanding(latent, spec.num_heads, prefix),
                 kernels=self._kernels,
             )
         q_norm, k_norm = weight("q_norm"), weight("k_norm")
@@ -286,22 +288,22 @@ class LayerLoader:
 
     def _head_factors(self, index: int) -> dict[str, torch.Tensor]:
         """Return the factors of this rank's queries and keys of a layer, [heads · channels] each.
-        (A norm over each head has one weight for all heads: it takes the first head's factors.)"""
-        spec, at = self._whole_spec.layers[index].attention, f"layers.{index}."
+        (A norm over each head has one weight for all heads: it gets the first head's factors.)"""
+        spec, prefix = self._whole_spec.layers[index].attention, f"layers.{index}."
         scales = key_scales(self._whole_spec, self._source, index)
         queries: Floats = query_scales_of_heads(scales, spec)
         whole = {"q": queries, "k": np.reciprocal(scales)}
-        return {
-            name: torch.from_numpy(values.reshape(-1)[self._part(at + name)[:1]]).to(self._device)
-            for name, values in whole.items()
+        own = {
+            name: each.reshape(-1)[self._part(prefix + name)[:1]] for name, each in whole.items()
         }
+        return {name: torch.from_numpy(each).to(self._device) for name, each in own.items()}
 
-    def _expanding(self, latent: LatentSpec, heads: int, at: str) -> torch.Tensor:
+    def _expanding(self, latent: LatentSpec, heads: int, prefix: str) -> torch.Tensor:
         """Read kv_b, by head."""
         if not latent.split:
-            return torch.unflatten(self.tensor(at + "kv_b"), 0, (heads, -1))
+            return torch.unflatten(self.tensor(prefix + "kv_b"), 0, (heads, -1))
         keys, values = (
-            torch.unflatten(self.tensor(at + name), 0, (heads, -1)) for name in ("k_b", "v_b")
+            torch.unflatten(self.tensor(prefix + name), 0, (heads, -1)) for name in ("k_b", "v_b")
         )
         return torch.cat([keys.transpose(1, 2), values], dim=1)
 
@@ -324,8 +326,8 @@ class LayerLoader:
         return GatheredLinear(part, self._spec.vocab_size, ranks)
 
     def _vocab_part(self, name: str) -> torch.Tensor:
-        """Read this rank's rows of a matrix over the vocabulary. Every rank has as many rows; rows
-        past the vocabulary are zeros."""
+        """Read this rank's rows of a matrix with a row for each token id. Every rank has the same
+        number of rows; rows after the end of the vocabulary are zeros."""
         vocab, *width = self._shapes[name]
         rows = vocab_rows(vocab, self._ranks)
         places = -(-vocab // self._ranks.size)
@@ -342,10 +344,10 @@ class LayerLoader:
         bias = self._norm_weight(f"{name}_bias") if self._spec.norm_bias else None
         return Norm(self._norm_weight(name), bias)
 
-    def _router(self, at: str) -> torch.Tensor:
-        """Read a router. A rounding could choose another expert: the router is in the model's dtype
-        only if that changes none of its values."""
-        exact = self._fp32(at + "router")
+    def _router(self, prefix: str) -> torch.Tensor:
+        """Read a router. Rounding could change the choice of experts, so the router is in the
+        model's dtype only if that changes none of its values."""
+        exact = self._fp32(prefix + "router")
         narrow = exact.to(self._dtype)
         return narrow if torch.equal(narrow.float(), exact) else exact
 
@@ -361,8 +363,10 @@ class LayerLoader:
     def _part(self, name: str) -> Part:
         return part_of(self._shapes[name], self._own_shapes[name], self._ranks)
 
-    def _if_any(self, read: Callable[[str], Any], at: str, names: dict[str, Any], name: str) -> Any:
-        return read(at + name) if name in names else None
+    def _if_present(
+        self, read: Callable[[str], Any], prefix: str, names: dict[str, Any], name: str
+    ) -> Any:
+        return read(prefix + name) if name in names else None
 
     def _linear(
         self,
@@ -371,28 +375,28 @@ class LayerLoader:
         add_up: bool = True,
         rows: torch.Tensor | None = None,
     ) -> Linear:
-        """Read a linear layer of matrices one below another. `rows`: the factors of its outputs."""
+        """Read a linear layer of matrices one below another. `rows`: a factor for each output."""
         summed = is_summed(self._shapes[names[0]], self._split_shapes[names[0]])
         if summed and self._ranks.rank:
-            biased = False  # it is added once
+            biased = False  # the first rank adds the bias
         bias = self._merged([name + "_bias" for name in names]) if biased else None
         if bias is not None and rows is not None:
             bias.mul_(rows)
-        linear = self._product(self._formatted, names, bias, summed and add_up, rows)
+        linear = self._product(self._quantized, names, bias, summed and add_up, rows)
         if any(map(self._formats.differ, names)):
-            own = self._product(self._decode_formatted, names, bias, summed and add_up, rows)
+            own = self._product(self._decode_quantized, names, bias, summed and add_up, rows)
             self._decode_linears[id(linear)] = own
         return linear
 
     def _product(
         self,
-        formatted: QuantizedLinears,
+        quantized: QuantizedLinears,
         names: list[str],
         bias: torch.Tensor | None,
         add_up: bool,
         rows: torch.Tensor | None,
     ) -> Linear:
-        made = formatted.product(names, bias)
+        made = quantized.product(names, bias)
         if made is None:
             made = DenseLinear(self._merged(names), bias, self._kernels)
         if rows is not None:
@@ -401,8 +405,7 @@ class LayerLoader:
         return SummedLinear(linear, self._ranks) if add_up else linear
 
     def _merged(self, names: list[str]) -> torch.Tensor:
-        """Read several tensors into one; each part is in memory a second time only while it is
-        copied."""
+        """Read several weights into one tensor. Only one of them is in memory twice at a time."""
         if len(names) == 1:
             return self.tensor(names[0])
         shapes = [self._own_shapes[name] for name in names]

@@ -1,4 +1,4 @@
-"""Layers whose tensors have no memory: a start compiles the kernels that they launch."""
+"""`to_meta`: layers whose tensors have no memory, to compile the kernels that they launch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Dataclass = TypeVar("Dataclass")
 
 
 def fields_to_meta(part: Dataclass) -> Dataclass:
-    """Return a dataclass with each field as `to_meta` gives it."""
+    """Return a dataclass with `to_meta` applied to each field."""
     values = {field.name: to_meta(getattr(part, field.name)) for field in fields(part)}  # type: ignore[arg-type]
     return replace(part, **values)  # type: ignore[type-var]
 
 
 def to_meta(part: Any) -> Any:
-    """Return a tensor, a record, a weight format or a layer without memory; all else as it is."""
+    """Return a tensor, a record or a layer without memory; any other value unchanged."""
     if isinstance(part, torch.Tensor):
         return part.to("meta")
     if isinstance(part, Ranks):

@@ -30,7 +30,7 @@ class MLP(Protocol):
         ...
 
     def to_meta(self) -> MLP:
-        """Return the same MLP without memory, for compiling ahead."""
+        """Return the same MLP without memory, for compiling kernels ahead."""
         ...
 
 
@@ -59,9 +59,9 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsMLP:
-    """A mixture of experts. The router is in the model's dtype where that has all of its values,
-    otherwise in fp32. With several ranks each has some channels of every expert: all ranks read the
-    same bits, so that all of them choose the same experts, and their results are added up."""
+    """A mixture of experts. The router is in the model's dtype if that represents all of its values
+    exactly, otherwise in fp32. Each of several ranks has some channels of every expert. All ranks
+    choose the same experts, because they read the same bits. Their results are summed."""
 
     rule: RoutingRule
     router: torch.Tensor

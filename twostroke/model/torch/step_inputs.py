@@ -1,10 +1,10 @@
-"""The inputs of the decoder for one step: one flat run of tokens, and the two lists.
+"""The inputs of the decoder for one step: one flat run of tokens, decode rows and chunks.
 
     tokens   [ decode rows, each with its queries │ chunk 0 │ chunk 1 │ … │ padding ]
 
-Sequences are named by their row in the block tables. What counts entries of the cache (lengths,
-starts, slots) is given for each KV group; positions are what rope sees, and are the same for all
-groups.
+A sequence is identified by its row in the block tables. Lengths, starts and slots count entries of
+the cache, and are given for each KV group. Positions are the input of rope, and are the same for
+all groups.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ KV = tuple[torch.Tensor, torch.Tensor]  # the cached keys and values of a layer
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The tokens whose last hidden states the step returns. The last layer attends with them as
-    with decode rows: their keys and values are in the cache by then."""
+    """The tokens whose last hidden states the step returns. The last layer handles them like decode
+    rows, because their keys and values are in the cache already."""
 
     tokens: torch.Tensor  # [S] int64
     work: Sequence[DecodeWork]  # per KV group
@@ -44,12 +44,12 @@ class StepInputs:
 
     @property
     def num_decode_tokens(self) -> int:
-        """The tokens of the decode rows; the chunks' tokens follow."""
+        """The number of tokens of the decode rows; the tokens of the chunks follow."""
         return self.decode[0].num_tokens if self.decode else 0
 
     def view(self, group: int, cache: KV, tokens: int | None = None) -> KVView:
-        """The cache of a layer of the group, as this step sees it. `tokens`: only the first ones
-        have slots."""
+        """Return this step's view of the cache of a layer of the group. `tokens`: the view has the
+        slots of only the first `tokens` tokens."""
         slots = self.slots[group]
         own = slots if tokens is None else slots[:tokens]
         return KVView(*cache, self.tables[group], own)

@@ -51,13 +51,11 @@ class WeightSource(Protocol):
     def floats(self, name: str, rows: slice = ALL_ROWS) -> Floats: ...
 
     def stored_type(self, name: str) -> BlockType | None:
-        """Return the block type of a weight in its file; None for floats, which may be converted to
-        any dtype."""
+        """Return the block type of a weight in its file; None for floats."""
         ...
 
     def packed(self, name: str, rows: slice = ALL_ROWS) -> PackedMatrix | None:
-        """Return some rows of a matrix in blocks of its `stored_type`; None if the matrix has no
-        `stored_type`."""
+        """Return some rows of a matrix in blocks of its `stored_type`; None if that is None."""
         ...
 
     def label(self, name: str) -> str:
@@ -126,9 +124,8 @@ _EXPONENTS |= {"F16": (2, 0x1F << 10), "BF16": (2, 0xFF << 7)}
 
 
 def not_finite_error(source: WeightSource, name: str) -> ModelError:
-    """Return the error for a weight with NaN or infinity. Every output of such a model would be
-    nonsense."""
+    """Return the error for a weight with NaN or infinity."""
     return ModelError(
         f"{source.label(name)} holds NaN or infinity. The file is damaged, or its conversion "
-        "failed; download it again, or use another one."
+        "failed; download it again, or use another conversion."
     )

@@ -16,8 +16,7 @@ from twostroke.model.weights import ALL_ROWS, Floats, PackedMatrix
 STD = 0.02
 
 # Random numbers are drawn for the first TILE elements of a weight and then repeated, because
-# drawing is a hundred times slower than copying. TILE is prime, so that no two rows of a matrix are
-# equal.
+# drawing is a hundred times slower than copying. TILE is prime, so that all rows differ.
 TILE = 1_048_573
 
 

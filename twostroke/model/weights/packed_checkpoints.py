@@ -136,8 +136,8 @@ class Module(NamedTuple):
         return groups
 
     def read(self, rows: npt.NDArray[np.intp]) -> tuple[Bytes, Floats, Bytes | None]:
-        """Return codes [rows, in], scales [rows, groups], and zeros; None for zeros in the
-        middle."""
+        """Return codes [rows, in], scales [rows, groups], and zeros; None if all zeros are in the
+        middle of the codes."""
         self.check()
         bits, layout = self.config.bits, self.config.layout
         words = _words(self.codes[1])

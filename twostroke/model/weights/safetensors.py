@@ -50,7 +50,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 # MXFP4: a tensor of blocks, [..., out, in / 32, 16 bytes], and a tensor of their scales.
 BLOCKS, SCALES, BLOCK = "_blocks", "_scales", 32
 # A pattern in a tensor's name → the fields of config.json that decide whether the tensor exists.
-# Two-valued fields are found by their variants instead.
+# Boolean fields are found by trying their other value instead (`SpecVariants`).
 DECIDING = {
     r"experts|\bmlp\b|_moe\b": "num_experts, num_local_experts, n_routed_experts, "
     "mlp_only_layers, decoder_sparse_step, first_k_dense_replace",
@@ -58,8 +58,7 @@ DECIDING = {
     r"\.q_a_": "q_lora_rank",
     f"({BLOCKS}|{SCALES})$": "quantization_config",
 }
-# Prefixes of the language model's body: a short one, none in checkpoints of the body alone, a long
-# one in models with images.
+# Prefixes of the language model's tensors: longer in models with images, none in some checkpoints.
 PREFIX = re.compile(
     r"^(language_model\.model\.|model\.language_model\.|language_model\.|model\.|transformer\.|gpt_neox\.)"
 )
@@ -132,15 +131,14 @@ class SafetensorsWeights:
             module.check()
             return self._places[name].weight_shape(module.shape)
         assert stored is not None
-        shape = self._look(stored).shape
+        shape = self._entry(stored).shape
         if stored.endswith(BLOCKS):
             self._check_blocks(stored)
             shape = (*shape[:-2], BLOCK * shape[-2])
         return self._places[name].weight_shape(shape)
 
     def is_changed(self, name: str) -> bool:
-        """Return whether the weight differs from the stored numbers: reordered, offset or
-        quantised."""
+        """Return whether reading the weight reorders, offsets or dequantises the stored numbers."""
         place = self._places[name]
         moved = self._names.offset(name) != 0.0 or place.order is not None or place.transposed
         return moved or self.stored_type(name) is not None or self.is_quantized(name)
@@ -155,8 +153,7 @@ class SafetensorsWeights:
         return self.w8_scales(name) > 0 or self._module(name) is not None
 
     def stored(self, name: str) -> Stored:
-        """Return a view of the mapped file, which must not be written to. Only for a weight that is
-        not changed."""
+        """Return a read-only view of the mapped file, for a weight that is not `is_changed`."""
         found, place = self._tensor(name), self._places[name]
         shape, data = place.weight_shape(found.shape), place.expert_bytes(found.data)
         if place.other_rows:
@@ -173,7 +170,7 @@ class SafetensorsWeights:
                 f"{self.path}: lists no tensor {self._names.tensor(name)!r}. The model is "
                 "incomplete or its config.json belongs to another model; download the folder again."
             )
-        found = self._look(stored)
+        found = self._entry(stored)
         place = self._places[name]
         if found.type == self._w8_type and place.dims == 2 and not place.transposed:
             return found
@@ -215,15 +212,14 @@ class SafetensorsWeights:
         stored = self._stored_name(name)
         if not isinstance(self.quantized, W8Config) or stored is None:
             return 0
-        if self._look(stored).type != self._w8_type:
+        if self._entry(stored).type != self._w8_type:
             return 0
         where, scale = self._w8_scale(name)
-        shape = self._look(stored).shape
+        shape = self._entry(stored).shape
         return scales_per_row(where, scale.type, scale.shape, shape, self.quantized.block)
 
     def w8(self, name: str, part: Part = WHOLE) -> tuple[Bytes, Floats]:
-        """Return the stored bytes of a matrix in fp8 or int8, or of a part, and the scales, [rows,
-        groups]."""
+        """Return the bytes of a matrix in fp8 or int8 or of a part, and scales, [rows, groups]."""
         found, place, groups = self._tensor(name), self._places[name], self.w8_scales(name)
         assert isinstance(self.quantized, W8Config)
         rows, columns = (*part, ALL_ROWS, ALL_ROWS)[:2]
@@ -253,7 +249,7 @@ class SafetensorsWeights:
         stored = self._stored_name(name) or ""
         for scale in (stored + ending for ending in W8_SCALES):
             if scale in self._files:
-                return f"{self._files[scale]}: the tensor {scale!r}", self._look(scale)
+                return f"{self._files[scale]}: the tensor {scale!r}", self._entry(scale)
         names = " or ".join(repr(stored + ending) for ending in W8_SCALES)
         raise ModelError(
             f"{self.label(name)} is in {self.quantized.name if self.quantized else 'fp8'}, and its "
@@ -306,7 +302,7 @@ class SafetensorsWeights:
             stored = self._stored.get(_without_prefix(stem + ending))
             if stored is None:
                 return None
-            return f"{self._files[stored]}: the tensor {stored!r}", self._look(stored)
+            return f"{self._files[stored]}: the tensor {stored!r}", self._entry(stored)
 
         codes = find(endings.codes)
         if codes is None or self._stored_name(name) is not None:
@@ -325,7 +321,11 @@ class SafetensorsWeights:
         stored = self._stored_name(name)
         if stored is None or self.stored_type(name) is None:
             return None
-        place, blocks, scales = self._places[name], self._look(stored), self._look(_scales(stored))
+        place, blocks, scales = (
+            self._places[name],
+            self._entry(stored),
+            self._entry(_scales(stored)),
+        )
         lines = (
             place.expert_bytes(part.data).reshape(-1, *part.shape[2:]) for part in (blocks, scales)
         )
@@ -407,7 +407,7 @@ class SafetensorsWeights:
                 ) from None
         return self._open_files[path]
 
-    def _look(self, stored: str) -> Stored:
+    def _entry(self, stored: str) -> Stored:
         """Return a tensor's entry. Its data is mapped and not read."""
         path = self._files[stored]
         try:
@@ -419,14 +419,14 @@ class SafetensorsWeights:
             ) from None
 
     def _check_blocks(self, stored: str) -> None:
-        """Refuse blocks that are not MXFP4, or lack scales."""
+        """Refuse blocks that are not MXFP4 or have no scales."""
         scales = _scales(stored)
         if scales not in self._files:
             raise ModelError(
                 f"{self.path}: lists no tensor {scales!r}, the scales of {stored!r}. The model is "
                 "incomplete; download the folder again."
             )
-        found, beside = self._look(stored), self._look(scales)
+        found, beside = self._entry(stored), self._entry(scales)
         if {found.type, beside.type} != {"U8"} or found.shape != (*beside.shape, BLOCK // 2):
             raise ModelError(
                 f"{self._files[stored]}: the tensors {stored!r} and {scales!r} are "
@@ -467,7 +467,7 @@ class SafetensorsWeights:
                 or name.endswith(STATIC_SCALES)
             ):
                 continue
-            if name.endswith((".bias", "_zero_point")) and not self._look(stored).data.any():
+            if name.endswith((".bias", "_zero_point")) and not self._entry(stored).data.any():
                 continue  # zeros change nothing
             if layer is not None and int(layer[1]) < self._spec.num_layers:
                 decides = self._deciding(name, variants)

@@ -75,8 +75,8 @@ def dequantize_w8(bits: Bytes, scales: Floats, type: str) -> Floats:
 
 
 def w8_is_finite(bits: Bytes, type: str) -> bool:
-    """Return whether all values are finite. In e4m3, NaN is all ones after the sign, and infinity
-    does not exist."""
+    """Return whether all values are finite. In e4m3, NaN is all ones after the sign, and there is
+    no infinity."""
     return type != "fp8" or not bool((bits & 0x7F == 0x7F).any())
 
 
