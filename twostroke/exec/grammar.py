@@ -44,8 +44,8 @@ SLOW_S: Final = 0.05
 # request whose masks alone exceed the budget, token after token, is ended.
 STEP_BUDGET_S: Final = 0.01
 AVERAGED_TOKENS: Final = 16  # the mask time of a request is averaged over these tokens
-# The expected time of a mask of a grammar none of whose masks has been timed. The budget has room
-# for four such masks; the timed ones set what the other requests with that grammar may expect.
+# The expected time of a mask if no mask of its grammar has been timed. The budget has room for four
+# such masks. The first timed masks replace this value for all requests with that grammar.
 UNTIMED_S: Final = STEP_BUDGET_S / 4
 STACK_BYTES: Final = 8 * 1024**2
 TOKENS_AHEAD: Final = 32  # above the tokens of one request in all steps in flight
@@ -432,7 +432,7 @@ class Grammars:
 
 
 def _drafts_of(plan: StepPlan) -> dict[int, tuple[int, ...]]:
-    """Return the drafted tokens before each sample that follows some."""
+    """Return for each sample that follows drafts the drafted tokens before it."""
     found = {}
     first = draft = 0
     for slot in plan.decode:

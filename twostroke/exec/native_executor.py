@@ -66,7 +66,7 @@ class NativeExecutor:
         state: HostRows,
         attention_shares: bool = False,
     ) -> None:
-        """`attention_shares`: results include the share of attention that each part of the cache
+        """`attention_shares`: results include the share of attention that each segment of the cache
         gets."""
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data

@@ -4,9 +4,9 @@ settings.
     cells   [ tables of group 0 | tables of group 1 | … | tokens of each row | spare ]      int32
 
 Tables and tokens are views of the same cells. All changes of a plan (new prompts, appended blocks,
-blocks that leave a window) are one list of places and values. The executor writes sampled tokens to
-the cells, so that the next step can read them before the scheduler knows them. Padding reads and
-writes the spare cell.
+blocks that leave a window) are one list of cells and values. The executor writes sampled tokens to
+the cells, so that the next step can read the tokens before the scheduler receives them. Padding
+reads and writes the spare cell.
 
 The cells are in host memory (`HostRows`, without torch) or in device memory (`device_rows.py`). The
 host always has the tables, and the sampling settings of each row in arrays.
@@ -84,8 +84,7 @@ class RowState:
         at: list[int] = []
         values: list[int] = []
         retired = set(plan.retired)
-        # In one plan, blocks of a row may be dropped, the row retired and taken again, in this
-        # order.
+        # One plan may drop blocks of a row, then retire the row, then give it to a new request.
         for drop in plan.dropped:
             if drop.row not in retired:  # the next owner of a retired row writes the whole table
                 first, dropped = self._table_cell(drop.group, drop.row), self._dropped[drop.group]
@@ -119,8 +118,8 @@ class RowState:
         return Writes(np.concatenate(parts), np.concatenate(tokens))
 
     def _known_writes(self, plan: StepPlan) -> Writes:
-        """The tokens that the plan brings for rows in use: drafts, which the step reads as if they
-        were written, and tokens that another model has written."""
+        """Return the writes of the plan's tokens for running rows: drafts, which the step reads
+        like written tokens, and tokens that another model has written."""
         if not (plan.draft_tokens or plan.written):
             return NO_WRITES
         rows, positions, tokens = draft_cells(plan)

@@ -166,8 +166,8 @@ class DeviceMemory(Transport):
         return address.scope == self._reach()
 
     def _reach(self) -> str:
-        """Return the visible devices: devices are named by number, so both engines must see the
-        same."""
+        """Return the visible devices. A handle names its device by number, so both engines must see
+        the same devices."""
         if self._blocks.device.type == "cpu":
             return f"{this_host()} cpu"
         return f"{this_host()} cuda {visible_gpus()}"
@@ -186,7 +186,8 @@ class DeviceMemory(Transport):
     def launch(
         self, group: int, source: torch.Tensor, pairs: list[tuple[int, int]]
     ) -> torch.Tensor:
-        """Copy blocks on this way's stream; what is returned must live until that has happened."""
+        """Start to copy blocks on the transport's stream. The caller keeps the returned tensor
+        until the copy has ended."""
         target = self._blocks.words[group]
         with torch.inference_mode(), on_stream(self._stream):
             where = torch.tensor(pairs, dtype=torch.int64)

@@ -246,8 +246,8 @@ class _NixlCopy(Copy):
         self._read_bytes, self._began_s = 0, monotonic()
         kinds = "DRAM", "DRAM"
         if self._checks and self._left:
-            most = min(WINDOW_BYTES, WINDOW_BYTES if max_bytes is None else max_bytes)
-            while self._left and self._read_bytes < most:
+            limit = min(WINDOW_BYTES, WINDOW_BYTES if max_bytes is None else max_bytes)
+            while self._left and self._read_bytes < limit:
                 group, block, target = self._left.pop()
                 size = self._transport.block_bytes[group]
                 own, other = self._transport.pools[group], self._reach.pools[group]
