@@ -68,7 +68,7 @@ class KVSequence:
 
 def blocks_held(num_tokens: int, window: int | None, chunk: int, block_size: int) -> int:
     """Return the maximum number of blocks of one group that a sequence of this length holds at one
-    time, if a step computes at max_blocks `chunk` of its tokens."""
+    time, if a step computes at most `chunk` of its tokens."""
     blocks = -(-num_tokens // block_size)
     if window is None:
         return blocks
