@@ -39,7 +39,7 @@ class SharedPools:
     """The shared memory of one engine: its pools and its valid offers."""
 
     def __init__(self, pool_bytes: Sequence[int] = ()) -> None:
-        """`pool_bytes`: of each KV group; empty if the pools are in other memory."""
+        """`pool_bytes`: the size of each KV group's pool; empty if the pools are in other memory."""
         if not hasattr(os, "memfd_create"):
             raise TransferError("sharing KV blocks needs memfd_create, which only Linux has")
         import fcntl  # not available on Windows
@@ -107,7 +107,7 @@ class OthersMemory:
         return memoryview(self._mapped[path])
 
     def check_stands(self, path: str, number: int) -> None:
-        """Raise `OfferWithdrawnError` if the offer was released."""
+        """Raise `OfferWithdrawnError` if the offer is no longer valid."""
         at = number % SLOTS * SLOT_BYTES
         if int.from_bytes(self.at(path)[at : at + SLOT_BYTES], "little") != number:
             self._mapped.pop(path)  # the mapping may be of an earlier engine with the same path
