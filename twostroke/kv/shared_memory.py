@@ -39,7 +39,7 @@ class SharedPools:
     """The shared memory of one engine: its pools and its valid offers."""
 
     def __init__(self, pool_bytes: Sequence[int] = ()) -> None:
-        """`pool_bytes`: the size of each KV group's pool; empty if the pools are in other memory."""
+        """`pool_bytes`: size of each KV group's pool; empty if the pools are in other memory."""
         if not hasattr(os, "memfd_create"):
             raise TransferError("sharing KV blocks needs memfd_create, which only Linux has")
         import fcntl  # not available on Windows
