@@ -173,15 +173,15 @@ class DeviceMemory(Transport):
         return f"{this_host()} cuda {visible_gpus()}"
 
     def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
-        self._others.check_stands(address.endpoint, offer.number)
+        self._others.check_offer(address.endpoint, offer.number)
         pools = self._pools_at(address)
         return _DeviceCopy(self, address.endpoint, pools, offer, pairs)
 
-    def check_stands(self, path: str, number: int) -> None:
+    def check_offer(self, path: str, number: int) -> None:
         if not os.path.exists(path):
             self.tidy()
             raise SenderGoneError(f"{path} does not exist any more")
-        self._others.check_stands(path, number)
+        self._others.check_offer(path, number)
 
     def launch(
         self, group: int, source: torch.Tensor, pairs: list[tuple[int, int]]
@@ -313,7 +313,7 @@ class _DeviceCopy(Copy):
         self._event: torch.cuda.Event | None = None
 
     def advance(self, max_bytes: int | None) -> bool:
-        self._transport.check_stands(self._path, self._offer.number)
+        self._transport.check_offer(self._path, self._offer.number)
         if any(self._left):
             self._launch(None if max_bytes is None else LAUNCHED_BYTES)
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
@@ -322,7 +322,7 @@ class _DeviceCopy(Copy):
         self._kept.clear()
         self.num_bytes = self._launched_bytes
         # Blocks that were released during the copy may have been overwritten before.
-        self._transport.check_stands(self._path, self._offer.number)
+        self._transport.check_offer(self._path, self._offer.number)
         return not any(self._left)
 
     def _launch(self, max_bytes: int | None) -> None:

@@ -238,7 +238,7 @@ class _NixlCopy(Copy):
                 return False
             self.num_bytes += self._read_bytes
             if not self._read_bytes:
-                self._check_stands()
+                self._check_offer()
         return True
 
     def _begin(self, max_bytes: int | None) -> None:
@@ -276,7 +276,7 @@ class _NixlCopy(Copy):
             raise SenderGoneError(f"NIXL: the blocks could not be read ({state})")
         return True
 
-    def _check_stands(self) -> None:
+    def _check_offer(self) -> None:
         assert self._place is not None
         if self._transport.number_at(self._place) != self._offer.number:
             raise OfferWithdrawnError(

@@ -106,7 +106,7 @@ class OthersMemory:
                 os.close(file)
         return memoryview(self._mapped[path])
 
-    def check_stands(self, path: str, number: int) -> None:
+    def check_offer(self, path: str, number: int) -> None:
         """Raise `OfferWithdrawnError` if the offer is no longer valid."""
         at = number % SLOTS * SLOT_BYTES
         if int.from_bytes(self.at(path)[at : at + SLOT_BYTES], "little") != number:
@@ -161,7 +161,7 @@ class _MemoryCopy(Copy):
 
     def advance(self, max_bytes: int | None) -> bool:
         number, start = self._offer.number, self.num_bytes
-        self._others.check_stands(self._path, number)
+        self._others.check_offer(self._path, number)
         source = self._others.at(self._path)
         while self._left and (max_bytes is None or self.num_bytes - start < max_bytes):
             group, block, target = self._left.pop()
@@ -174,5 +174,5 @@ class _MemoryCopy(Copy):
                 )
             self._blocks.write(group, target, source[at : at + size])
             self.num_bytes += size
-        self._others.check_stands(self._path, number)
+        self._others.check_offer(self._path, number)
         return not self._left

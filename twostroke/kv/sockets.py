@@ -374,7 +374,7 @@ class _SocketCopy(Copy):
         self._to_ask = list(self._targets)[::-1]  # last first
         self._awaited_bytes = 0
         self._problem: TransferError | None = None
-        self._heard_s = monotonic()
+        self._last_data_s = monotonic()
 
     def take(self, sent: Sent, data: memoryview) -> None:
         """Receive a block."""
@@ -396,7 +396,7 @@ class _SocketCopy(Copy):
             del self._targets[sent.group, sent.entry]
             self._awaited_bytes -= size
             self.num_bytes += size
-            self._heard_s = monotonic()
+            self._last_data_s = monotonic()
 
     def advance(self, max_bytes: int | None) -> bool:
         peer = self._peer
@@ -406,7 +406,7 @@ class _SocketCopy(Copy):
         if self._problem is None and self._targets:
             if peer.problem is not None:
                 self._problem = peer.problem
-            elif took_all and monotonic() - self._heard_s > self._timeout_s:
+            elif took_all and monotonic() - self._last_data_s > self._timeout_s:
                 self._problem = StalledError(
                     f"nothing has come from {peer.endpoint} for {self._timeout_s:g} s, and "
                     f"{len(self._targets)} blocks are missing"
