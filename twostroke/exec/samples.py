@@ -83,12 +83,12 @@ def keep_accepted(plan: StepPlan, drawn: Sequence[int]) -> Kept | None:
         input   t   d1   d2   d3          the newest token, and three drafts
         drawn   d1  d2   x    y           d3 ≠ x: the new tokens are d1, d2, x
 
-    Each sample is drawn from the distribution after the input tokens up to its place, with the
-    random numbers of its position. A draft is accepted if it is equal to the sample before it in
-    the diagram. The first sample that differs from its draft is valid too, because all input tokens
-    before it are accepted. So the tokens are equal to those of steps without drafts, and not only
-    equally distributed. This is rejection sampling for drafts with probability 1: draft d is
-    accepted with probability p(d); otherwise a token is drawn from p without d.
+    Each sample is drawn from the distribution after the input token above it, with the random
+    numbers of its position. A draft is accepted if it equals the sample of the previous column and
+    all drafts before it are accepted. The sample after the last accepted draft is valid too. So the
+    tokens are equal to the tokens of steps without drafts, and not only equally distributed. This
+    is rejection sampling for drafts with probability 1: draft d is accepted with probability p(d);
+    otherwise a token is drawn from p without d.
     """
     if not plan.draft_tokens:
         return None
