@@ -78,9 +78,9 @@ class RowState:
 
     def apply(self, plan: StepPlan) -> Writes:
         """Apply a plan. Return the cells to write."""
-        known = self._known_writes(plan)
+        token_writes = self._token_writes(plan)
         if not (plan.new or plan.appended or plan.dropped or plan.retired or plan.evicted):
-            return known
+            return token_writes
         at: list[int] = []
         values: list[int] = []
         retired = set(plan.retired)
@@ -106,10 +106,10 @@ class RowState:
         places, cells = np.array(at, np.int64), np.array(values, np.int32)
         self._host_cells[places] = cells
         if plan.evicted:
-            places, cells = self._close_up(plan.evicted, places)
-        if not plan.new and not len(known.at):
+            places, cells = self._remove_evicted(plan.evicted, places)
+        if not plan.new and not len(token_writes.at):
             return Writes(places, cells)
-        parts, tokens = [places, known.at], [cells, known.values]
+        parts, tokens = [places, token_writes.at], [cells, token_writes.values]
         for new in plan.new:
             self._take(new)
             first = self._token_cell(new.row)
@@ -117,7 +117,7 @@ class RowState:
             tokens.append(np.array(new.tokens, np.int32))
         return Writes(np.concatenate(parts), np.concatenate(tokens))
 
-    def _known_writes(self, plan: StepPlan) -> Writes:
+    def _token_writes(self, plan: StepPlan) -> Writes:
         """Return the writes of the plan's tokens for running rows: drafts, which the step reads
         like written tokens, and tokens that another model has written."""
         if not (plan.draft_tokens or plan.written):
@@ -130,7 +130,7 @@ class RowState:
             values.append(np.array(written, np.int32))
         return Writes(np.concatenate(at), np.concatenate(values))
 
-    def _close_up(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
+    def _remove_evicted(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
         """Remove evicted entries from tables. Return `written` and the cells of the changed
         tables."""
         changed = [written]

@@ -61,19 +61,19 @@ class Layout:
         fields += [(name, "f", samples) for name in ("temperature", "top_p", "min_p")]
         self._fields: list[tuple[str, str, int, int]] = []
         at = 0
-        for name, kind, count in fields:
-            self._fields.append((name, kind, count, at))
-            at += -(-count * (8 if kind == "q" else 4) // 16) * 16  # aligned for vector loads
+        for name, code, count in fields:
+            self._fields.append((name, code, count, at))
+            at += -(-count * (8 if code == "q" else 4) // 16) * 16  # aligned for vector loads
         self.num_bytes = at
 
     def host(self, buffer: torch.Tensor) -> Arrays:
         data = buffer.numpy()
-        return {name: np.ndarray(n, kind, data, at) for name, kind, n, at in self._fields}
+        return {name: np.ndarray(n, code, data, at) for name, code, n, at in self._fields}
 
     def device(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         views = {}
-        for name, kind, count, at in self._fields:
-            dtype = TORCH[kind]
+        for name, code, count, at in self._fields:
+            dtype = TORCH[code]
             views[name] = buffer[at : at + count * dtype.itemsize].view(dtype)
         return views
 

@@ -320,8 +320,8 @@ class TorchExecutor:
             token_ids = self._rows.rows[int(samples.rows[sample])].params.logprob_token_ids
             if token_ids:
                 line, own = program.logits[sample].float(), program.tokens[sample].clamp(min=0)
-                named = self._send(torch.tensor(token_ids))
-                values = line[named] - line[own.long()] + best[1][n, 0]
+                token_columns = self._send(torch.tensor(token_ids))
+                values = line[token_columns] - line[own.long()] + best[1][n, 0]
                 at_host = values.to("cpu", non_blocking=True)
                 requested.append(RequestedLogprobs(sample, tuple(token_ids), at_host))
         return TopLogprobs(which, counts, self._fetch(best), requested)

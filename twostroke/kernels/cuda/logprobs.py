@@ -52,7 +52,7 @@ def _variants(vocab: int) -> tuple[Variant, Variant]:
     return scan, merge
 
 
-ANY = {
+UNSPECIALISED = {
     "do_not_specialize": ["count"],
     "do_not_specialize_on_alignment": [
         *("which", "tokens", "sums", "best", "best_ids", "ids", "values", "ranks")
@@ -60,7 +60,7 @@ ANY = {
 }
 
 
-@triton.jit(**ANY)
+@triton.jit(**UNSPECIALISED)
 def _scan(
     logits,
     which,
@@ -97,7 +97,7 @@ def _scan(
         logit = tl.where(tl.arange(0, TILE) == index, float("-inf"), logit)
 
 
-@triton.jit(**ANY)
+@triton.jit(**UNSPECIALISED)
 def _merge(
     logits,
     which,

@@ -87,12 +87,12 @@ def _variants(vocab: int) -> tuple[Variant, Variant]:
 
 
 # Tensors with one number for each row.
-SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out", "cells", "write_at"]
+PER_ROW = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out", "cells", "write_at"]
 # Tensors with one number for each tile, or for each part of a tile.
-FOUND = ["tile_score", "tile_max", "tile_mass", "tokens", "part_maxima"]
+PER_TILE = ["tile_score", "tile_max", "tile_mass", "tokens", "part_maxima"]
 
 
-@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW + PER_TILE)
 def _scan_tiles(
     logits,
     temperature,
@@ -153,7 +153,7 @@ def _scan_tiles(
             tl.store(tile_mass + at, tl.sum(tl.exp(scaled - top), axis=0))
 
 
-@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW + PER_TILE)
 def _choose(
     logits,
     temperature,
