@@ -109,8 +109,7 @@ class DeviceSampler:
     # ── rows ────────────────────────────────────────────────────────────────────────────────
 
     def take(self, new: NewRow) -> None:
-        """Send the options of a request with a new row to the device. The request may have
-        generated tokens before."""
+        """Send the options of a request with a new row to the device, once."""
         row, params = new.row, new.params
         self.rows.pop(row, None)
         self._new[row] = new
@@ -147,8 +146,7 @@ class DeviceSampler:
         self._wants[:, row] = flags, len(bias), len(bans)
 
     def rewrite(self, row: int) -> None:
-        """From now on compute the penalties of a row from its tokens, because counted tokens have
-        been replaced."""
+        """From now on compute a row's penalties from its tokens: counted tokens were replaced."""
         if self._new[row].params.penalised:
             self.rows[row] = self._new[row]
 

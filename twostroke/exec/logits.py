@@ -64,8 +64,7 @@ class RowBans:
     def apply(
         self, line: Line, request: NewRow, position: int, tokens: Ints, allowed: Mask | None
     ) -> None:
-        """Apply bans and biases in place. `tokens` are the tokens of the request, known up to
-        `position`."""
+        """Apply bans and biases in place. `tokens`: known up to `position`."""
         if allowed is not None:
             line[~unpack_mask(allowed, len(line))] = NEG_INF
         line[self._biased] += self._biases

@@ -66,8 +66,7 @@ class NativeExecutor:
         state: HostRows,
         attention_shares: bool = False,
     ) -> None:
-        """`attention_shares`: results include the share of attention that each segment of the cache
-        gets."""
+        """`attention_shares`: results include the attention shares of segments of the cache."""
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
         self.on_chunk_logits: ChunkLogits | None = None
@@ -150,8 +149,7 @@ class NativeExecutor:
     def _top_logprobs(
         self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
     ) -> list[TokenLogprobs]:
-        """Return for each row of logits the log-probability of its token, then the best in
-        order."""
+        """Return for each row of logits the log-probabilities of its token and of the best tokens."""
         rows, width = len(tokens), 1 + max(counts)
         ids, ranks = np.empty((rows, width), np.int32), np.empty(rows, np.int32)
         values = np.empty((rows, width), np.float32)

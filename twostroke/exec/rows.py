@@ -131,8 +131,7 @@ class RowState:
         return Writes(np.concatenate(at), np.concatenate(values))
 
     def _remove_evicted(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
-        """Remove evicted entries from tables. Return `written` and the cells of the changed
-        tables."""
+        """Remove evicted entries from tables. Return `written` and the changed cells."""
         changed = [written]
         for row, start, stop in evicted:
             table, filled = self._host_tables[0, row], self._filled[0]

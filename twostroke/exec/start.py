@@ -113,8 +113,7 @@ def graph_sizes(config: EngineConfig) -> list[int]:
 def compile_kernels(
     decoder: Decoder, kv_dtype: torch.dtype, rows: DeviceRows, budget: int, sizes: list[int]
 ) -> None:
-    """Compile all kernels of steps and graphs, by running them on meta tensors, which have no
-    memory."""
+    """Compile all kernels of steps and graphs, on tensors without memory (meta)."""
     meta_decoder, size = decoder.to_meta(), rows.block_size
     device, groups = meta_decoder.device, rows.num_groups
     meta_rows = DeviceRows(rows.max_rows, rows.max_len, size, groups, device)

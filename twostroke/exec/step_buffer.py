@@ -103,8 +103,7 @@ class StepBuffer(NamedTuple):
 
 
 def fill_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: int) -> StepBuffer:
-    """Fill the buffer with decode rows of one token, padded to `batch` rows. The layout must have
-    room for all writes."""
+    """Fill the buffer with decode rows of one token, padded to `batch`. The writes must fit."""
     layout, decode = decode_layout(batch, rows.num_groups), decode_tokens(slots)
     samples = samples_of(decode, ())
     data = _allocate(layout, rows.device)

@@ -38,16 +38,14 @@ class ThinkingState:
     @property
     def left(self) -> int | None:
         """Number of tokens before the end is forced; None: no limit."""
-        return (
-            None if self._settings.budget is None else max(0, self._settings.budget - self._count)
-        )
+        budget = self._settings.budget
+        return None if budget is None else max(0, budget - self._count)
 
     @property
     def forced(self) -> int | None:
         """The token that must come next, or None."""
-        return (
-            self._settings.forced_ids[self._num_forced] if self.inside and self.left == 0 else None
-        )
+        ids = self._settings.forced_ids
+        return ids[self._num_forced] if self.inside and self.left == 0 else None
 
     def advance(self, tokens: Sequence[int]) -> Sequence[int]:
         """Advance by written tokens. Return the tokens after the reasoning, or without

@@ -58,8 +58,7 @@ class PackedWeight(NamedTuple):
         return PackedWeight(self.bits, codes, scale, zero, offset, arrived)
 
     def with_scaled_rows(self, factors: Tensor) -> PackedWeight:
-        """Return the weight with each row multiplied by its factor. Scales become fp32 if fp16 is
-        too inexact."""
+        """Return the weight with each row multiplied by its factor. Scales may become fp32."""
         scale, offset = (
             None if part is None else part.float() * factors.unsqueeze(1)
             for part in (self.scale, self.offset)

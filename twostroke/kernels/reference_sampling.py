@@ -138,8 +138,7 @@ def sample(
 
 
 def _draw(logits: torch.Tensor, params: DrawParams[torch.Tensor]) -> torch.Tensor:
-    """Apply temperature, min-p, top-k and top-p, then draw: the token with the largest sum of
-    logit and noise."""
+    """Apply temperature, min-p, top-k, top-p, then draw the token of the largest logit + noise."""
     vocab, device = logits.shape[-1], logits.device
     keys = torch.stack([params.key0.long() & UINT32, params.key1.long() & UINT32], dim=1)
     scaled = logits / params.temperature.unsqueeze(1)
@@ -217,8 +216,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probabilities for the rows `which` of logits [S, V], whose chosen tokens are
     tokens[which]: the ids of the chosen token and of the `count` best tokens, [n, 1 + count], their
-    log-probabilities, and the rank of the chosen token, [n], from 1. For a token -1 the results are
-    arbitrary."""
+    log-probabilities, and the rank of the chosen token, [n], from 1. Arbitrary for a token -1."""
     logprobs = logits[which].float().log_softmax(dim=-1)
     chosen = tokens[which].long().clamp(min=0).unsqueeze(1)
     own = logprobs.gather(1, chosen)

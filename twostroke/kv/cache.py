@@ -44,8 +44,7 @@ class GroupLimits(NamedTuple):
 
 
 def table_length(tables: Sequence[Sequence[int]]) -> int:
-    """Return the number of table entries of a sequence, including null blocks, equal in all
-    groups."""
+    """Return the number of table entries of a sequence, with null blocks; equal in all groups."""
     (length,) = {len(table) for table in tables}
     return length
 
@@ -118,8 +117,7 @@ class KVCache:
 
     def blocks_for(self, group: int, num_tokens: int, num_prompt: int | None = None) -> int:
         """Return the maximum number of blocks that a sequence of this length holds at one time.
-        `num_prompt`: the number of prompt tokens; eviction begins only after the whole prompt is
-        computed."""
+        `num_prompt`: the number of prompt tokens; they are not evicted before all are computed."""
         max_blocks = min(-(-num_tokens // self.block_size), self._max_prefill[group])
         if self.eviction is None or num_prompt is None:
             return max_blocks
@@ -473,8 +471,7 @@ class KVCache:
     # ── audit ───────────────────────────────────────────────────────────────────────────────
 
     def audit(self) -> None:
-        """Check in every group that each block has exactly its recorded owners and no block
-        leaked."""
+        """Check in every group that each block has its recorded owners, and no block leaked."""
         owners: list[Counter[int]] = [Counter() for _ in self.pools]
         fragmented = 0
         for seq in self._live:

@@ -66,8 +66,6 @@ log = logging.getLogger(__name__)
 
 
 class BlockRequest(msgspec.Struct, array_like=True, frozen=True):
-    """A request for blocks of an offer."""
-
     key: bytes
     fetch: int
     offer: int

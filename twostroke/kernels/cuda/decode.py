@@ -191,14 +191,12 @@ def make_launch(
         NOT_NEW if new is None else _new_shape(new.rope),
         tuned,
     )
-    new_tensors, eps = (
-        (NO_TENSORS, 0.0) if new is None else (_new_tensors(new, kv), new.rope.norm_eps)
-    )
+    extra, eps = (NO_TENSORS, 0.0) if new is None else (_new_tensors(new, kv), new.rope.norm_eps)
     where = (q, keys, kv.values, rule.sinks, kv.tables, work.rows, work.lengths, out)
     return Launch(
         variant.for_context(context),
         (num_kv_heads, splits, batch),
-        (*where, *work.scratch, *new_tensors),
+        (*where, *work.scratch, *extra),
         (rule.window or 0, splits),
         (
             eps,

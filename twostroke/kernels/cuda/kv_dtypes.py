@@ -18,8 +18,7 @@ def largest_of(x):
 
 @triton.jit
 def quantised(x, largest, to: tl.constexpr):
-    """Quantise fp32 numbers to cache elements. `largest`: the largest magnitude of each row, used
-    only for int8."""
+    """Quantise fp32 numbers to cache elements. `largest`: absmax of each row, for int8."""
     if to == tl.int8:
         # fp32 has no fractions above 1.5 · 2²³, so adding and subtracting it rounds half to even.
         scaled = x * (127.0 / tl.maximum(largest, 1e-30))

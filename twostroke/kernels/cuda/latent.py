@@ -387,7 +387,7 @@ def _latent_decode(
 
     member = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_RANK)
-    rope_channel = tl.arange(0, BLOCK_ROPE)
+    rope = tl.arange(0, BLOCK_ROPE)
     is_member = (member < MEMBERS)[:, None]
     line = sequence.to(tl.int64)
     out_at = query_at(line, 0, member, out_stride, out_head_stride, NUM_HEADS, QUERIES)
@@ -403,10 +403,8 @@ def _latent_decode(
         q_at = query_at(line, 0, member, q_stride, q_head_stride, NUM_HEADS, QUERIES)
         query = tl.load(q + q_at[:, None] + channel[None, :], mask=is_out, other=0.0)
         q_at = query_at(line, 0, member, rope_stride, rope_head_stride, NUM_HEADS, QUERIES)
-        is_rope = is_member & (rope_channel < ROPE)[None, :]
-        query_rope = tl.load(
-            q_rope + q_at[:, None] + rope_channel[None, :], mask=is_rope, other=0.0
-        )
+        is_rope = is_member & (rope < ROPE)[None, :]
+        query_rope = tl.load(q_rope + q_at[:, None] + rope[None, :], mask=is_rope, other=0.0)
         max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if POSITIONS_FIRST:
@@ -434,11 +432,9 @@ def _latent_decode(
             if RANK != BLOCK_RANK:
                 mask = mask & (channel < RANK)[None, :]
             if ROPE != BLOCK_ROPE:
-                rope_mask = rope_mask & (rope_channel < ROPE)[None, :]
+                rope_mask = rope_mask & (rope < ROPE)[None, :]
             latent = tl.load(at + channel[None, :], mask=mask, other=0.0).to(query.dtype)
-            key = tl.load(at + RANK + rope_channel[None, :], mask=rope_mask, other=0.0).to(
-                query.dtype
-            )
+            key = tl.load(at + RANK + rope[None, :], mask=rope_mask, other=0.0).to(query.dtype)
             if POSITIONS_FIRST:
                 score = tl.dot(latent, tl.trans(query), input_precision="tf32x3")
                 score = tl.dot(key, tl.trans(query_rope), score, input_precision="tf32x3")

@@ -3,10 +3,9 @@
     first chunks      latents of the step ────────────────────────▶ kv_b ─▶ keys, values ─▶ attend
     continued chunks  tables[row] ─▶ pages ─▶ contiguous latents ─▶ kv_b ─▶ keys, values ─▶ attend
 
-The keys and values of all heads are 50 times as large as the latents. So only some heads are
-expanded at a time, into a buffer of fixed size (`EXPANDED_BYTES`), which the memory measurement at
-start includes. A head's key has two parts: the product with kv_b, and the rope key, which all heads
-share. The score is the sum of the two parts' products.
+Keys and values of all heads are 50 times as large as the latents, so only some heads are expanded
+at a time, into a buffer of fixed size (`EXPANDED_BYTES`). A head's key has two parts: the product
+with kv_b, and the rope key, which all heads share. The score is the sum of two products.
 """
 
 from __future__ import annotations
@@ -223,13 +222,11 @@ def _expanded_prefill(
         token = tile * QUERIES + row
         line = (first_token + token).to(tl.int64)
         is_token = (token < size)[:, None]
-        nope, rope_channel = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+        nope, rope = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
         value_channel = tl.arange(0, BLOCK_VALUE)[None, :]
         q_at = q + line[:, None] * q_stride + head * q_head_stride
         query = tl.load(q_at + nope, mask=is_token & (nope < NOPE), other=0.0)
-        query_rope = tl.load(
-            q_at + NOPE + rope_channel, mask=is_token & (rope_channel < ROPE), other=0.0
-        )
+        query_rope = tl.load(q_at + NOPE + rope, mask=is_token & (rope < ROPE), other=0.0)
         position = start + token
 
         first_query = start + tile * QUERIES
@@ -312,7 +309,7 @@ def _update_softmax(
     SOFTCAP: tl.constexpr,
 ):
     """Update the online softmax with the entries [begin, stop). `begin` is a multiple of KEYS."""
-    nope, rope_channel = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+    nope, rope = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
     value_channel = tl.arange(0, BLOCK_VALUE)[None, :]
     unit = unit_of(scale, SOFTCAP)
     for at in tl.range(begin, stop, KEYS):
@@ -325,9 +322,7 @@ def _update_softmax(
         key_at = expanded + cached.to(tl.int64)[:, None] * expanded_stride
         rope_at = rope_keys + cached.to(tl.int64)[:, None] * entry_stride
         key = _load(key_at + nope, nope < NOPE, is_seen, NOPE != BLOCK_NOPE, MASKED)
-        rope_key = _load(
-            rope_at + rope_channel, rope_channel < ROPE, is_seen, ROPE != BLOCK_ROPE, MASKED
-        )
+        rope_key = _load(rope_at + rope, rope < ROPE, is_seen, ROPE != BLOCK_ROPE, MASKED)
         value_at = key_at + NOPE + value_channel
         is_value = value_channel < VALUE
         value = _load(value_at, is_value, is_seen, VALUE != BLOCK_VALUE, MASKED)

@@ -1,9 +1,9 @@
 """The kernels of `packed.py`: products with weights of 4 or 8 bits.
 
-A word (int16) has four codes of 4 bits. In the kernel for one row a word (int32) has four codes of
-8 bits, too. A run is a sequence of codes of one block that share a scale: a whole block, or a group
-if groups are shorter than blocks. RUNS is the number of runs in a block. Columns are those of the
-output, which are rows of the weight.
+A word has four codes: an int16 with codes of 4 bits, or (one row) an int32 with codes of 8 bits. A
+run is a sequence of codes of one block that share a scale: a whole block, or a group if groups are
+shorter than blocks. RUNS is the number of runs in a block. Columns of the output are rows of the
+weight.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def stream_row(
     DEPENDENT: tl.constexpr,
 ):
     # Tensors are [loads of a block, blocks, columns, words of a load]. A thread has all words of a
-    # load, and the elements of x for their codes, of which 8 are adjacent. The compiler assigns the
-    # first axes to threads first, so the next threads have the next loads and blocks. A thread's
-    # elements of x therefore serve all columns.
+    # load, and the elements of x for their codes, 8 of which are adjacent. The compiler assigns the
+    # first axes to threads first, so a thread's elements of x serve all columns.
     EACH: tl.constexpr = 8 if BITS == 4 else 2
     LOADS: tl.constexpr = BLOCK // (4 * EACH)
     LINE: tl.constexpr = K // 4
@@ -78,12 +77,12 @@ def stream_row(
     # The loads of DEPTH steps are in flight at any time.
     loaded, up_loaded = (), ()
     for n in tl.static_range(DEPTH):
-        start, groups_at = n * STEP, _group_indices(n * STEP, part, K - STEP, BLOCK, GROUP)
-        found = _load_step(at, scale, zero, offset, group + groups_at, start, K, RUNS)
+        start, groups = n * STEP, _group_indices(n * STEP, part, K - STEP, BLOCK, GROUP)
+        found = _load_step(at, scale, zero, offset, group + groups, start, K, RUNS)
         loaded += (found,)  # type: ignore[assignment]
         if GATED:
-            groups_at += HALF_GROUPS
-            found = _load_step(at + HALF, scale, zero, offset, group + groups_at, start, K, RUNS)
+            groups += HALF_GROUPS
+            found = _load_step(at + HALF, scale, zero, offset, group + groups, start, K, RUNS)
             up_loaded += (found,)  # type: ignore[assignment]
     wait_for_previous(DEPENDENT)
     sums = tl.zeros([LOADS, PARTS, COLUMNS], tl.float32)
@@ -97,14 +96,12 @@ def stream_row(
             if GATED:
                 others = _add_step(others, x_parts, up_loaded[n], offset is not None, BITS, RUNS)
             start = here + DEPTH * STEP
-            groups_at = _group_indices(start, part, K - STEP, BLOCK, GROUP)
-            found = _load_step(at, scale, zero, offset, group + groups_at, start, K, RUNS)
+            groups = _group_indices(start, part, K - STEP, BLOCK, GROUP)
+            found = _load_step(at, scale, zero, offset, group + groups, start, K, RUNS)
             next_loaded += (found,)  # type: ignore[assignment]
             if GATED:
-                groups_at += HALF_GROUPS
-                found = _load_step(
-                    at + HALF, scale, zero, offset, group + groups_at, start, K, RUNS
-                )
+                groups += HALF_GROUPS
+                found = _load_step(at + HALF, scale, zero, offset, group + groups, start, K, RUNS)
                 next_up_loaded += (found,)  # type: ignore[assignment]
         loaded, up_loaded = next_loaded, next_up_loaded
     result = tl.sum(tl.sum(sums, axis=0), axis=0)
@@ -117,23 +114,23 @@ def stream_row(
 @triton.jit
 def _group_indices(start, part, LAST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Return the group of the first code of each block of the step, [1, blocks, 1]."""
-    groups_at = (tl.minimum(start, LAST) + part * BLOCK) // GROUP
+    groups = (tl.minimum(start, LAST) + part * BLOCK) // GROUP
     # Prevents vector loads of the scales, which would put them in other threads than the codes.
-    return tl.max_contiguous(groups_at[None, :, None], [1, 1, 1])
+    return tl.max_contiguous(groups[None, :, None], [1, 1, 1])
 
 
 @triton.jit
-def _load_step(at, scale, zero, offset, groups_at, start, K: tl.constexpr, RUNS: tl.constexpr):
+def _load_step(at, scale, zero, offset, groups, start, K: tl.constexpr, RUNS: tl.constexpr):
     """Load the codes of the step at `start`, their scales, and their zeros or offsets. Past the end
     of K the values are arbitrary, and `_load_x` returns 0."""
     words = tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
     if RUNS > 1:
-        groups_at = groups_at[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
-    found = (words, tl.load(scale + groups_at))
+        groups = groups[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
+    found = (words, tl.load(scale + groups))
     if offset is not None:
-        found += (tl.load(offset + groups_at),)  # type: ignore[assignment]
+        found += (tl.load(offset + groups),)  # type: ignore[assignment]
     elif zero is not None:
-        found += (tl.load(zero + groups_at),)  # type: ignore[assignment]
+        found += (tl.load(zero + groups),)  # type: ignore[assignment]
     return found
 
 
@@ -154,17 +151,15 @@ def _load_x(x_at, here, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _add_step(
-    sums, x_parts, step_data, OFFSETS: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr
-):
+def _add_step(sums, x_parts, data, OFFSETS: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr):
     """Add the products of the codes of a step with x to the sums. `x_parts`: by `_load_x`.
-    `step_data`: by `_load_step`."""
-    numbers = floats_4(step_data[0]) if BITS == 4 else floats_8(step_data[0])
-    factors = step_data[1].to(tl.float32)
+    `data`: by `_load_step`."""
+    numbers = floats_4(data[0]) if BITS == 4 else floats_8(data[0])
+    factors = data[1].to(tl.float32)
     if OFFSETS:
-        terms = step_data[2].to(tl.float32)
-    elif len(step_data) > 2:
-        terms = -factors * step_data[2].to(tl.float32)
+        terms = data[2].to(tl.float32)
+    elif len(data) > 2:
+        terms = -factors * data[2].to(tl.float32)
     else:
         terms = -(1 << (BITS - 1)) * factors
     factors, terms = _split_runs(factors, RUNS), _split_runs(terms, RUNS)
@@ -247,9 +242,8 @@ def multiply_tile_4(
     # Codes of a run.
     RUN: tl.constexpr = GROUP if GROUP < BLOCK else BLOCK
     RUNS: tl.constexpr = BLOCK // RUN
-    # Elements of K of one product. With Hopper's instructions as many as possible, because the
-    # compiler waits for each product. Otherwise those of one nibble, which need no moves between
-    # registers.
+    # Elements of K of one product: with Hopper's instructions as many as possible, because the
+    # compiler waits for each product; otherwise those of one nibble, which need no moves.
     HOPPER: tl.constexpr = LINES >= 64 and ROWS >= 16
     PIECE: tl.constexpr = BLOCK if SCALED else RUN if HOPPER else WORDS
     EACH: tl.constexpr = (BLOCKS // STEP + SPLITS - 1) // SPLITS * STEP
@@ -328,10 +322,10 @@ def _groups(
     for n in tl.static_range(STEP):
         at = group + (inner + n * BLOCK) // GROUP
         if SCALED and (RUNS > 1 or offset is not None):
-            groups_at = at[:, None] + tl.arange(0, RUNS)[None, :]
-            found += (tl.load(scale + groups_at),)  # type: ignore[assignment]
+            groups = at[:, None] + tl.arange(0, RUNS)[None, :]
+            found += (tl.load(scale + groups),)  # type: ignore[assignment]
             if offset is not None:
-                others += (tl.load(offset + groups_at),)  # type: ignore[assignment]
+                others += (tl.load(offset + groups),)  # type: ignore[assignment]
         else:
             for m in tl.static_range(RUNS):
                 found += (tl.load(scale + at + m),)  # type: ignore[assignment]
@@ -343,7 +337,7 @@ def _add_block(sums, x_parts, words, of_groups, zeros, n: tl.constexpr, RUNS: tl
     """Add the product of block n of a step, [columns, words], with x to the sums, with the scale of
     each run. `x_parts`: the elements of x for each piece of the block, [elements, rows]. `zeros`:
     the addresses of the zeros of the first run, or None."""
-    numbers = _concatenated(_subtract_zeros(words, zeros, RUNS, x_parts[0].dtype), len(x_parts))
+    numbers = _join(_subtract_zeros(words, zeros, RUNS, x_parts[0].dtype), len(x_parts))
     EACH: tl.constexpr = len(x_parts) // RUNS
     for m in tl.static_range(RUNS):
         product = tl.zeros(sums.shape, tl.float32)
@@ -364,13 +358,13 @@ def _scaled(numbers, of_groups, n: tl.constexpr, STEP: tl.constexpr):
         scaled = ()
         for m in tl.static_range(4):
             scaled += (scaled_4(numbers[m], factors, None),)  # type: ignore[assignment]
-        block = _concatenated(scaled, 1)[0]
+        block = _join(scaled, 1)[0]
     else:
-        block = _concatenated(numbers, 1)[0]
+        block = _join(numbers, 1)[0]
         if len(of_groups) > STEP:
             term = of_groups[STEP + n].to(tl.float32) + 8 * factor
-            terms = _repeated_for_codes(term.to(dtype), block)
-        block = scaled_4(block, _repeated_for_codes(factor.to(dtype), block), terms)
+            terms = _per_code(term.to(dtype), block)
+        block = scaled_4(block, _per_code(factor.to(dtype), block), terms)
     return block
 
 
@@ -388,15 +382,15 @@ def _subtract_zeros(words, zeros, RUNS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _concatenated(numbers, COUNT: tl.constexpr):
+def _join(numbers, COUNT: tl.constexpr):
     """Concatenate the four nibbles' tensors along the columns of the block into COUNT tensors."""
     if COUNT < 4:
         numbers = (
-            _concatenate_pair(numbers[0], numbers[1]),
-            _concatenate_pair(numbers[2], numbers[3]),
+            _join_pair(numbers[0], numbers[1]),
+            _join_pair(numbers[2], numbers[3]),
         )
     if COUNT < 2:
-        numbers = (_concatenate_pair(numbers[0], numbers[1]),)
+        numbers = (_join_pair(numbers[0], numbers[1]),)
     return numbers
 
 
@@ -411,7 +405,7 @@ def _load_zeros(at, n: tl.constexpr, words):
 
 
 @triton.jit
-def _concatenate_pair(first, second):
+def _join_pair(first, second):
     """Concatenate two tensors [columns, n] to [columns, 2n], without moves between threads."""
     both = tl.permute(tl.join(first, second), (0, 2, 1))
     return tl.reshape(both, [first.shape[0], 2 * first.shape[1]])
@@ -506,14 +500,12 @@ def multiply_tile_8(
 def _add_scaled(sums, x, codes, factor, term, WEIGHT_FIRST: tl.constexpr):
     """Add the product of the codes, [columns, codes], with x to the sums. `factor` and `term`: by
     `group_line`."""
-    numbers = scaled_8(
-        codes, _repeated_for_codes(factor, codes), _repeated_for_codes(term, codes), x.dtype
-    )
+    numbers = scaled_8(codes, _per_code(factor, codes), _per_code(term, codes), x.dtype)
     return dot(x, numbers, sums, WEIGHT_FIRST, True)
 
 
 @triton.jit
-def _repeated_for_codes(numbers, codes):
+def _per_code(numbers, codes):
     """Repeat [columns, groups] for each code of the groups."""
     if numbers.shape[1] == 1:
         repeated = tl.broadcast_to(numbers, codes.shape)

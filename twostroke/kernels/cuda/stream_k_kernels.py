@@ -1,15 +1,13 @@
 """The kernel of `stream_k.py`, for Hopper, in Gluon, which assigns the work to the warps:
 
-    a producer     one warp, which fetches tiles of x and of the codes with TMA, a block of K at a
-                   time, as soon as a stage is free
+    a producer     one warp, which fetches blocks of x and of the codes with TMA
     two consumers  a warpgroup each, with half of a tile's columns, which converts codes to elements
                    in registers, and multiplies them with x (WGMMA)
 
 While the tensor cores multiply for one consumer, the other consumer converts codes. With tiles of
 256 rows, whose products take longest, the consumers alternate strictly.
 
-In this file a line is a row of the weight in the tile of a consumer. Runs are defined in
-`packed_kernels.py`.
+A line is a row of the weight in the tile of a consumer. `packed_kernels.py` defines runs.
 """
 
 from __future__ import annotations
@@ -150,8 +148,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _tile_and_block(unit, work, BLOCKS: gl.constexpr):
-    """Return the tile of a unit of a program's work, and the block of K in that tile. A unit is one
-    block of one tile."""
+    """Return the tile and the block of K of a unit of a program's work, which is one block."""
     program, programs, whole, begin, _ = work
     rest = begin + unit - whole
     is_whole = unit < whole

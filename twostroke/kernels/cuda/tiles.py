@@ -61,8 +61,7 @@ def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> st
 
 
 def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
-    """Return the launch of an entry of a table. None, for an empty entry: the library was
-    faster."""
+    """Return the launch of an entry of a table. None: the library was faster."""
     if len(entry) in (3, 4):
         return Streaming(*entry)
     if not entry:
@@ -141,8 +140,7 @@ def split_buffers(
     arrived: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the memory for the sums of the splits of K, and the arrival counters; None if there is
-    one split."""
+    """Return the memory for the sums of the splits of K, and the arrival counters, or None."""
     if tuned.splits == 1:
         return None, None
     assert rows <= tuned.rows

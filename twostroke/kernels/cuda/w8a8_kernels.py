@@ -1,5 +1,4 @@
-"""The kernels of `w8a8.py`: weights in e4m3 or int8, with 16-bit activations or activations of the
-weight's dtype."""
+"""The kernels of `w8a8.py`: products with weights in e4m3 or int8."""
 
 from __future__ import annotations
 
@@ -157,8 +156,7 @@ def stream_row(
 ):
     # Tensors are [loads, columns, words of a load]. A thread has all four words of a load, with
     # four numbers each, and the 16 elements of x for them. The compiler assigns the first axis to
-    # threads first, so the next threads have the next loads. A thread's elements of x therefore
-    # serve all columns.
+    # threads first, so a thread's elements of x serve all columns.
     LINE: tl.constexpr = K // 4
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     load = tl.arange(0, INNER // 16)
