@@ -149,7 +149,7 @@ class NativeExecutor:
     def _top_logprobs(
         self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
     ) -> list[TokenLogprobs]:
-        """Return for each row of logits the log-probabilities of its token and of the best tokens."""
+        """Return for each row of logits the log-probabilities of its token and the best tokens."""
         rows, width = len(tokens), 1 + max(counts)
         ids, ranks = np.empty((rows, width), np.int32), np.empty(rows, np.int32)
         values = np.empty((rows, width), np.float32)
