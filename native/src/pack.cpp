@@ -46,7 +46,7 @@ std::shared_ptr<uint8_t> allocate(size_t bytes) {
   return {chunk, here};
 }
 
-// Zeroed memory for a new matrix.
+// The table of a matrix before `set_table`.
 constexpr int8_t kNoTable[16] = {};
 
 float to_fp16_and_back(float f) { return fp16_to_float(float_to_fp16(f)); }
@@ -61,8 +61,8 @@ uint16_t checked_half(float f) {
 
 void refuse_non_finite() { throw std::domain_error("NaN or infinity"); }
 
-// Return whether all floats are finite. NaN and infinity have the largest exponent. The loop has no
-// branch and costs almost nothing.
+// Throw if a float is NaN or infinite: these have the largest exponent. The loop has no branch and takes
+// almost no time.
 void check_finite(const float* x, int count) {
   uint32_t largest = 0;
   for (int k = 0; k < count; k++) {
@@ -124,7 +124,7 @@ void Matrix::put_run(int row, int block, const Run& run) {
   }
 }
 
-// The first rows determine the table of a matrix.
+// Set the table of the matrix, or throw if it has another table. The first rows determine the table.
 void Matrix::set_table(const BlockType& type) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);

@@ -39,8 +39,8 @@ void penalise(float* logits, const SamplingParams& w, const History& history, in
   }
 }
 
-// Return whether the logits are broken: the largest is infinite or NaN. If all are −∞, every token may be
-// forbidden, so only then the logits are searched for NaN.
+// Return whether the logits are invalid: the maximum is NaN or +∞. If the maximum is −∞, either all tokens
+// are banned, or there are NaN, so the logits are searched for NaN.
 bool is_broken(const float* x, int vocab, float maximum) {
   if (maximum > -kInfinity && maximum < kInfinity) return false;
   return maximum != -kInfinity || std::any_of(x, x + vocab, [](float v) { return v != v; });

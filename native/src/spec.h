@@ -34,7 +34,7 @@ struct RopeSpec {
 };
 
 struct LatentSpec {
-  int kv_lora_rank = 0, q_lora_rank = 0;  // q_lora_rank 0: queries are made from x
+  int kv_lora_rank = 0, q_lora_rank = 0;  // q_lora_rank 0: queries are projected from x directly
   int value_dim = 0;
   float norm_eps = 0;
 

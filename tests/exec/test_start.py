@@ -37,7 +37,7 @@ BLOCK = 2 * 1024**2
 ESTIMATE = MemoryPlan(
     total_bytes=78 * GIB,
     weight_bytes=16 * GIB,
-    sizing=PoolSizing(16, (None,), (BLOCK,), held=(1,), least=(1,), most=(1,)),
+    sizing=PoolSizing(16, (None,), (BLOCK,), held=(1,), min_blocks=(1,), max_blocks=(1,)),
     group_blocks=(1,),
     max_model_len=4096,
     shortened=False,

@@ -194,9 +194,9 @@ class Simulated:
         return call
 
     def run(self, programs: int, of: Any) -> None:
-        height = of.ROWS + of.MORE
+        height = of.ROWS + of.EXTRA
         assert of.x.block_shape == [of.ROWS, BLOCK // 2]
-        assert of.MORE == 0 or of.x_more.block_shape == [of.MORE, BLOCK // 2]
+        assert of.EXTRA == 0 or of.x_extra.block_shape == [of.EXTRA, BLOCK // 2]
         work = StreamKPlan(
             programs, height, of.row_tiles, of.whole_tiles, of.shared_blocks, of.shared_blocks_each
         )

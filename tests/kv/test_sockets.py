@@ -17,7 +17,7 @@ import zmq
 
 from tests.kv.test_transfer import SENDER, fetch, pools
 from twostroke.kv import sockets
-from twostroke.kv.sockets import BlockServer, Sent, Sockets, Wanted
+from twostroke.kv.sockets import BlockHeader, BlockRequest, BlockServer, Sockets
 from twostroke.kv.transfer import (
     Address,
     DamagedError,
@@ -95,7 +95,7 @@ def test_a_few_blocks_at_a_time_are_on_their_way(
     asked: list[int] = []
     answer = engines.server.answer
 
-    def counting(peer: bytes, wanted: Wanted) -> None:
+    def counting(peer: bytes, wanted: BlockRequest) -> None:
         asked.append(len(wanted.entries))
         answer(peer, wanted)
 
@@ -164,7 +164,7 @@ def test_one_released_while_it_is_read_is_refused(
         fetch(engines.fetching, offer, ALL)
 
 
-Send = Callable[[bytes, Sent, bytes], None]
+Send = Callable[[bytes, BlockHeader, bytes], None]
 
 
 def truncate(send: Send, *block: Any) -> None:
@@ -303,15 +303,15 @@ def test_blocks_larger_than_any_request_come_encrypted(made: list[Engines]) -> N
 
 def test_what_is_no_request_for_blocks_is_dropped_and_counted(engines: Engines) -> None:
     offer, server = engines.offer(), engines.server
-    good = sockets._encode(Wanted(server.key, 1, offer.number, [(0, 0)]))
+    good = sockets._encode(BlockRequest(server.key, 1, offer.number, [(0, 0)]))
     bad = [
         [b"\xc1"],
         [b""],
         [good[:-1] + b"\x91" * 50_000],  # deeper than a decoder goes
         [b"", good],  # in parts
         [good] * 1000,
-        [sockets._encode(Wanted(b"another key", 1, offer.number, [(0, 0)]))],
-        [sockets._encode(Wanted(server.key, 1, offer.number, [(0, 0)] * 257))],
+        [sockets._encode(BlockRequest(b"another key", 1, offer.number, [(0, 0)]))],
+        [sockets._encode(BlockRequest(server.key, 1, offer.number, [(0, 0)] * 257))],
     ]
     context: zmq.Context[Any] = zmq.Context()
     peer = context.socket(zmq.DEALER)

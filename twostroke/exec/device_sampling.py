@@ -1,11 +1,11 @@
-"""`DeviceSampler`: draws the samples that ask for more than temperature, top-k, top-p and min-p.
+"""`DeviceSampler`: samples with options other than temperature, top-k, top-p and min-p.
 
-    take      a request has a row: what it forbids and favours goes to the device, once
-    draw      logits ─▶ adjusted, in fp32 ─▶ tokens      one table of numbers is sent, and the masks
-    advance   the tokens go to the step's results and to their rows, and are counted there
+    take      for a new row: its bans, biases and penalties are sent to the device, once
+    draw      logits ─▶ adjusted logits, in fp32 ─▶ tokens    one small table and the masks are sent
+    advance   writes the tokens to the step's results and to the rows, and counts them
 
-Nothing here waits for the device, and no request is looked at one by one, but those whose lists are
-longer than a row has places for (`kernels/sampling_table.py`): `torch_sampling.py` adjusts their
+No call waits for the device, and the host does not loop over the requests. Exception: if a request
+has longer lists than `kernels/sampling_table.py` has room for, `torch_sampling.py` adjusts its
 logits.
 """
 
@@ -84,10 +84,10 @@ class DeviceSampler:
         kernels: SamplingKernels,
         device: torch.device,
     ) -> None:
-        """`tokens`: [rows, positions] int32, the rows' own tensor, which `advance` writes to.
+        """`tokens`: the tokens of the rows, [rows, positions] int32, to which `advance` writes.
 
-        All memory that lasts is allocated here: for each row two bytes a token of the vocabulary,
-        and some 40 KB."""
+        All persistent memory is allocated here: for each row two bytes for each token of the
+        vocabulary, and some 40 KB."""
         self.tokens, self._kernels, self._device = tokens, kernels, device
         self._vocab_size, self._words = vocab_size, mask_words(vocab_size)
         self._state = SamplingState(
@@ -98,17 +98,18 @@ class DeviceSampler:
         )
         self._no_masks = torch.empty(0, self._words, dtype=torch.int32, device=device)
         self._special_until = np.zeros(max_rows, np.int64)  # position
-        # What a row puts in the table: FLAGS, NUM_BIASES, NUM_BANS, and the penalties.
+        # Fields of the table for each row: FLAGS, NUM_BIASES, NUM_BANS; and the penalties.
         self._wants = np.zeros((3, max_rows), np.int32)
         self._penalties = np.zeros((3, max_rows), np.float32)
-        self._zero_counts = np.zeros(vocab_size, np.int16)  # zero but while a row is counted
-        self.rows: dict[int, NewRow] = {}  # whose lists are too long, or whose tokens were replaced
+        self._zero_counts = np.zeros(vocab_size, np.int16)  # scratch of `_count`, otherwise zero
+        # Requests that `torch_sampling` adjusts: with too long lists, or with replaced tokens.
+        self.rows: dict[int, NewRow] = {}
         self._new: dict[int, NewRow] = {}  # the newest request of each row
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────
 
     def take(self, new: NewRow) -> None:
-        """Take in a request that has been given a row; it may have written tokens before."""
+        """Send the options of a request with a new row to the device, once."""
         row, params = new.row, new.params
         self.rows.pop(row, None)
         self._new[row] = new
@@ -145,13 +146,12 @@ class DeviceSampler:
         self._wants[:, row] = flags, len(bias), len(bans)
 
     def rewrite(self, row: int) -> None:
-        """Compute the penalties of a row from its tokens from now on: tokens that were counted have
-        been replaced."""
+        """From now on compute a row's penalties from its tokens: counted tokens were replaced."""
         if self._new[row].params.penalised:
             self.rows[row] = self._new[row]
 
     def _count(self, new: NewRow) -> None:
-        """Count the tokens so far; `advance` counts on."""
+        """Count the tokens so far. `advance` counts the later tokens."""
         tokens, counts = np.array(new.tokens, np.int64), self._zero_counts
         written, times = np.unique(tokens[new.num_prompt :], return_counts=True)
         counts[written] = np.minimum(times, sampling_table.MAX_WRITTEN)
@@ -161,14 +161,13 @@ class DeviceSampler:
             self._pinned_copy(part).to(self._device, non_blocking=True)
             for part in (tokens, counts[tokens])
         )
-        line.scatter_(0, ids, values)  # where a token comes twice, its count does
+        line.scatter_(0, ids, values)  # repeated ids have equal values
         counts[tokens] = 0
 
     # ── samples ─────────────────────────────────────────────────────────────────────────────
 
     def special(self, rows: Ints, positions: Ints) -> Ints:
-        """Return the indices of the samples that only `draw` can draw, besides those with a
-        mask."""
+        """Return the indices of the samples that need `draw`, in addition to those with a mask."""
         return np.flatnonzero(positions < self._special_until[rows])
 
     def draw(
@@ -181,10 +180,10 @@ class DeviceSampler:
         params: DrawParams[Numbers],
         drafted: Collection[int] = (),
     ) -> Drawn:
-        """Draw a token for each of the rows `which` of `logits`, [S, V]. `rows`, `positions` and
-        `params` are of these samples alone; the keys of `masks` are rows of the logits. The logits
-        do not change. `drafted`: rows with drafts. Their drafts are not counted yet, so that
-        penalties are computed from their tokens."""
+        """Draw a token for each of the rows `which` of `logits`, [S, V], which do not change.
+        `rows`, `positions` and `params` have an entry for each of these samples. The keys of
+        `masks` are rows of `logits`. `drafted`: rows with drafts. The drafts are not counted yet,
+        so penalties of these rows are computed from their tokens."""
         host, at = self._pinned(sampling_table.NUM_FIELDS, len(which)), sampling_table
         table = host.numpy()
         numbers, bits = table.view(np.float32), table.view(np.uint32)
@@ -270,8 +269,7 @@ class DeviceSampler:
     # ── to the device ───────────────────────────────────────────────────────────────────────
 
     def _pinned(self, *shape: int) -> torch.Tensor:
-        """Return pinned memory. Torch's pool hands a buffer out again only after its copy has
-        run."""
+        """Return pinned memory. Torch reuses a pinned buffer only after its copies have run."""
         return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def _pinned_copy(self, values: npt.NDArray[np.int16 | np.int32 | np.int64]) -> torch.Tensor:
@@ -280,7 +278,7 @@ class DeviceSampler:
 
 
 class _Ban(NamedTuple):
-    """A token that may not be written at positions [first, until) after `prefix`."""
+    """A token that is banned at positions [first, until), if `prefix` precedes it."""
 
     token: int
     first: int
@@ -293,7 +291,7 @@ def _bans(new: NewRow) -> list[_Ban]:
     if new.params.min_tokens:
         until = new.num_prompt + new.params.min_tokens
         bans += [_Ban(token, 0, until) for token in sorted(new.stop_ids)]
-    for *prefix, last in new.bad_words_ids:  # what the prompt ends with is no part of a bad word
+    for *prefix, last in new.bad_words_ids:  # tokens of the prompt are not part of a bad word
         bans.append(_Ban(last, new.num_prompt + len(prefix), FOREVER, prefix))
     return bans
 
@@ -310,7 +308,7 @@ def _lists(bias: dict[int, float], bans: list[_Ban]) -> npt.NDArray[np.int32]:
 
 
 def _special_until(new: NewRow) -> int:
-    """Return the position from which tokens depend on temperature, top-k, top-p and min-p alone."""
+    """Return the position from which sampling needs only temperature, top-k, top-p and min-p."""
     params = new.params
     if (
         params.penalised

@@ -22,7 +22,7 @@ from twostroke.plan import Pending, StepPlan
 
 Handle = TypeVar("Handle")
 Masks = Mapping[int, Mask]  # the tokens that a grammar allows, by index of the sample in the step
-# Called with the position of the first line and the logits of consecutive positions of a chunk,
+# Called with the position of the first row, and the logits of n consecutive positions of a chunk,
 # [n, vocabulary].
 ChunkLogits = Callable[[int, npt.NDArray[np.float32]], None]
 

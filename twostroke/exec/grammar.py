@@ -44,8 +44,8 @@ SLOW_S: Final = 0.05
 # request whose masks alone exceed the budget, token after token, is ended.
 STEP_BUDGET_S: Final = 0.01
 AVERAGED_TOKENS: Final = 16  # the mask time of a request is averaged over these tokens
-# The expected time of a mask of a grammar none of whose masks has been timed. The budget has room
-# for four such masks; the timed ones set what the other requests with that grammar may expect.
+# The expected time of a mask if no mask of its grammar has been timed. The budget has room for four
+# such masks. The first timed masks replace this value for all requests with that grammar.
 UNTIMED_S: Final = STEP_BUDGET_S / 4
 STACK_BYTES: Final = 8 * 1024**2
 TOKENS_AHEAD: Final = 32  # above the tokens of one request in all steps in flight
@@ -82,7 +82,7 @@ class End(NamedTuple):
 class _Follower:
     """The state of one request with a grammar or a reasoning budget."""
 
-    asked: StructuredOutputs | None
+    requested: StructuredOutputs | None
     matcher: LLMatcher | None  # None: no grammar
     thinking: ThinkingState | None
     ends: Mask  # tokens that may end the text where the grammar allows it
@@ -136,23 +136,23 @@ class Grammars:
     def add(self, request: EngineRequest) -> bool:
         """Add a request with a grammar or a reasoning budget. Return whether the request is ready;
         if not, `take_compiled` returns it later."""
-        asked, thinking = request.params.structured_outputs, request.thinking
+        requested, thinking = request.params.structured_outputs, request.thinking
         if thinking is not None:
             ids = (*thinking.start_ids, *thinking.forced_ids)
             if max(ids, default=0) >= self._vocab_size:
                 raise RequestError("the model cannot write the tags of its reasoning")
-        if asked is None and self._text is not None:
+        if requested is None and self._text is not None:
             self._follow(request, None)
             return True
-        if asked is not None and asked in self._compiled:
-            self._compiled.move_to_end(asked)
-            self._follow(request, self._compiled[asked])
+        if requested is not None and requested in self._compiled:
+            self._compiled.move_to_end(requested)
+            self._follow(request, self._compiled[requested])
             return True
-        if asked in self._waiting:
-            self._waiting[asked].append(request)
+        if requested in self._waiting:
+            self._waiting[requested].append(request)
             return False
-        self._waiting[asked] = [request]
-        self._compile_later(asked)
+        self._waiting[requested] = [request]
+        self._compile_later(requested)
         return False
 
     def warm(self) -> None:
@@ -160,31 +160,31 @@ class Grammars:
         grammar would delay all running requests."""
         self._compile_later(None)
 
-    def _compile_later(self, asked: StructuredOutputs | None) -> None:
+    def _compile_later(self, requested: StructuredOutputs | None) -> None:
         if self._compiler is None:
             self._compiler = _start_thread(self._compile_all)
-        self._to_compile.put(asked)
+        self._to_compile.put(requested)
 
     def take_compiled(self, timeout_s: float) -> list[tuple[str, str]]:
         """Return the requests whose grammars are compiled, each with its error or ""."""
         ready = []
         with contextlib.suppress(queue.Empty):
             while True:
-                asked, compiled = self._done.get(timeout_s > 0, timeout_s)
+                requested, compiled = self._done.get(timeout_s > 0, timeout_s)
                 timeout_s = 0.0
                 problem = compiled if isinstance(compiled, str) else ""
-                if asked is not None and isinstance(compiled, _Compiled):
-                    self._compiled[asked] = compiled
+                if requested is not None and isinstance(compiled, _Compiled):
+                    self._compiled[requested] = compiled
                     if len(self._compiled) > COMPILED:
                         self._compiled.popitem(last=False)
-                for request in self._waiting.pop(asked, ()):
+                for request in self._waiting.pop(requested, ()):
                     if not isinstance(compiled, str):
                         self._follow(request, compiled)
                     ready.append((request.request_id, problem))
         return ready
 
     def _follow(self, request: EngineRequest, compiled: _Compiled | None) -> None:
-        asked = request.params.structured_outputs
+        requested = request.params.structured_outputs
         if not self._followers:
             self._rows.clear()  # rows may have changed owners while no request had a grammar
         never = set(self._end_ids) - request.stop_ids if request.params.ignore_eos else ()
@@ -195,7 +195,7 @@ class Grammars:
             thinking = ThinkingState(request.thinking, token_bytes, compiled is not None)
         self.active = True
         self._followers[request.request_id] = _Follower(
-            asked,
+            requested,
             None if compiled is None else compiled.matcher.deep_copy(),
             thinking,
             mask_of(sorted(request.stop_ids), self._vocab_size),
@@ -209,25 +209,25 @@ class Grammars:
     def _compile_all(self) -> None:
         """Compile in a thread. llguidance takes up to 0.25 s for a grammar, without the GIL."""
         while True:
-            asked = self._to_compile.get()
+            requested = self._to_compile.get()
             try:
-                if asked is None:
+                if requested is None:
                     self._load_text()
                     self._done.put((None, None))
                     with contextlib.suppress(Exception):  # the first grammar reports the error
                         self._load_tokenizer()
                 else:
-                    self._done.put((asked, self._compile(asked)))
+                    self._done.put((requested, self._compile(requested)))
             except RequestError as error:
-                self._done.put((asked, str(error)))
+                self._done.put((requested, str(error)))
             except Exception as error:  # requests must not wait forever
-                self._done.put((asked, f"the grammar could not be compiled ({error})"))
+                self._done.put((requested, f"the grammar could not be compiled ({error})"))
 
-    def _compile(self, asked: StructuredOutputs) -> _Compiled:
+    def _compile(self, requested: StructuredOutputs) -> _Compiled:
         from twostroke.structured import make_matcher, to_grammar
 
         tokenizer = self._load_tokenizer()
-        grammar = to_grammar(asked, tokenizer)
+        grammar = to_grammar(requested, tokenizer)
 
         def compiled() -> _Compiled:
             matcher = make_matcher(tokenizer, grammar)
@@ -407,8 +407,8 @@ class Grammars:
             taken = matcher.try_consume_tokens(list(tokens))
         if matcher.is_error():
             # Copies share the lexer's cache and its size limit.
-            assert follower.asked is not None
-            self._compiled.pop(follower.asked, None)
+            assert follower.requested is not None
+            self._compiled.pop(follower.requested, None)
             return End(f"the grammar became too complex to follow ({_reason(matcher)})")
         if ended:  # the last token may be outside the grammar
             return None
@@ -432,7 +432,7 @@ class Grammars:
 
 
 def _drafts_of(plan: StepPlan) -> dict[int, tuple[int, ...]]:
-    """Return the drafted tokens before each sample that follows some."""
+    """Return for each sample that follows drafts the drafted tokens before it."""
     found = {}
     first = draft = 0
     for slot in plan.decode:

@@ -41,16 +41,16 @@ Record = Callable[[Callable[[], Iterator[object]]], list[Run]]
 
 
 def ladder(max_num_seqs: int, largest: int | None = None) -> list[int]:
-    """Return the captured batch sizes: 1, 2, 4, 8, then steps of 8, from 256 steps of 16. Padding
-    costs little, and each size takes time to capture."""
+    """Return the captured batch sizes: 1, 2, 4, 8, then in steps of 8, and from 256 in steps of 16.
+    Padding costs little time, and the capture of each size takes time."""
     top = max_num_seqs if largest is None else min(largest, max_num_seqs)
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16)}
     return sorted({size for size in sizes if size < top} | ({top} if top else set()))
 
 
 def piece_ladder(budget: int) -> list[int]:
-    """Return the captured numbers of tokens. In larger steps the matmuls take longer than the
-    launches."""
+    """Return the captured numbers of tokens for steps with prefill. Larger steps need no graphs,
+    because their matmuls take longer than the launches."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)]
     return [size for size in sizes if size < budget + 64]
 
@@ -114,9 +114,8 @@ class PiecewiseGraphs:
             self._replays[size] = record(partial(self._pieces, step, self._work.first(size)))
 
     def _pieces(self, step: DeviceStep, work: Workspace) -> Iterator[int]:
-        program = (
-            self._program
-        )  # a generator, so that the preparation of the inputs is captured, too
+        # A generator, so that the preparation of the inputs is captured, too.
+        program = self._program
         yield from program.decoder.pieces(program.inputs(step), program.pool, work)
 
     def size_for(self, tokens: int) -> int | None:

@@ -1,11 +1,11 @@
 """Rare sampling options of the native executor, applied in numpy to one line of logits at a time.
 
-`torch_sampling.py` defines the same in torch, and the order: bans and biases here, then the rest,
-which the native sampler does. A test compares the two.
+`torch_sampling.py` defines all options and their order. This module applies masks, bans and biases;
+the native sampler then applies penalties and draws. A test compares the two.
 
 A client may ban thousands of tokens and words for each of many rows, and all streams wait while the
 bans of a step are applied. So `RowBans` prepares arrays and sets once for a request, and the rows
-of a request share them (`BanTable`).
+of a request with n > 1 share them (`BanTable`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from twostroke.plan import NewRow
 Line = npt.NDArray[np.float32]  # [vocabulary]
 Ints = npt.NDArray[np.int32]
 NEG_INF = np.float32("-inf")
-NEG_INF_PLAIN = 2**62
+NEVER_PLAIN = 2**62
 
 
 def plain_from(request: NewRow) -> int:
-    """Return the first position from which on the request bans and biases no token."""
+    """Return the position from which the request has no bans and biases."""
     params = request.params
     if params.logit_bias or params.allowed_token_ids is not None or request.bad_words_ids:
-        return NEG_INF_PLAIN
+        return NEVER_PLAIN
     return request.num_prompt + params.min_tokens if request.stop_ids else 0
 
 
@@ -46,7 +46,7 @@ class RowBans:
         self._stop_ids = np.array(sorted(request.stop_ids), np.int64)
         words = request.bad_words_ids
         self._bad_tokens = np.array([word[0] for word in words if len(word) == 1], np.int64)
-        # The last tokens of longer words, by the tokens before them: number → tokens → last tokens.
+        # The last tokens of longer words: number of tokens before → those tokens → last tokens.
         self._bad_ends: dict[int, dict[tuple[int, ...], list[int]]] = {}
         for *start, last in words:
             if start:
@@ -64,8 +64,7 @@ class RowBans:
     def apply(
         self, line: Line, request: NewRow, position: int, tokens: Ints, allowed: Mask | None
     ) -> None:
-        """Apply bans and biases in place. `tokens` are the tokens of the request, known up to
-        `position`."""
+        """Apply bans and biases in place. `tokens`: known up to `position`."""
         if allowed is not None:
             line[~unpack_mask(allowed, len(line))] = NEG_INF
         line[self._biased] += self._biases

@@ -37,9 +37,9 @@ class MemoryPlan:
     group_blocks: tuple[int, ...]  # per KV group, without the null block
     max_model_len: int
     shortened: bool  # memory, not the model, limits max_model_len
-    device_bytes: int = 0  # of a GPU, including the memory that others use
+    device_bytes: int = 0  # of a GPU, including the memory that other processes use
     others_bytes: int = 0  # used by engines that share the GPU
-    state_bytes: int = 0  # rows, buffers, driver; measured, like the following
+    state_bytes: int = 0  # rows, buffers, driver; measured, like the next two fields
     activation_bytes: int = 0  # of the largest step
     graph_bytes: int = 0
     draft_bytes: int = 0  # weights and KV cache of the draft model
@@ -200,11 +200,11 @@ def _bound_positions(plan: MemoryPlan, config: EngineConfig, spec: ModelSpec) ->
         return plan
     angles = 4 * sum(rope.dim + bool(rope.query_beta) for rope in spec.ropes())
     tables = 4 * len(plan.group_blocks) / config.block_size
-    each = angles + config.max_num_seqs * (4 + tables)
-    most = int(plan.total_bytes / POSITIONS_SHARE / each)
-    if plan.max_model_len <= most:
+    position_bytes = angles + config.max_num_seqs * (4 + tables)
+    max_len = int(plan.total_bytes / POSITIONS_SHARE / position_bytes)
+    if plan.max_model_len <= max_len:
         return plan
-    return replace(plan, max_model_len=most, shortened=True)
+    return replace(plan, max_model_len=max_len, shortened=True)
 
 
 def cache_setting(config: EngineConfig, sizing: PoolSizing, kv_bytes: int, bound: str = "") -> str:

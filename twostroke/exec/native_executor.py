@@ -66,8 +66,7 @@ class NativeExecutor:
         state: HostRows,
         attention_shares: bool = False,
     ) -> None:
-        """`attention_shares`: results include the share of attention that each part of the cache
-        gets."""
+        """`attention_shares`: results include the attention shares of segments of the cache."""
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
         self.on_chunk_logits: ChunkLogits | None = None
@@ -102,23 +101,23 @@ class NativeExecutor:
     def sample(self, handle: NativeForwardHandle, masks: Masks | None = None) -> FinishedStep:
         logits, rows, positions = handle.logits, handle.rows, handle.positions
         num_best = self._state.logprobs[rows]  # -1: no log-probabilities
-        asked = num_best.max(initial=-1) >= 0
+        any_logprobs = num_best.max(initial=-1) >= 0
         # Sampling overwrites the logits. If log-probabilities are requested, the samples are
         # processed in slices, and the original logits of each slice are copied.
-        size = LOGIT_SLICE if asked else max(1, len(rows))
+        size = LOGIT_SLICE if any_logprobs else max(1, len(rows))
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            asking = np.flatnonzero(num_best[part] >= 0).tolist() if asked else []
-            raw = logits[part][asking] if asking else None
+            with_logprobs = np.flatnonzero(num_best[part] >= 0).tolist() if any_logprobs else []
+            raw = logits[part][with_logprobs] if with_logprobs else None
             self._ban(logits[part], rows[part], positions[part], start, masks or {})
             drawn = self._draw(logits[part], rows[part], positions[part])
             tokens += drawn
             if raw is not None:
-                counts = num_best[part][asking].tolist()
-                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in asking], counts)
-                for n, lines, entry in zip(asking, raw, found, strict=True):
+                counts = num_best[part][with_logprobs].tolist()
+                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in with_logprobs], counts)
+                for n, lines, entry in zip(with_logprobs, raw, found, strict=True):
                     token_ids = self._state.rows[int(rows[start + n])].params.logprob_token_ids
                     if token_ids:
                         entry = _requested_logprobs(lines, entry, token_ids)
@@ -150,8 +149,7 @@ class NativeExecutor:
     def _top_logprobs(
         self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
     ) -> list[TokenLogprobs]:
-        """Return for each row of logits the log-probability of its token, then the best in
-        order."""
+        """Return for each row of logits the log-probabilities of its token and the best tokens."""
         rows, width = len(tokens), 1 + max(counts)
         ids, ranks = np.empty((rows, width), np.int32), np.empty(rows, np.int32)
         values = np.empty((rows, width), np.float32)

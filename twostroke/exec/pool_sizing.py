@@ -29,11 +29,12 @@ class PoolSizing:
     windows: tuple[int | None, ...]
     block_bytes: tuple[int, ...]
     held: tuple[int, ...]  # blocks of a sequence of the reference length
-    least: tuple[int, ...]
-    most: tuple[int, ...]
+    min_blocks: tuple[int, ...]  # of pools with a window
+    max_blocks: tuple[int, ...]  # of pools with a window
 
     @property
     def all_slide(self) -> bool:
+        """True if all groups have a window."""
         return None not in self.windows
 
     @property
@@ -83,7 +84,7 @@ class PoolSizing:
                 blocks.append(num_main)
             else:
                 fair = -(-num_main * self.held[group] // self.held[self.main])
-                blocks.append(min(max(fair, self.least[group]), self.most[group]))
+                blocks.append(min(max(fair, self.min_blocks[group]), self.max_blocks[group]))
         return tuple(blocks)
 
 
@@ -100,8 +101,8 @@ def pool_sizing(
         windows,
         tuple(group.block_bytes(size, kv_itemsize, config.kv_scaled) for group in groups),
         held=tuple(blocks_held(reference_len, window, 1, size) for window in windows),
-        least=tuple(blocks_held(max_len, window, chunk, size) for window in windows),
-        most=tuple(
+        min_blocks=tuple(blocks_held(max_len, window, chunk, size) for window in windows),
+        max_blocks=tuple(
             config.max_num_seqs * (-(-(window or 0) // size) + 1) + -(-chunk // size)
             for window in windows
         ),

@@ -1,11 +1,11 @@
 """`StepProgram`: the launches of a step, in order.
 
-    cells ◀── writes           what the plan changed
+    cells ◀── writes           changes by the plan
     cells ──▶ token ids ──▶ decoder ──▶ head ──▶ sample ──▶ tokens
-    cells ◀────────────────────────────────────────────────────┘     read there by the next step
+    cells ◀────────────────────────────────────────────────────┘     input of the next step
 
-The launches read only tensors on the device, so that a CUDA graph can hold them, and the next step
-can follow before the host has seen the tokens of this one.
+The launches read only tensors on the device. So a CUDA graph can contain them, and the next step
+can be launched before the host has received the tokens of this step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from twostroke.model.torch.step_inputs import KeptTokens, StepInputs
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
+    """A step whose inputs are on the device. `StepBuffer` explains the fields."""
+
     shape: Shape
     fields: dict[str, torch.Tensor]  # views of the step buffer
-    max_first: int  # tokens of a chunk
+    max_first: int
     max_continued: int
     longest: Sequence[Longest]  # per KV group
-    spans: Sequence[Spans]  # likewise
-    keeps_all: bool  # the hidden states of all tokens, not of the sampled ones alone
+    spans: Sequence[Spans]  # per KV group
+    keeps_all: bool  # keep the hidden states of all tokens, not only of the sampled tokens
 
 
 class _Group(NamedTuple):
@@ -42,8 +44,8 @@ class _Group(NamedTuple):
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of what attention gives
-    latent_width: int  # of what is cached of a token, if that is a latent and a rope key; else 0
+    head_dim: int  # channels of the output
+    latent_width: int  # cached channels of a token with latents (latent and rope key); otherwise 0
     window: int | None
 
 
@@ -72,12 +74,13 @@ class StepProgram:
         sampler: DeviceSampler | None = None,
         max_samples: int = 0,
     ) -> None:
-        """`sampler`: a sampler over these rows, if there is one already. `max_samples`: of a step;
-        by default one a row."""
+        """`sampler`: an existing sampler for these rows. `max_samples`: maximum samples of a step;
+        by default one for each row."""
         spec, device = decoder.spec, decoder.device
         self.decoder, self.pool, self.rows = decoder, pool, rows
         self._groups = _attention_groups(spec)
-        # Results have places of their own: graphs that share memory would overwrite each other's.
+        # The results have their own memory, because graphs share their memory pool and would
+        # overwrite each other's results.
         count, dtype = max_samples or rows.max_rows, decoder.dtype
         self.logits = torch.empty(count, spec.vocab_size, dtype=dtype, device=device)
         self.tokens = torch.zeros(count, dtype=torch.int32, device=device)
@@ -95,16 +98,16 @@ class StepProgram:
         spans: Sequence[Spans] = (),
         keeps_all: bool = False,
     ) -> DeviceStep:
-        """Return a step whose inputs lie in `buffer` on the device. `longest`: by default the
-        longest context possible."""
+        """Return a step whose inputs are in `buffer` on the device. `longest`: by default the
+        maximum context length."""
         longest = longest or [Longest(self.rows.max_len, self.rows.max_len)] * len(self._groups)
         fields = layout.device(buffer)
         largest = (max_first, max_continued)
         return DeviceStep(layout.shape, fields, *largest, longest, spans, keeps_all)
 
     def run(self, step: DeviceStep, forward: Forward | None = None) -> torch.Tensor:
-        """Run the step and return the last hidden states that are kept; logits and tokens are in
-        their places. `forward`: in place of the decoder's own."""
+        """Run the step, and return the kept hidden states. Logits and tokens are written to
+        `self.logits` and `self.tokens`. `forward`: replaces the decoder's forward."""
         fields, cells = step.fields, self.rows.cells
         if step.shape.writes:
             cells.scatter_(0, fields["writes_at"], fields["writes"])
@@ -117,8 +120,7 @@ class StepProgram:
         return hidden
 
     def inputs(self, step: DeviceStep, token_ids: torch.Tensor | None = None) -> StepInputs:
-        """Return the inputs of the decoder. `token_ids`: in place of the tokens that the rows hold
-        now."""
+        """Return the inputs of the decoder. `token_ids`: by default the tokens in the rows."""
         shape, fields, groups = step.shape, step.fields, range(len(self._groups))
         if token_ids is None:
             token_ids = self.rows.cells.index_select(0, fields["read_at"])
@@ -151,17 +153,17 @@ class StepProgram:
     def _decode_rows(
         self, step: DeviceStep, tokens: int, queries: int, longest: Sequence[int]
     ) -> list[DecodeWork]:
-        """Return the first samples as rows of decode attention, for each KV group."""
+        """Return the first `tokens` samples as rows of decode attention, for each KV group."""
         decoder, count = self.decoder, tokens // queries
         fields = ["rows", *(f"lengths{group}" for group in range(len(self._groups)))]
         rows, *lengths = (step.fields[name][:tokens] for name in fields)
-        if queries > 1:  # what a row's last token sees is the row's length
+        if queries > 1:  # the length of a row is the length at its last token
             last = slice(queries - 1, None, queries)
             rows, lengths = rows[last].contiguous(), [part[last].contiguous() for part in lengths]
         found = []
         for group, max_length, seen in zip(self._groups, longest, lengths, strict=True):
             splits = self._splits(group, max_length, count, queries)
-            # Made here, so that the graphs of a pool all use the same memory for it.
+            # Allocated here, so that all graphs of a memory pool use the same memory.
             scratch = decoder.kernels.decode_scratch(
                 count * queries, group.num_heads, group.head_dim, splits, decoder.device
             )
@@ -171,7 +173,7 @@ class StepProgram:
     def _splits(self, group: _Group, longest: int, count: int, queries: int) -> int:
         if not count:
             return 1
-        # By powers of two, so that few different launches ever occur.
+        # Rounded up to a power of two, so that few different launches occur.
         length = min(1 << max(0, longest - 1).bit_length(), self.rows.max_len)
         length = length if group.window is None else min(length, group.window)
         kernels = self.decoder.kernels
@@ -186,7 +188,7 @@ class StepProgram:
             hidden = hidden.index_select(0, fields["sampled"])
         logits = self.decoder.head(hidden, out=self.logits[:count])
         if self.decoder.ranks.rank:
-            return  # the first rank draws for all (`TorchExecutor.follow`)
+            return  # rank 0 samples for all ranks (`TorchExecutor.follow`)
         self.decoder.kernels.sample(
             logits,
             DrawParams(

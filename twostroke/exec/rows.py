@@ -4,9 +4,9 @@ settings.
     cells   [ tables of group 0 | tables of group 1 | … | tokens of each row | spare ]      int32
 
 Tables and tokens are views of the same cells. All changes of a plan (new prompts, appended blocks,
-blocks that leave a window) are one list of places and values. The executor writes sampled tokens to
-the cells, so that the next step can read them before the scheduler knows them. Padding reads and
-writes the spare cell.
+blocks that leave a window) are one list of cells and values. The executor writes sampled tokens to
+the cells, so that the next step can read the tokens before the scheduler receives them. Padding
+reads and writes the spare cell.
 
 The cells are in host memory (`HostRows`, without torch) or in device memory (`device_rows.py`). The
 host always has the tables, and the sampling settings of each row in arrays.
@@ -78,14 +78,13 @@ class RowState:
 
     def apply(self, plan: StepPlan) -> Writes:
         """Apply a plan. Return the cells to write."""
-        known = self._known_writes(plan)
+        token_writes = self._token_writes(plan)
         if not (plan.new or plan.appended or plan.dropped or plan.retired or plan.evicted):
-            return known
+            return token_writes
         at: list[int] = []
         values: list[int] = []
         retired = set(plan.retired)
-        # In one plan, blocks of a row may be dropped, the row retired and taken again, in this
-        # order.
+        # One plan may drop blocks of a row, then retire the row, then give it to a new request.
         for drop in plan.dropped:
             if drop.row not in retired:  # the next owner of a retired row writes the whole table
                 first, dropped = self._table_cell(drop.group, drop.row), self._dropped[drop.group]
@@ -107,10 +106,10 @@ class RowState:
         places, cells = np.array(at, np.int64), np.array(values, np.int32)
         self._host_cells[places] = cells
         if plan.evicted:
-            places, cells = self._close_up(plan.evicted, places)
-        if not plan.new and not len(known.at):
+            places, cells = self._remove_evicted(plan.evicted, places)
+        if not plan.new and not len(token_writes.at):
             return Writes(places, cells)
-        parts, tokens = [places, known.at], [cells, known.values]
+        parts, tokens = [places, token_writes.at], [cells, token_writes.values]
         for new in plan.new:
             self._take(new)
             first = self._token_cell(new.row)
@@ -118,9 +117,9 @@ class RowState:
             tokens.append(np.array(new.tokens, np.int32))
         return Writes(np.concatenate(parts), np.concatenate(tokens))
 
-    def _known_writes(self, plan: StepPlan) -> Writes:
-        """The tokens that the plan brings for rows in use: drafts, which the step reads as if they
-        were written, and tokens that another model has written."""
+    def _token_writes(self, plan: StepPlan) -> Writes:
+        """Return the writes of the plan's tokens for running rows: drafts, which the step reads
+        like written tokens, and tokens that another model has written."""
         if not (plan.draft_tokens or plan.written):
             return NO_WRITES
         rows, positions, tokens = draft_cells(plan)
@@ -131,9 +130,8 @@ class RowState:
             values.append(np.array(written, np.int32))
         return Writes(np.concatenate(at), np.concatenate(values))
 
-    def _close_up(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
-        """Remove evicted entries from tables. Return `written` and the cells of the changed
-        tables."""
+    def _remove_evicted(self, evicted: tuple[BlockEvict, ...], written: Ints) -> Writes:
+        """Remove evicted entries from tables. Return `written` and the changed cells."""
         changed = [written]
         for row, start, stop in evicted:
             table, filled = self._host_tables[0, row], self._filled[0]

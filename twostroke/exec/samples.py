@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from twostroke.plan import Chunk, NewRow, Slot, StepPlan, TokenLogprobs
 
-LOGIT_SLICE = 64  # positions whose logits are in memory together for prompt log-probabilities
+LOGIT_SLICE = 64  # positions whose logits are in memory at one time, for prompt log-probabilities
 
 Ints = npt.NDArray[np.int64]
 
@@ -80,15 +80,15 @@ class Kept(NamedTuple):
 def keep_accepted(plan: StepPlan, drawn: Sequence[int]) -> Kept | None:
     """Verify the drafts of a step. `drawn`: the token of every sample. None: there are no drafts.
 
-        fed     t   d1   d2   d3          the token before, and three drafts
-        drawn   d1  d2   x    y           d3 ≠ x: t is followed by d1, d2, x
+        input   t   d1   d2   d3          the newest token, and three drafts
+        drawn   d1  d2   x    y           d3 ≠ x: the new tokens are d1, d2, x
 
-    Each sample is drawn from the distribution after the tokens before it, as if these were the
-    text, with the random numbers of its position. A draft is accepted if it is equal to the sample
-    in its place. The first sample that differs is drawn from the right distribution too: it follows
-    accepted drafts alone. So the tokens, and not only their distribution, are those of a step
-    without drafts. This is rejection sampling for a drafter that is certain of its drafts: the
-    draft d is accepted with probability p(d), else a token is drawn from p without d.
+    Each sample is drawn from the distribution after the input token above it, with the random
+    numbers of its position. A draft is accepted if it equals the sample of the previous column and
+    all drafts before it are accepted. The sample after the last accepted draft is valid too. So the
+    tokens are equal to the tokens of steps without drafts, and not only equally distributed. This
+    is rejection sampling for drafts with probability 1: draft d is accepted with probability p(d);
+    otherwise a token is drawn from p without d.
     """
     if not plan.draft_tokens:
         return None

@@ -122,9 +122,7 @@ class StageProfile:
         self._steps: list[list[Any]] = []
         self._stage_names: list[str] = []
         self._plan: StepPlan | None = None  # plan of the running step
-        self._stage_s: dict[
-            str, float
-        ] = {}  # seconds of each stage of the running step's `forward`
+        self._stage_s: dict[str, float] = {}  # of each stage of the running step's `forward`
         self._forward_end_s = 0.0  # time at which the running step's `forward` returned
         self._sampling_s = 0.0  # duration of sampling in the running step
         self._last_step_end_s = 0.0  # time at which the previous step ended

@@ -101,10 +101,10 @@ def start_executor(
 def graph_sizes(config: EngineConfig) -> list[int]:
     if config.enforce_eager:
         return []
-    most, sizes = config.max_num_seqs, config.cudagraph_capture_sizes
+    max_rows, sizes = config.max_num_seqs, config.cudagraph_capture_sizes
     if sizes is not None:
-        return sorted({min(size, most) for size in sizes})
-    return ladder(most, config.max_cudagraph_capture_size)
+        return sorted({min(size, max_rows) for size in sizes})
+    return ladder(max_rows, config.max_cudagraph_capture_size)
 
 
 # ── compiling ───────────────────────────────────────────────────────────────────────────────
@@ -113,17 +113,16 @@ def graph_sizes(config: EngineConfig) -> list[int]:
 def compile_kernels(
     decoder: Decoder, kv_dtype: torch.dtype, rows: DeviceRows, budget: int, sizes: list[int]
 ) -> None:
-    """Compile all kernels of the steps and graphs below, by running them without memory."""
-    without, size = decoder.to_meta(), rows.block_size
-    device, groups = without.device, rows.num_groups
-    spare = DeviceRows(rows.max_rows, rows.max_len, size, groups, device)
-    program = StepProgram(
-        without, KVPool(without.spec, [0] * groups, size, kv_dtype, device), spare
-    )
+    """Compile all kernels of steps and graphs, on tensors without memory (meta)."""
+    meta_decoder, size = decoder.to_meta(), rows.block_size
+    device, groups = meta_decoder.device, rows.num_groups
+    meta_rows = DeviceRows(rows.max_rows, rows.max_len, size, groups, device)
+    pool = KVPool(meta_decoder.spec, [0] * groups, size, kv_dtype, device)
+    program = StepProgram(meta_decoder, pool, meta_rows)
     executor = TorchExecutor(program, None)
 
     def run() -> None:
-        for plan in warm_plans(spare.max_rows, budget, spare.max_len):
+        for plan in warm_plans(meta_rows.max_rows, budget, meta_rows.max_len):
             executor.forward(plan)
             executor.reset()
         program.sampler.warm(program.logits, program.tokens)
@@ -131,7 +130,7 @@ def compile_kernels(
             DecodeGraphs(program, sizes, _run_once)
             PiecewiseGraphs(program, piece_ladder(budget), _run_once)
 
-    of = (
+    key = (
         decoder.spec,
         decoder.dtype,
         decoder.formats,
@@ -140,8 +139,8 @@ def compile_kernels(
         size,
         groups,
     )
-    rank = decoder.ranks.rank  # only the first samples
-    decoder.kernels.compile_ahead(run, (*of, rank, rows.max_rows, rows.max_len, budget, sizes))
+    rank = decoder.ranks.rank  # only rank 0 samples
+    decoder.kernels.compile_ahead(run, (*key, rank, rows.max_rows, rows.max_len, budget, sizes))
 
 
 def _run_once(pieces: Callable[[], Iterator[object]]) -> list[Run]:
@@ -160,7 +159,7 @@ def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
     yield warm_plan(0, [min(budget // chunks, max_len - 1)] * chunks, max_len)
     yield warm_plan(min(max_rows, budget), [], max_len, COSTLY)
     small = [(0, [1], max_len), (1, [17], max_len), (2, [1, 16], max_len)]
-    small += [(1, [], max_len), (1, [], 17), (1, [1], 17)]  # long, too short to split
+    small += [(1, [], max_len), (1, [], 17), (1, [1], 17)]  # a split context, and unsplit contexts
     for few_slots, few, longest in small:
         if few_slots + len(few) <= max_rows and few_slots + sum(few) <= budget and max_len > 17:
             yield warm_plan(few_slots, few, longest)

@@ -1,10 +1,11 @@
-"""The inputs of one step, made from its plan: one buffer that reaches the device as one copy.
+"""The inputs of one step in one buffer, which is copied to the device at once.
 
-    [ positions · slots · where tokens are read and written · keys │ rows · lengths · chunks │ … ]
-      int64                                                          int32                    fp32
+    [ positions · slots · cells to read and write · random keys │ rows · lengths · chunks │ … ]
+      int64                                                       int32                     fp32
 
-A `Layout` says where each field lies; the host fills it through numpy, the device reads it through
-views. A graph is recorded over the views of one layout, so its batch is padded up to that.
+A `Layout` defines the offset of each field. The host fills the buffer through numpy views, and the
+device reads it through tensor views. A graph is captured with the views of one layout, so smaller
+batches are padded to the batch size of that layout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from twostroke.exec.samples import Samples, decode_tokens, samples_of
 from twostroke.plan import Slot, StepPlan
 
 Arrays = dict[str, npt.NDArray[Any]]
-Spans = Sequence[tuple[int, int]]  # from where to where each chunk lies in the cache
+Spans = Sequence[tuple[int, int]]  # start and end of each chunk in the cache
 TORCH = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
 
 
@@ -46,12 +47,12 @@ class Layout:
         self.shape = shape
         tokens, chunks, samples = shape.tokens, shape.chunks, shape.samples
         groups = range(shape.groups)
-        # Those of the tokens first: where they lie depends on how many there are, and no more.
+        # The fields of tokens are first, so that their offsets depend only on the number of tokens.
         fields = [("positions", "q", tokens), ("read_at", "q", tokens)]
         fields += [(f"slots{group}", "q", tokens) for group in groups]
         fields += [(name, "q", samples) for name in ("write_at", "sampled", "key0", "key1")]
         fields += [("writes_at", "q", shape.writes), ("writes", "i", shape.writes)]
-        # Of every sample, as a decode row of one query: those of the decode rows are first.
+        # Each sample as a decode row with one query; the samples of the decode rows are first.
         fields += [("rows", "i", samples)]
         fields += [(f"lengths{group}", "i", samples) for group in groups]
         fields += [("chunk_rows", "i", chunks), ("cu_tokens", "i", chunks + 1)]
@@ -60,50 +61,49 @@ class Layout:
         fields += [(name, "f", samples) for name in ("temperature", "top_p", "min_p")]
         self._fields: list[tuple[str, str, int, int]] = []
         at = 0
-        for name, kind, count in fields:
-            self._fields.append((name, kind, count, at))
-            at += -(-count * (8 if kind == "q" else 4) // 16) * 16  # vector loads want them aligned
+        for name, code, count in fields:
+            self._fields.append((name, code, count, at))
+            at += -(-count * (8 if code == "q" else 4) // 16) * 16  # aligned for vector loads
         self.num_bytes = at
 
     def host(self, buffer: torch.Tensor) -> Arrays:
         data = buffer.numpy()
-        return {name: np.ndarray(n, kind, data, at) for name, kind, n, at in self._fields}
+        return {name: np.ndarray(n, code, data, at) for name, code, n, at in self._fields}
 
     def device(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         views = {}
-        for name, kind, count, at in self._fields:
-            dtype = TORCH[kind]
+        for name, code, count, at in self._fields:
+            dtype = TORCH[code]
             views[name] = buffer[at : at + count * dtype.itemsize].view(dtype)
         return views
 
 
 @lru_cache(maxsize=1024)
 def decode_layout(batch: int, groups: int) -> Layout:
-    """Return the layout of a step that decodes only, a token a row. Each row may be given a block
-    in each group."""
+    """Return the layout of a step that only decodes, one token per row. It has room for one new
+    block in each group and row."""
     return Layout(Shape(batch, batch, 1, 0, 0, batch, batch * groups, groups))
 
 
 class Longest(NamedTuple):
-    """The largest number of cache entries that are attended to."""
+    """The length of the longest context, in cache entries."""
 
-    decode: int
-    samples: int
+    decode: int  # of the decode rows
+    samples: int  # of all samples
 
 
 class StepBuffer(NamedTuple):
     layout: Layout
-    data: torch.Tensor  # bytes on the host, pinned where there is a GPU
+    data: torch.Tensor  # bytes on the host, pinned if there is a GPU
     samples: Samples
-    max_first: int  # tokens of the largest chunk that begins its sequence
-    max_continued: int  # of the largest other one
+    max_first: int  # tokens of the largest chunk at position 0
+    max_continued: int  # tokens of the largest other chunk
     longest: list[Longest]  # per KV group
-    spans: list[Spans]  # likewise
+    spans: list[Spans]  # per KV group
 
 
 def fill_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: int) -> StepBuffer:
-    """Fill the buffer with decode rows of one token, padded up to `batch`. The layout must have
-    places for all writes."""
+    """Fill the buffer with decode rows of one token, padded to `batch`. The writes must fit."""
     layout, decode = decode_layout(batch, rows.num_groups), decode_tokens(slots)
     samples = samples_of(decode, ())
     data = _allocate(layout, rows.device)
@@ -116,15 +116,15 @@ def fill_decode(slots: Sequence[Slot], writes: Writes, rows: DeviceRows, batch: 
 
 
 def fill_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0) -> StepBuffer:
-    """Fill the buffer of any step: decode rows first, then the chunks. `padded`: the number of
-    tokens to pad up to."""
+    """Fill the buffer of any step: decode rows first, then the chunks. `padded`: minimum number of
+    tokens, reached by padding."""
     decode, chunks = decode_tokens(plan.decode), plan.prefill
     samples = samples_of(decode, chunks)
     table = np.array([chunk[:3] for chunk in chunks], np.int64).reshape(-1, 3)
     chunk_rows, starts, sizes = table.T
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if chunks else 0
-    # A token's position: its place among the chunks' tokens, less where its chunk begins there.
+    # position = index among the tokens of all chunks + shift of the token's chunk
     shift = np.repeat(starts - (ends - sizes), sizes)
     token_rows = np.concatenate([decode.rows, np.repeat(chunk_rows, sizes)])
     positions = np.concatenate([decode.positions, np.arange(total) + shift])
@@ -132,7 +132,7 @@ def fill_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
     shape = Shape(
         max(count + total, padded),
         count,
-        decode.queries or 1,  # rows of different numbers of tokens: each token is a row
+        decode.queries or 1,  # if rows have different numbers of tokens, each token is a row
         len(chunks),
         total,
         len(samples.rows),
@@ -158,7 +158,7 @@ def fill_step(plan: StepPlan, writes: Writes, rows: DeviceRows, padded: int = 0)
 
 
 def _allocate(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Return pinned memory. Torch's pool hands a buffer out again only after its copy has run."""
+    """Return pinned memory. Torch reuses a pinned buffer only after its copies have run."""
     return torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -174,7 +174,7 @@ def _put_tokens(to: Arrays, state: DeviceRows, rows: Ints, positions: Ints) -> N
 
 
 def _put_samples(to: Arrays, state: DeviceRows, samples: Samples, decoding: int) -> list[Longest]:
-    """Fill the fields of the samples; the first `decoding` ones are of decode rows."""
+    """Fill the fields of the samples. The first `decoding` samples belong to decode rows."""
     rows, positions, count = samples.rows, samples.positions, len(samples.rows)
     to["rows"][:count], to["rows"][count:] = rows, 0
     to["sampled"][:count], to["sampled"][count:] = samples.tokens, 0

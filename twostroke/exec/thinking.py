@@ -16,34 +16,36 @@ class ThinkingState:
     """The reasoning state of one request."""
 
     def __init__(
-        self, asked: Thinking, token_bytes: Callable[[int], bytes], before_grammar: bool
+        self, settings: Thinking, token_bytes: Callable[[int], bytes], before_grammar: bool
     ) -> None:
         """`before_grammar`: text that does not begin with an opening tag belongs to a grammar."""
-        self._asked = asked
+        self._settings = settings
         self._token_bytes = token_bytes
         self._before_grammar = before_grammar
-        self._longest = max(map(len, asked.ends))
+        self._longest = max(map(len, settings.ends))
         self._written = b""  # the last bytes, as many as a tag has
         self._num_forced = 0
         self._count = 0  # tokens of reasoning
-        self.inside = asked.is_open
-        self.over = before_grammar and not (asked.is_open or asked.start_ids)
+        self.inside = settings.is_open
+        self.over = before_grammar and not (settings.is_open or settings.start_ids)
         self.refused = False  # a token other than the forced token was written
 
     @property
     def start_ids(self) -> Sequence[int]:
         """Tokens that open the reasoning."""
-        return self._asked.start_ids
+        return self._settings.start_ids
 
     @property
     def left(self) -> int | None:
         """Number of tokens before the end is forced; None: no limit."""
-        return None if self._asked.budget is None else max(0, self._asked.budget - self._count)
+        budget = self._settings.budget
+        return None if budget is None else max(0, budget - self._count)
 
     @property
     def forced(self) -> int | None:
         """The token that must come next, or None."""
-        return self._asked.forced_ids[self._num_forced] if self.inside and self.left == 0 else None
+        ids = self._settings.forced_ids
+        return ids[self._num_forced] if self.inside and self.left == 0 else None
 
     def advance(self, tokens: Sequence[int]) -> Sequence[int]:
         """Advance by written tokens. Return the tokens after the reasoning, or without
@@ -60,7 +62,7 @@ class ThinkingState:
 
     def _look_for_start(self, token: int) -> None:
         self._written += self._token_bytes(token)
-        starts, written = self._asked.starts, self._written.lstrip()
+        starts, written = self._settings.starts, self._written.lstrip()
         if self._before_grammar:
             self.inside = token in self.start_ids
             self.over = not self.inside
@@ -73,9 +75,9 @@ class ThinkingState:
         if forced is not None:
             self.refused |= token != forced
             self._num_forced += 1
-            self.over = self._num_forced == len(self._asked.forced_ids)
+            self.over = self._num_forced == len(self._settings.forced_ids)
         else:
             self._count += 1
             self._written = self._written[-self._longest :] + self._token_bytes(token)
-            self.over = any(end in self._written for end in self._asked.ends)
+            self.over = any(end in self._written for end in self._settings.ends)
         self.inside = not self.over

@@ -50,7 +50,7 @@ class DeviceEvent(Protocol):
 
 
 class ClockEvent:
-    """A `DeviceEvent` of a device without events: the host's clock."""
+    """A `DeviceEvent` for devices without events, which reads the host's clock."""
 
     def record(self) -> None:
         self.at_s = monotonic()
@@ -117,8 +117,8 @@ class InFlight:
         if self.top_logprobs is not None:
             which, num_best, best, requested = self.top_logprobs
             logprobs |= zip(which.tolist(), _split(best, num_best.tolist()), strict=True)
-            for one in requested:
-                logprobs[one.sample] = one.in_place_of_best(logprobs[one.sample])
+            for entry in requested:
+                logprobs[entry.sample] = entry.in_place_of_best(logprobs[entry.sample])
         tokens: list[int] = self.tokens.tolist()
         counts: list[int] | None = None
         kept = keep_accepted(self.plan, tokens)
@@ -152,10 +152,7 @@ class TorchExecutor:
     ) -> None:
         self.max_in_flight = max_in_flight
         self.program, self._graphs, self._pieces = program, graphs, pieces
-        self._rows, self._device = (
-            program.rows,
-            program.rows.cells.device,
-        )  # including the device index
+        self._rows, self._device = program.rows, program.rows.cells.device  # with device index
         self._ranks, self._phases_differ = program.decoder.ranks, program.decoder.phases_differ
         self.on_gpu = self._device.type == "cuda"
         self.on_chunk_logits: ChunkLogits | None = None
@@ -170,7 +167,7 @@ class TorchExecutor:
             self.program.sampler.take(new)
         for write in plan.written:
             self.program.sampler.rewrite(write.row)
-        before, start, comm = self._end, self._mark(), self._ranks.comm
+        before, start, comm = self._end, self._new_event(), self._ranks.comm
         hidden, size = None, self._graph_size(plan)
         if self._graphs is not None and size is not None:
             writes = self._fit(writes, size)
@@ -201,7 +198,8 @@ class TorchExecutor:
         return self._pieces.size_for(plan.num_tokens)
 
     def _fit(self, writes: Writes, size: int) -> Writes:
-        """Apply writes that exceed the capacity of the graph before the graph runs."""
+        """Return the writes for the graph of this size. Writes that exceed its capacity are applied
+        here, before the graph runs."""
         if len(writes.at) <= size * self._rows.num_groups:
             return writes
         at, values = torch.from_numpy(writes.at), torch.from_numpy(writes.values)
@@ -236,7 +234,7 @@ class TorchExecutor:
         tokens = drawn.to("cpu", non_blocking=True)
         if not self.on_gpu:
             tokens = tokens.clone()  # the next step overwrites `drawn`
-        end = self._end = self._mark()
+        end = self._end = self._new_event()
         end.record()
         comm = self._ranks.comm.since(handle.comm)
         spent = comm.seconds, comm.sent_bytes(self._ranks.size)
@@ -246,7 +244,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def follow(self, handle: ForwardHandle) -> None:
-        """Receive the tokens that rank 0 has sampled, on any other rank."""
+        """On a rank other than 0: receive the tokens that rank 0 has sampled."""
         for _ in self._prompt_logits(handle):
             pass
         rows, positions, _ = handle.samples
@@ -299,9 +297,8 @@ class TorchExecutor:
         self._rows.cells.scatter_(0, self._send(at), self._send(torch.from_numpy(tokens)))
 
     def _accepted(self, drawn: Drawn, which: Ints, plan: StepPlan, count: int) -> Drawn:
-        """Return the samples that become text, since the sampler counts the tokens of each row.
-        The tokens of the other samples go to the step's tokens, which are compared with the
-        drafts."""
+        """Write the drawn tokens to the step's tokens, verify the drafts, and return the drawn
+        samples that become text. Only these are counted for penalties."""
         tokens = self.program.tokens[:count]
         tokens[self._send(torch.from_numpy(which))] = drawn.tokens
         kept = keep_accepted(plan, tokens.tolist())
@@ -323,8 +320,8 @@ class TorchExecutor:
             token_ids = self._rows.rows[int(samples.rows[sample])].params.logprob_token_ids
             if token_ids:
                 line, own = program.logits[sample].float(), program.tokens[sample].clamp(min=0)
-                named = self._send(torch.tensor(token_ids))
-                values = line[named] - line[own.long()] + best[1][n, 0]
+                token_columns = self._send(torch.tensor(token_ids))
+                values = line[token_columns] - line[own.long()] + best[1][n, 0]
                 at_host = values.to("cpu", non_blocking=True)
                 requested.append(RequestedLogprobs(sample, tuple(token_ids), at_host))
         return TopLogprobs(which, counts, self._fetch(best), requested)
@@ -366,7 +363,7 @@ class TorchExecutor:
         ids, values, rank = (part.to("cpu", non_blocking=True) for part in found)
         return ids, values, rank
 
-    def _mark(self) -> DeviceEvent:
+    def _new_event(self) -> DeviceEvent:
         if not self.on_gpu:
             return ClockEvent()
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -162,8 +162,8 @@ class KernelRun(NamedTuple):
 
 
 def between_kernels(works: list[KernelRun]) -> dict[int, float]:
-    """Return for each step the time without a kernel, between its first kernel and its last;
-    negative where kernels overlap."""
+    """Return for each step the time between its first and its last kernel in which no kernel runs;
+    negative if kernels overlap."""
     by_step: dict[int, list[KernelRun]] = {}
     for one in works:
         by_step.setdefault(one.step, []).append(one)
@@ -176,15 +176,15 @@ def between_kernels(works: list[KernelRun]) -> dict[int, float]:
 
 
 def kernels(events: list[dict[str, Any]]) -> Iterator[KernelRun]:
-    """Yield the kernels of each step and range, by the place of their launch. Without a GPU, yield
-    torch operations without the operations that they call."""
+    """Yield the kernels, with the step and the range in which they were launched. Without a GPU,
+    yield torch operations instead, each with its own time without nested operations."""
     on_gpu = any(event["cat"] in DEVICE_WORK for event in events)
     launched: dict[Any, tuple[int, str]] = {}
     host = [e for e in events if e["cat"] in LAUNCHES | {"user_annotation", "cpu_op"}]
     for thread in {event["tid"] for event in host}:
         mine = [event for event in host if event["tid"] == thread]
         mine.sort(key=lambda event: (event["ts"], -event["dur"]))
-        yield from _walk(mine, launched, on_gpu)
+        yield from _read_thread(mine, launched, on_gpu)
     for event in events:
         if event["cat"] in DEVICE_WORK:
             step, stage = launched.get(event["args"].get("correlation"), (-1, ""))
@@ -192,22 +192,23 @@ def kernels(events: list[dict[str, Any]]) -> Iterator[KernelRun]:
             yield KernelRun(event["name"], step, stage, seconds, began_s)
 
 
-def _walk(
+def _read_thread(
     events: list[dict[str, Any]], launched: dict[Any, tuple[int, str]], on_gpu: bool
 ) -> Iterator[KernelRun]:
-    """Walk the events of one thread in order. Write step and stage of each launch to `launched`."""
+    """Process the events of one thread in order. Write step and stage of each launch to
+    `launched`; without a GPU, yield the operations."""
     open_events: list[dict[str, Any]] = []
     own_us: list[float] = []
     for event in [*events, {"ts": float("inf"), "dur": 0.0, "cat": "", "name": ""}]:
         while open_events and open_events[-1]["ts"] + open_events[-1]["dur"] <= event["ts"]:
             done, spent = open_events.pop(), own_us.pop()
             if done["cat"] == "cpu_op" and not on_gpu:
-                place = _place(open_events)
+                place = _step_and_stage(open_events)
                 yield KernelRun(done["name"], *place, 1e-6 * spent, 1e-6 * done["ts"])
         if event["cat"] == "cpu_op" and open_events and open_events[-1]["cat"] == "cpu_op":
             own_us[-1] -= event["dur"]
         if event["cat"] in LAUNCHES:
-            step, stage = _place(open_events)
+            step, stage = _step_and_stage(open_events)
             is_graph = "GraphLaunch" in event["name"]
             launched[event["args"].get("correlation")] = step, GRAPH if is_graph else stage
         else:
@@ -215,7 +216,7 @@ def _walk(
             own_us.append(event["dur"])
 
 
-def _place(open_events: list[dict[str, Any]]) -> tuple[int, str]:
+def _step_and_stage(open_events: list[dict[str, Any]]) -> tuple[int, str]:
     """Return the step that is open here, and its innermost range."""
     step, stage = -1, OTHER
     for event in open_events:

@@ -1,5 +1,4 @@
-"""The operations a forward is made of.
-
-`reference.Kernels` defines each in plain torch; `cuda.CudaKernels` overrides what Triton does
-faster; `cpu` loads the native module, which runs whole steps.
+"""The kernels of the forward pass. `reference.Kernels` defines every operation in plain torch.
+`cuda.CudaKernels` overrides operations with Triton kernels. `cpu` loads the native module, which
+runs whole steps.
 """

@@ -22,8 +22,7 @@ def _load() -> ModuleType | None:
 
 
 def _load_installed() -> ModuleType | None:
-    """Return the module of the installed package. Needed when a source folder precedes it on the
-    path."""
+    """Return the module of the installed package. Needed if a source folder hides it."""
     spec = PathFinder.find_spec("twostroke._native", extend_path([], "twostroke"))
     if spec is None or spec.loader is None:
         return None

@@ -77,8 +77,7 @@ def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def load(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Load blocks as [*blocks.shape, block_size, K, D] in `dtype`. `blocks`: block numbers, of any
-    shape."""
+    """Load blocks as [*blocks.shape, block_size, K, D] in `dtype`. `blocks`: any shape."""
     if cache.dtype == torch.int8:
         return (cache[blocks] * scales_of(cache)[blocks].unsqueeze(-1)).to(dtype)
     return _indexable(cache)[blocks].view(cache.dtype).to(dtype)

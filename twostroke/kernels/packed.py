@@ -1,13 +1,13 @@
-"""Weights of 4 or 8 bits a number, in groups that share a scale.
+"""Quantised weights with codes of 4 or 8 bits, in groups that share a scale.
 
-    a number   scale · (code − zero), or scale · code + offset; codes are unsigned integers
-    zero       each group's own, or the middle of the codes (8 or 128) for all
-    4 bits     four numbers are a little-endian word of 16 bits; a block of 128 numbers is 32 words:
-               the nibbles of word w, the lowest first, have its numbers w, 32 + w, 64 + w, 96 + w
-    8 bits     a byte a number
+    value      scale · (code − zero), or scale · code + offset; codes are unsigned integers
+    zero       a value for each group; or, if `zero` is None, 8 (4 bits) or 128 (8 bits)
+    4 bits     a little-endian word of 16 bits has four codes, the lowest nibble first. A block of
+               128 codes is 32 words: word w has the codes w, 32 + w, 64 + w and 96 + w
+    8 bits     one byte for each code
 
-So the same nibble of neighbouring words has neighbouring numbers, which have one scale. Blocks are
-smaller where 128 does not divide a row, or a group does not fit.
+In neighbouring words the same nibble has neighbouring codes, which share a scale. Blocks are
+smaller if 128 does not divide the row length, or if groups and blocks do not divide each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from twostroke.kernels.split_k import arrival_counters
 
 ELEMENTS_AT_ONCE = 1 << 23  # elements of a matrix that are converted to fp32 at a time
-# The search for a group's scale clips the group at each of these shares of its largest number.
+# The search for a group's scale clips the group at each of these fractions of its absmax.
 CLIPPINGS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.74)
 SMALLEST_SCALE = 2.0**-24  # of fp16
 
@@ -28,9 +28,9 @@ SMALLEST_SCALE = 2.0**-24  # of fp16
 class PackedWeight(NamedTuple):
     bits: int
     codes: Tensor  # [out, in · bits / 8] uint8, contiguous
-    scale: Tensor  # [out, groups]; fp16, or fp32 where that would lose too much
+    scale: Tensor  # [out, groups]; fp16, or fp32 if fp16 is too inexact (`fits_fp16`)
     zero: Tensor | None  # [out, groups] uint8
-    offset: Tensor | None  # [out, groups], as the scale
+    offset: Tensor | None  # [out, groups], in the dtype of the scale
     arrived: Tensor  # see `split_k.py`
 
     @property
@@ -43,7 +43,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Numbers of a block, of 4 bits."""
+        """Codes of a block of a 4-bit weight."""
         return block_size(self.shape[1], self.group)
 
     @property
@@ -58,8 +58,7 @@ class PackedWeight(NamedTuple):
         return PackedWeight(self.bits, codes, scale, zero, offset, arrived)
 
     def with_scaled_rows(self, factors: Tensor) -> PackedWeight:
-        """Return the weight with each row multiplied by its factor. Scales become fp32 where fp16
-        would lose too much."""
+        """Return the weight with each row multiplied by its factor. Scales may become fp32."""
         scale, offset = (
             None if part is None else part.float() * factors.unsqueeze(1)
             for part in (self.scale, self.offset)
@@ -72,7 +71,7 @@ class PackedWeight(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A matrix as files store it: one number a code, not packed."""
+    """A quantised matrix before packing: one uint8 for each code."""
 
     bits: int
     codes: Tensor  # [out, in] uint8
@@ -89,23 +88,24 @@ class Codes(NamedTuple):
 def packed_weight(
     bits: int, codes: Tensor, scale: Tensor, zero: Tensor | None, offset: Tensor | None
 ) -> PackedWeight:
-    """Build the weight from codes that are packed already."""
+    """Build the weight from packed codes."""
     return PackedWeight(bits, codes, scale, zero, offset, arrival_counters(codes))
 
 
-def pack(found: Codes) -> PackedWeight:
-    codes = found.codes.contiguous()
-    if found.bits == 4:
+def pack(matrix: Codes) -> PackedWeight:
+    codes = matrix.codes.contiguous()
+    if matrix.bits == 4:
         inner = codes.shape[1]
-        codes = packed_codes(codes, block_size(inner, inner // found.scale.shape[1]))
-    scale, offset = found.scale, found.offset
+        codes = packed_codes(codes, block_size(inner, inner // matrix.scale.shape[1]))
+    scale, offset = matrix.scale, matrix.offset
     if fits_fp16(scale) and (offset is None or fits_fp16(offset)):
         scale, offset = scale.half(), None if offset is None else offset.half()
-    return packed_weight(found.bits, codes, scale.contiguous(), found.zero, offset)
+    return packed_weight(matrix.bits, codes, scale.contiguous(), matrix.zero, offset)
 
 
 def block_size(inner: int, group: int) -> int:
-    """Return the block size of rows of `inner` numbers: each quarter of a block is in one group."""
+    """Return the largest block size for rows of `inner` codes for which each quarter of a block is
+    in one group."""
     for size in (128, 64, 32, 16, 8):
         if (
             inner % size == 0
@@ -129,8 +129,7 @@ def unpacked_codes(weight: PackedWeight) -> Tensor:
 
 
 def fits_fp16(numbers: Tensor) -> bool:
-    """Return True if rounding to fp16 changes no number by more than 2^-11 of the largest of its
-    row."""
+    """Return True if rounding to fp16 changes no number by more than 2^-11 of its row's absmax."""
     largest = numbers.abs().amax(1, keepdim=True)
     if not bool((largest <= torch.finfo(torch.float16).max).all()):
         return False
@@ -138,7 +137,7 @@ def fits_fp16(numbers: Tensor) -> bool:
 
 
 def dequantised(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that the weight stands for."""
+    """Return the dequantised matrix."""
     codes = torch.unflatten(unpacked_codes(weight), 1, (weight.scale.shape[1], -1)).float()
     scale = weight.scale.float().unsqueeze(-1)
     if weight.offset is not None:
@@ -151,28 +150,27 @@ def dequantised(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def quantised(x: Tensor, group: int, importance: Tensor | None = None) -> Codes:
-    """Round a matrix to 4 bits, with one scale a group. Of several scales that clip more or less of
-    the group's largest number, the scale with the smallest squared error is taken. The largest
-    number becomes −8 or 7 times the scale, whichever gives the smaller error. `importance`, [in]:
-    the weight of each column's error."""
+    """Quantise a matrix to 4 bits, with one scale for each group: the scale with the smallest
+    squared error among those that map the group's absmax, times a fraction of `CLIPPINGS`, to −8
+    or to 7. `importance`, [in]: the weight of each column's error."""
     rows = max(1, ELEMENTS_AT_ONCE // x.shape[1])
-    counts = None if importance is None else importance.view(1, -1, group)
-    parts = [_quantised(part, group, counts) for part in torch.split(x, rows)]
+    error_weights = None if importance is None else importance.view(1, -1, group)
+    parts = [_quantised(part, group, error_weights) for part in torch.split(x, rows)]
     codes, scales = zip(*parts, strict=True)
     return Codes(4, torch.cat(codes), torch.cat(scales))
 
 
-def _quantised(x: Tensor, group: int, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = torch.unflatten(x.float(), 1, (-1, group))
-    size, at = wide.abs().max(2, keepdim=True)
-    largest = wide.gather(2, at)
+def _quantised(x: Tensor, group: int, error_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    x_fp32 = torch.unflatten(x.float(), 1, (-1, group))
+    absmax, at = x_fp32.abs().max(2, keepdim=True)
+    largest = x_fp32.gather(2, at)
     best = scale = None
-    for furthest, clipping in ((f, c) for f in (-8.0, 7.0) for c in CLIPPINGS):
-        tried = ((largest if furthest < 0 else size) * (clipping / furthest)).half().float()
+    for end, clipping in ((end, clipping) for end in (-8.0, 7.0) for clipping in CLIPPINGS):
+        tried = ((largest if end < 0 else absmax) * (clipping / end)).half().float()
         tried = torch.where(tried == 0, SMALLEST_SCALE, tried)
-        error = (_rounded(wide, tried) * tried - wide).square_()
-        if counts is not None:
-            error *= counts
+        error = (_rounded(x_fp32, tried) * tried - x_fp32).square_()
+        if error_weights is not None:
+            error *= error_weights
         error = error.sum(2, keepdim=True)
         if best is None or scale is None:
             best, scale = error, tried
@@ -180,7 +178,7 @@ def _quantised(x: Tensor, group: int, counts: Tensor | None) -> tuple[Tensor, Te
             better = error < best
             best, scale = torch.where(better, error, best), torch.where(better, tried, scale)
     assert scale is not None
-    codes = (_rounded(wide, scale) + 8).to(torch.uint8)
+    codes = (_rounded(x_fp32, scale) + 8).to(torch.uint8)
     return codes.flatten(1), scale.squeeze(2)
 
 

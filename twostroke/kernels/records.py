@@ -42,8 +42,7 @@ DEFAULT_CONTEXT = StepContext()
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The operations on the queries and keys of a layer before attention: norm, rotation (rope) and
-    scale."""
+    """The operations on the queries and keys of a layer before attention: norm, rope, scale."""
 
     cos: Tensor  # [max_len, dim / 2] in fp32
     sin: Tensor

@@ -1,4 +1,4 @@
-"""The sampling kernels in plain torch, on any device: the definition of the fast ones.
+"""The sampling kernels in plain torch, on any device. They define the results of the fast kernels.
 
 raw logits ─▶ adjust_logits ─▶ sample ─▶ advance_tokens ─▶ the row's next step
     └────────▶ token_logprobs
@@ -15,11 +15,11 @@ from twostroke.kernels.records import DrawParams
 from twostroke.kernels.sampling_table import SamplingState
 
 NEG_INF = float("-inf")
-CANDIDATES = 1024  # tokens that a top-p looks at before it looks at all
+CANDIDATES = 1024  # tokens that top-p sorts first; it sorts more only if it needs them
 UINT32 = 0xFFFFFFFF
 
 
-# ── what requests forbid or favour ──────────────────────────────────────────────────────────
+# ── masks, biases, bans and penalties ───────────────────────────────────────────────────────
 
 
 def adjust_logits(
@@ -64,7 +64,8 @@ def penalise(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> torch.Tensor:
-    """`seen`: tokens of prompt or output; `written`: how often each is in the output."""
+    """Apply penalties. `seen`: whether each token is in the prompt or the output; `written`: the
+    number of times that each token is in the output."""
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     return torch.where(seen, scaled, logits) - written * frequency - (written > 0) * presence
 
@@ -97,7 +98,7 @@ def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
 def advance_tokens(
     samples: torch.Tensor, drawn: torch.Tensor, state: SamplingState, out: torch.Tensor
 ) -> None:
-    """Write the final tokens to `out` by sample and to the rows, and count them there."""
+    """Write the final tokens to `out`, by sample, and to the rows' tokens and counts."""
     sample, row, position, _, flags = (field.long() for field in samples[:5])
     out[sample] = drawn.to(out.dtype)
     token = drawn.clamp(min=0)  # -1 is not a token that a model can read
@@ -137,7 +138,7 @@ def sample(
 
 
 def _draw(logits: torch.Tensor, params: DrawParams[torch.Tensor]) -> torch.Tensor:
-    """÷ temperature · min-p · top-k · top-p · the largest of logit + noise."""
+    """Apply temperature, min-p, top-k, top-p, then draw the token of the largest logit + noise."""
     vocab, device = logits.shape[-1], logits.device
     keys = torch.stack([params.key0.long() & UINT32, params.key1.long() & UINT32], dim=1)
     scaled = logits / params.temperature.unsqueeze(1)
@@ -161,8 +162,8 @@ def _draw(logits: torch.Tensor, params: DrawParams[torch.Tensor]) -> torch.Tenso
 def _draw_bounded(
     scaled: torch.Tensor, keys: torch.Tensor, k: torch.Tensor, p: torch.Tensor
 ) -> torch.Tensor:
-    """Apply top-k, then top-p among the tokens that top-k keeps. Only the best candidates are
-    looked at, if they reach far enough."""
+    """Apply top-k, then top-p among the tokens that top-k keeps. Only the best `CANDIDATES` tokens
+    are sorted, if they contain all tokens that are kept."""
     device = scaled.device
     max_k = int(k.max())
     size = min(max_k, CANDIDATES)
@@ -177,7 +178,7 @@ def _draw_bounded(
         before = share.cumsum(1) - share
         keep = within_k & (before < p)
         keep[:, 0] = True
-        # Enough when every row either ends by its k or has its p inside the candidates.
+        # Enough if in every row the candidates contain the top k, or their sum reaches p.
         enough = (k <= size) | (share.sum(1, keepdim=True) >= p)
         if size >= max_k or bool(enough.all()):
             return _largest(values.masked_fill(~keep, NEG_INF), ids, keys)
@@ -196,12 +197,12 @@ def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     bits = _mix(token_ids.long() ^ keys[:, :1])
     bits = _mix((bits + keys[:, 1:]) & UINT32)
     uniform = (bits.float() + 0.5) * 2.0**-32
-    # −log1p(−u) keeps its precision where u is small, which is where the winners come from.
+    # −log1p(−u) is precise for small u, which are the u of the drawn tokens.
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """`mix` of `exec/rng.py`, for many numbers at once."""
+    """The function `mix` of `exec/rng.py`, for tensors."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & UINT32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & UINT32
     return x ^ (x >> 16)
@@ -213,9 +214,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, which: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of lines `which` of [S, V], of which tokens[which] were chosen: the
-    ids [n, 1 + count] of the chosen token and of the `count` best ones, their log-probabilities,
-    and the rank of the chosen token, [n], from 1. For a token -1 the results are arbitrary."""
+    """Return log-probabilities for the rows `which` of logits [S, V], whose chosen tokens are
+    tokens[which]: the ids of the chosen token and of the `count` best tokens, [n, 1 + count], their
+    log-probabilities, and the rank of the chosen token, [n], from 1. Arbitrary for a token -1."""
     logprobs = logits[which].float().log_softmax(dim=-1)
     chosen = tokens[which].long().clamp(min=0).unsqueeze(1)
     own = logprobs.gather(1, chosen)

@@ -54,7 +54,7 @@ BAN_TOKEN = 2 * MAX_BIASES
 BAN_FROM = BAN_TOKEN + MAX_BANS
 BAN_UNTIL = BAN_FROM + MAX_BANS
 BAN_LENGTH = BAN_UNTIL + MAX_BANS
-BAN_PREFIX = BAN_LENGTH + MAX_BANS  # first tokens of all prefixes, then second ones, …
+BAN_PREFIX = BAN_LENGTH + MAX_BANS  # the first tokens of all prefixes, then the second tokens, …
 LISTS_WIDTH = BAN_PREFIX + MAX_BAN_PREFIX * MAX_BANS
 
 
@@ -62,7 +62,7 @@ class SamplingState(NamedTuple):
     """The state of requests on the device: each tensor has a row for each running request. If a
     request does not use a tensor, its row is not read and may hold anything."""
 
-    tokens: Tensor  # [rows, positions] int32: the tokens before the next one to draw
-    counts: Tensor  # [rows, vocabulary] int16: IN_PROMPT, and times in the output
+    tokens: Tensor  # [rows, positions] int32: prompt and output
+    counts: Tensor  # [rows, vocabulary] int16: IN_PROMPT, and the count in the output
     allowed: Tensor  # [rows, ⌈vocabulary / 32⌉] int32: token t is bit t % 32 of word t // 32
     lists: Tensor  # [rows, LISTS_WIDTH] int32

@@ -21,7 +21,7 @@ from twostroke.kernels.split_k import arrival_counters
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {E4M3: 448.0, INT8: 127.0}
 SMALLEST_SCALE = 1e-12  # of a row of zeros
-# The search for a row's scale clips the row at each of these shares of its largest number.
+# The search for a row's scale clips the row at each of these fractions of its absmax.
 CLIPPINGS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8, 0.74)
 ELEMENTS_AT_ONCE = 1 << 24  # elements of a matrix that are converted to fp32 at a time
 MAX_INT8_COLUMNS = ((1 << 31) - 1) // (127 * 128)  # of a row whose dot product fits in int32
@@ -84,8 +84,7 @@ def quantised(
 def _best_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, importance: Tensor) -> Tensor:
     tried = [scale * clipping for clipping in CLIPPINGS]
     errors = [
-        (_rounded(x, one, dtype).float() * one.unsqueeze(-1) - x).square_() @ importance
-        for one in tried
+        (_rounded(x, s, dtype).float() * s.unsqueeze(-1) - x).square_() @ importance for s in tried
     ]
     best = torch.stack(errors).argmin(0, keepdim=True)
     return torch.stack(tried).gather(0, best).squeeze(0)

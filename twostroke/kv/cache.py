@@ -44,8 +44,7 @@ class GroupLimits(NamedTuple):
 
 
 def table_length(tables: Sequence[Sequence[int]]) -> int:
-    """Return the number of table entries of a sequence, including null blocks, equal in all
-    groups."""
+    """Return the number of table entries of a sequence, with null blocks; equal in all groups."""
     (length,) = {len(table) for table in tables}
     return length
 
@@ -88,7 +87,8 @@ class KVCache:
         eviction: Eviction | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """`tiers`: where full blocks are copied, to be fetched when the pool has evicted them."""
+        """`tiers`: host memory and disks, to which full blocks are copied and from which they are
+        fetched after the pool has evicted them."""
         assert eviction is None or [group.window for group in groups] == [None]
         self.block_size = block_size
         self.eviction = eviction
@@ -101,7 +101,7 @@ class KVCache:
             for n, group in enumerate(groups)
         )
         # Maximum blocks of a sequence in each group, during prefill and during decode
-        self._most_prefill, self._most_decode = (
+        self._max_prefill, self._max_decode = (
             [blocks_held(sys.maxsize, window, chunk, block_size) for window in self.windows]
             for chunk in (max_chunk, 1)
         )
@@ -117,32 +117,32 @@ class KVCache:
 
     def blocks_for(self, group: int, num_tokens: int, num_prompt: int | None = None) -> int:
         """Return the maximum number of blocks that a sequence of this length holds at one time.
-        `num_prompt`: the prompt tokens, which are not evicted before all are computed."""
-        most = min(-(-num_tokens // self.block_size), self._most_prefill[group])
+        `num_prompt`: the number of prompt tokens; they are not evicted before all are computed."""
+        max_blocks = min(-(-num_tokens // self.block_size), self._max_prefill[group])
         if self.eviction is None or num_prompt is None:
-            return most
-        return min(most, max(-(-num_prompt // self.block_size), self.eviction.budget_blocks))
+            return max_blocks
+        return min(max_blocks, max(-(-num_prompt // self.block_size), self.eviction.budget_blocks))
 
     def blocks_missing(
         self, group: int, seq: KVSequence, num_tokens: int, num_prompt: int, decodes: bool = False
     ) -> int:
         """Return the blocks that a running sequence still needs to reach this length."""
         if self.eviction is not None:
-            most = self.blocks_for(group, num_tokens, num_prompt)
+            max_blocks = self.blocks_for(group, num_tokens, num_prompt)
         else:
-            most = (self._most_decode if decodes else self._most_prefill)[group]
-            most = min(-(-num_tokens // self.block_size), most)
+            max_blocks = (self._max_decode if decodes else self._max_prefill)[group]
+            max_blocks = min(-(-num_tokens // self.block_size), max_blocks)
         held = len(seq.tables[group]) - seq.num_dropped[group]
-        return max(0, most - held)
+        return max(0, max_blocks - held)
 
     def next_eviction(self, seq: KVSequence, num_prompt: int) -> int:
-        """Return the next position that requires an eviction first."""
+        """Return the next position that cannot be computed before an eviction."""
         assert self.eviction is not None
         return max(num_prompt, seq.num_evicted + self.eviction.budget_blocks * self.block_size)
 
     @property
     def tokens_available(self) -> int:
-        """Return the tokens by which a sequence at the end of its last block could grow now."""
+        """Number of tokens by which a sequence whose last block is full could grow now."""
         return min(pool.num_available for pool in self.pools) * self.block_size
 
     @property
@@ -297,7 +297,7 @@ class KVCache:
         seq.num_registered = full
 
     def _copy_to_tiers(self, seq: KVSequence, blocks: range) -> None:
-        """Have registered blocks copied to the tiers, after the step that computes them."""
+        """Copy registered blocks to the tiers, after the step that computes the blocks."""
         assert self.tiers is not None
         self.tiers.register(seq.keys, blocks, seq.last_step, self._find_block, len(self.pools))
 
@@ -334,8 +334,8 @@ class KVCache:
         return changed
 
     def excess(self, seq: KVSequence, scores: Sequence[float] = ()) -> list[range]:
-        """Return the table entries to evict before the next token fits the budget. The caller has
-        checked that eviction is enabled and the prompt is computed."""
+        """Return the table entries to evict so that the next token fits in the budget. The caller
+        has checked that eviction is enabled and the prompt is computed."""
         assert self.eviction is not None
         (table,) = seq.tables
         grows = seq.num_computed >= seq.capacity
@@ -355,7 +355,7 @@ class KVCache:
             return
         if self.tiers is not None and seq not in self._receiving:
             full = seq.num_registered
-            self._copy_to_tiers(seq, range(full))  # those that a full queue has dropped
+            self._copy_to_tiers(seq, range(full))  # copies that a full queue has dropped before
             self.tiers.touch(seq.keys[:full])
         del self._live[seq]
         self._receiving.discard(seq)
@@ -455,7 +455,7 @@ class KVCache:
 
     def _release(self, group: int, blocks: list[int], last_step: int) -> None:
         if last_step > self._committed_step:
-            # In the order of steps: no sequence closes with an older step than the previous one.
+            # The deque stays ordered by step.
             newest = self._in_flight[-1][0] if self._in_flight else -1
             self._in_flight.append((max(last_step, newest), group, blocks))
         else:
@@ -471,8 +471,7 @@ class KVCache:
     # ── audit ───────────────────────────────────────────────────────────────────────────────
 
     def audit(self) -> None:
-        """Check in every group that each block has exactly its recorded owners and no block
-        leaked."""
+        """Check in every group that each block has its recorded owners, and no block leaked."""
         owners: list[Counter[int]] = [Counter() for _ in self.pools]
         fragmented = 0
         for seq in self._live:

@@ -166,27 +166,28 @@ class DeviceMemory(Transport):
         return address.scope == self._reach()
 
     def _reach(self) -> str:
-        """Return the visible devices: devices are named by number, so both engines must see the
-        same."""
+        """Return the visible devices. A handle names its device by number, so both engines must see
+        the same devices."""
         if self._blocks.device.type == "cpu":
             return f"{this_host()} cpu"
         return f"{this_host()} cuda {visible_gpus()}"
 
     def begin(self, address: Address, offer: Offer, pairs: BlockPairs) -> Copy:
-        self._others.check_stands(address.endpoint, offer.number)
+        self._others.check_offer(address.endpoint, offer.number)
         pools = self._pools_at(address)
         return _DeviceCopy(self, address.endpoint, pools, offer, pairs)
 
-    def check_stands(self, path: str, number: int) -> None:
+    def check_offer(self, path: str, number: int) -> None:
         if not os.path.exists(path):
             self.tidy()
             raise SenderGoneError(f"{path} does not exist any more")
-        self._others.check_stands(path, number)
+        self._others.check_offer(path, number)
 
     def launch(
         self, group: int, source: torch.Tensor, pairs: list[tuple[int, int]]
     ) -> torch.Tensor:
-        """Copy blocks on this way's stream; what is returned must live until that has happened."""
+        """Start to copy blocks on the transport's stream. The caller keeps the returned tensor
+        until the copy has ended."""
         target = self._blocks.words[group]
         with torch.inference_mode(), on_stream(self._stream):
             where = torch.tensor(pairs, dtype=torch.int64)
@@ -312,7 +313,7 @@ class _DeviceCopy(Copy):
         self._event: torch.cuda.Event | None = None
 
     def advance(self, max_bytes: int | None) -> bool:
-        self._transport.check_stands(self._path, self._offer.number)
+        self._transport.check_offer(self._path, self._offer.number)
         if any(self._left):
             self._launch(None if max_bytes is None else LAUNCHED_BYTES)
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
@@ -321,7 +322,7 @@ class _DeviceCopy(Copy):
         self._kept.clear()
         self.num_bytes = self._launched_bytes
         # Blocks that were released during the copy may have been overwritten before.
-        self._transport.check_stands(self._path, self._offer.number)
+        self._transport.check_offer(self._path, self._offer.number)
         return not any(self._left)
 
     def _launch(self, max_bytes: int | None) -> None:

@@ -238,7 +238,7 @@ class _NixlCopy(Copy):
                 return False
             self.num_bytes += self._read_bytes
             if not self._read_bytes:
-                self._check_stands()
+                self._check_offer()
         return True
 
     def _begin(self, max_bytes: int | None) -> None:
@@ -246,8 +246,8 @@ class _NixlCopy(Copy):
         self._read_bytes, self._began_s = 0, monotonic()
         kinds = "DRAM", "DRAM"
         if self._checks and self._left:
-            most = min(WINDOW_BYTES, WINDOW_BYTES if max_bytes is None else max_bytes)
-            while self._left and self._read_bytes < most:
+            limit = min(WINDOW_BYTES, WINDOW_BYTES if max_bytes is None else max_bytes)
+            while self._left and self._read_bytes < limit:
                 group, block, target = self._left.pop()
                 size = self._transport.block_bytes[group]
                 own, other = self._transport.pools[group], self._reach.pools[group]
@@ -276,7 +276,7 @@ class _NixlCopy(Copy):
             raise SenderGoneError(f"NIXL: the blocks could not be read ({state})")
         return True
 
-    def _check_stands(self) -> None:
+    def _check_offer(self) -> None:
         assert self._place is not None
         if self._transport.number_at(self._place) != self._offer.number:
             raise OfferWithdrawnError(

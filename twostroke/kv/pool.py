@@ -2,8 +2,8 @@
 
     group    [ block 0: null, zeros │ block 1 │ … ]
     block    [ layer 0: keys, values │ layer 1: keys, values │ … ]        contiguous
-    latent   [ layer 0: latents, rope keys │ layer 1: … │ … ]             keys; the latents are also
-    the values
+    latent   [ layer 0: latents, rope keys │ layer 1: … │ … ]             both are the keys; the
+                                                                          latents are the values
     int8     [ layer 0: keys, scales, values, scales │ … ]                see `block_layout.py`
 
 A block of a group is read, written or sent as one piece. `host_pool.py` is the pool without torch.
@@ -40,8 +40,8 @@ class KVPool:
         device: torch.device,
         shared: bool = False,
     ) -> None:
-        """`num_blocks`: of each KV group, without the null block. `shared`: other processes can
-        fetch blocks."""
+        """`num_blocks`: blocks of each KV group, without the null block. `shared`: other processes
+        can fetch blocks."""
         self.block_size = block_size
         self.groups: list[torch.Tensor] = []
         layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -57,9 +57,8 @@ class KVPool:
         # GPU memory is shared by its IPC handle; shared host memory has the table of offers.
         self.shared: SharedPools | None = None
         if shared:
-            from twostroke.kv.shared_memory import (
-                SharedPools as Memory,
-            )  # needs packages of the server
+            # Imported here, because the module needs packages of the server.
+            from twostroke.kv.shared_memory import SharedPools as Memory
 
             self.shared = Memory(sizes if on_cpu else ())
         for n, group in enumerate(spec.kv_groups()):

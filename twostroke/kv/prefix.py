@@ -25,8 +25,7 @@ class BlockKey(NamedTuple):
 
 
 def seed_digest(*parts: str) -> bytes:
-    """Return the start of a digest chain. Prompts with different salts share no
-    blocks."""
+    """Return the start of a digest chain. Prompts with different salts share no blocks."""
     hasher = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         data = part.encode()
@@ -40,7 +39,8 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> BlockKey:
 
 
 class PrefixIndex:
-    """Digest → block and back, for one KV group. A digest has one block, the first registered."""
+    """The maps digest → block and block → key of one KV group. If several blocks have the same
+    digest, only the first is registered."""
 
     def __init__(self) -> None:
         self._block: dict[bytes, int] = {}

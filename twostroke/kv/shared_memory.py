@@ -39,7 +39,7 @@ class SharedPools:
     """The shared memory of one engine: its pools and its valid offers."""
 
     def __init__(self, pool_bytes: Sequence[int] = ()) -> None:
-        """`pool_bytes`: of each KV group; empty if the pools are in other memory."""
+        """`pool_bytes`: size of each KV group's pool; empty if the pools are in other memory."""
         if not hasattr(os, "memfd_create"):
             raise TransferError("sharing KV blocks needs memfd_create, which only Linux has")
         import fcntl  # not available on Windows
@@ -106,8 +106,8 @@ class OthersMemory:
                 os.close(file)
         return memoryview(self._mapped[path])
 
-    def check_stands(self, path: str, number: int) -> None:
-        """Raise `OfferWithdrawnError` if the offer was released."""
+    def check_offer(self, path: str, number: int) -> None:
+        """Raise `OfferWithdrawnError` if the offer is no longer valid."""
         at = number % SLOTS * SLOT_BYTES
         if int.from_bytes(self.at(path)[at : at + SLOT_BYTES], "little") != number:
             self._mapped.pop(path)  # the mapping may be of an earlier engine with the same path
@@ -161,7 +161,7 @@ class _MemoryCopy(Copy):
 
     def advance(self, max_bytes: int | None) -> bool:
         number, start = self._offer.number, self.num_bytes
-        self._others.check_stands(self._path, number)
+        self._others.check_offer(self._path, number)
         source = self._others.at(self._path)
         while self._left and (max_bytes is None or self.num_bytes - start < max_bytes):
             group, block, target = self._left.pop()
@@ -174,5 +174,5 @@ class _MemoryCopy(Copy):
                 )
             self._blocks.write(group, target, source[at : at + size])
             self.num_bytes += size
-        self._others.check_stands(self._path, number)
+        self._others.check_offer(self._path, number)
         return not self._left

@@ -1,7 +1,7 @@
 """KV blocks over ZeroMQ, between engines on any machines.
 
-    receiver  Wanted: key, fetch, offer, entries ──▶  a thread of the sender, while steps run
-              writes each block to its place     ◀──  Sent: fetch, group, entry │ a block's bytes
+    receiver  BlockRequest: key, fetch, offer, entries ──▶  a thread of the sender, while steps run
+              writes each block to its place           ◀──  BlockHeader: fetch, group, entry │ bytes
 
 The receiver requests a few blocks at a time (`WINDOW_BYTES`), which limits the memory of both
 sides, and requests more as blocks arrive. Every message names its block, so the order does not
@@ -65,14 +65,14 @@ BROKEN |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 log = logging.getLogger(__name__)
 
 
-class Wanted(msgspec.Struct, array_like=True, frozen=True):
+class BlockRequest(msgspec.Struct, array_like=True, frozen=True):
     key: bytes
     fetch: int
     offer: int
     entries: list[tuple[int, int]]  # group, and index in its table
 
 
-class Sent(msgspec.Struct, array_like=True, frozen=True):
+class BlockHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a block. The block follows in a separate frame, empty for a withdrawn offer."""
 
     fetch: int
@@ -82,8 +82,8 @@ class Sent(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_wanted = msgspec.msgpack.Decoder(Wanted).decode
-_decode_sent = msgspec.msgpack.Decoder(Sent).decode
+_decode_request = msgspec.msgpack.Decoder(BlockRequest).decode
+_decode_header = msgspec.msgpack.Decoder(BlockHeader).decode
 
 
 class BlockServer:
@@ -152,12 +152,12 @@ class BlockServer:
             except Exception:  # an unanswerable message must not stop other answers
                 log.exception("KV blocks could not be sent")
 
-    def _read(self, parts: list[zmq.Frame]) -> Wanted | None:
+    def _read(self, parts: list[zmq.Frame]) -> BlockRequest | None:
         """Return the request of a message; None if the message is invalid and was counted."""
         try:
             if len(parts) != 2:
                 raise ValueError("a request has one part, after the name of its sender")
-            wanted = _decode_wanted(parts[1].buffer)
+            wanted = _decode_request(parts[1].buffer)
             if len(wanted.entries) > MAX_REQUESTED:
                 raise ValueError("too many blocks")
         except DECODE_ERRORS:
@@ -177,7 +177,7 @@ class BlockServer:
                 self.num_dropped,
             )
 
-    def answer(self, peer: bytes, wanted: Wanted) -> None:
+    def answer(self, peer: bytes, wanted: BlockRequest) -> None:
         for group, entry in wanted.entries:
             tables = self._tables.get(wanted.offer)
             data = b""
@@ -187,11 +187,13 @@ class BlockServer:
                 data = self._blocks.read(group, tables[group][entry])
             # A block that was released while it was read may have been overwritten.
             withdrawn = wanted.offer not in self._tables
-            self.send(peer, Sent(wanted.fetch, group, entry, withdrawn), b"" if withdrawn else data)
+            self.send(
+                peer, BlockHeader(wanted.fetch, group, entry, withdrawn), b"" if withdrawn else data
+            )
             if withdrawn:
                 return
 
-    def send(self, peer: bytes, sent: Sent, data: bytes) -> None:
+    def send(self, peer: bytes, sent: BlockHeader, data: bytes) -> None:
         # A receiver that is gone or does not read gets nothing, and computes the tokens itself.
         with contextlib.suppress(zmq.ZMQError):
             frames = [peer, _encode(sent), data]
@@ -294,7 +296,7 @@ class _Peer:
         protect_connector(self._socket, secret)
         self._monitor = self._socket.get_monitor_socket(BROKEN | zmq.EVENT_CONNECTED)
         self._file: int | None = None  # of the connection
-        self._whole_bytes = 0  # that it had received at the last whole message
+        self._whole_bytes = 0  # bytes received up to the last whole message
         self._max_bytes = 4 * QUEUED_BYTES + largest_bytes
         self._socket.connect(endpoint)
 
@@ -303,7 +305,7 @@ class _Peer:
         self._monitor.close(linger=0)
         self._socket.close()
 
-    def ask(self, wanted: Wanted) -> bool:
+    def send_request(self, wanted: BlockRequest) -> bool:
         if self.problem is not None:
             return False
         try:
@@ -326,7 +328,7 @@ class _Peer:
             try:
                 if len(parts) != 2:
                     raise ValueError("a block message must have two frames")
-                sent, data = _decode_sent(parts[0].buffer), parts[1].buffer
+                sent, data = _decode_header(parts[0].buffer), parts[1].buffer
             except DECODE_ERRORS:
                 self.problem = TransferError(f"{self.endpoint} has sent an invalid message")
                 break
@@ -341,7 +343,7 @@ class _Peer:
             self._whole_bytes = bytes_received(self._file) or 0
 
     def check(self) -> None:
-        """Notice a connection that has broken, or that receives a message without an end."""
+        """Set `problem` if the connection has broken, or if it receives an endless message."""
         while self.problem is None and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_CONNECTED:
@@ -371,12 +373,12 @@ class _SocketCopy(Copy):
         self._targets = {
             (group, entry): target for group, wanted in enumerate(pairs) for entry, target in wanted
         }
-        self._to_ask = list(self._targets)[::-1]  # last first
+        self._to_request = list(self._targets)[::-1]  # last first
         self._awaited_bytes = 0
         self._problem: TransferError | None = None
-        self._heard_s = monotonic()
+        self._last_data_s = monotonic()
 
-    def take(self, sent: Sent, data: memoryview) -> None:
+    def take(self, sent: BlockHeader, data: memoryview) -> None:
         """Receive a block."""
         target = self._targets.get((sent.group, sent.entry))
         if target is None or self._problem is not None:
@@ -396,17 +398,17 @@ class _SocketCopy(Copy):
             del self._targets[sent.group, sent.entry]
             self._awaited_bytes -= size
             self.num_bytes += size
-            self._heard_s = monotonic()
+            self._last_data_s = monotonic()
 
     def advance(self, max_bytes: int | None) -> bool:
         peer = self._peer
-        self._ask()
+        self._request_more()
         took_all = peer.take(max_bytes)
-        self._ask()
+        self._request_more()
         if self._problem is None and self._targets:
             if peer.problem is not None:
                 self._problem = peer.problem
-            elif took_all and monotonic() - self._heard_s > self._timeout_s:
+            elif took_all and monotonic() - self._last_data_s > self._timeout_s:
                 self._problem = StalledError(
                     f"nothing has come from {peer.endpoint} for {self._timeout_s:g} s, and "
                     f"{len(self._targets)} blocks are missing"
@@ -419,20 +421,20 @@ class _SocketCopy(Copy):
         self.abandon()  # messages that are still on their way are ignored
         return True
 
-    def _ask(self) -> None:
+    def _request_more(self) -> None:
         """Fill the window with requests, in few messages."""
         if 2 * self._awaited_bytes > WINDOW_BYTES:
             return
         entries: list[tuple[int, int]] = []
         awaited = self._awaited_bytes
-        while self._to_ask and awaited < WINDOW_BYTES and len(entries) < MAX_REQUESTED:
-            entries.append(self._to_ask.pop())
+        while self._to_request and awaited < WINDOW_BYTES and len(entries) < MAX_REQUESTED:
+            entries.append(self._to_request.pop())
             awaited += self._offer.block_bytes[entries[-1][0]]
-        wanted = Wanted(self._key, self._fetch, self._offer.number, entries)
-        if entries and self._peer.ask(wanted):
+        wanted = BlockRequest(self._key, self._fetch, self._offer.number, entries)
+        if entries and self._peer.send_request(wanted):
             self._awaited_bytes = awaited
         else:
-            self._to_ask += entries[::-1]
+            self._to_request += entries[::-1]
 
     def abandon(self) -> None:
         self._peer.copies.pop(self._fetch, None)

@@ -293,8 +293,7 @@ class Fetch:
 
 
 class KVTransfer:
-    """The transfer endpoint of one engine: offers its blocks and fetches blocks of other
-    engines."""
+    """The transfer endpoint of one engine: offers and fetches blocks."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`TransportConfig`, and the transports that an engine has under these settings."""
+"""`TransportConfig`, and the transports of an engine with these settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`KVUsage`: what the token slots of a pool or of a tier hold."""
+"""`KVUsage`: the number of token slots of a pool or a tier, by use."""
 
 from __future__ import annotations
 

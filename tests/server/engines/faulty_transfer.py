@@ -10,7 +10,7 @@ from typing import Any
 
 from twostroke.config import EngineConfig
 from twostroke.engine.build import Engine, build_core_engine
-from twostroke.kv.sockets import BlockServer, Sent, Wanted
+from twostroke.kv.sockets import BlockHeader, BlockRequest, BlockServer
 from twostroke.kv.transfer import KVTransfer, Offer
 
 BUILDER = "tests.server.engines.faulty_transfer:build"
@@ -27,13 +27,13 @@ def fault() -> tuple[str, float]:
 class FaultyServer(BlockServer):
     """A socket transport that sends damaged bytes."""
 
-    def answer(self, peer: bytes, wanted: Wanted) -> None:
-        self._held: list[tuple[bytes, Sent, bytes]] = []
+    def answer(self, peer: bytes, wanted: BlockRequest) -> None:
+        self._held: list[tuple[bytes, BlockHeader, bytes]] = []
         super().answer(peer, wanted)
         for one in reversed(self._held):
             super().send(*one)
 
-    def send(self, peer: bytes, sent: Sent, data: bytes) -> None:
+    def send(self, peer: bytes, sent: BlockHeader, data: bytes) -> None:
         name, value = fault()
         if name == "delayed":
             sleep(value)

@@ -1,8 +1,8 @@
-"""The kernels in Triton. `reference` defines each of them. Importing this package needs triton.
+"""The Triton kernels. `kernels/reference.py` defines their results. This package imports triton.
 
-Every launch may be captured in a CUDA graph: grids follow from shapes and from numbers the host
-knows, lengths are read on the device, and nothing is specialised on a value that changes from step
-to step, so that what was compiled at start serves every step.
+Every launch may be captured in a CUDA graph: grids depend only on shapes and on numbers that the
+host knows, and kernels read lengths on the device. No kernel is specialised on a value that changes
+from step to step, so that no step compiles a kernel after the start.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Masks, penalties, biases and bans of requests, on the device: one launch over the samples that
-ask for them.
+"""Masks, penalties, biases and bans on the device, in one launch for all samples that have any.
 
-    every tile of every sample:  raw logits ─▶ masks ─▶ penalties ─▶ fp32
-                                 the biased tokens of the tile once more, with their bias
-                                 the banned tokens of the tile: -inf
+    each tile of each sample:  1. raw logits ─▶ masks ─▶ penalties ─▶ fp32
+                               2. the tile's tokens with a bias are computed again, with the bias
+                               3. the tile's banned tokens become -inf
 
 Masks and bans set a logit to -inf, so the only order that matters is biases before penalties.
 `kernels/reference_sampling.py` defines the functions, `kernels/sampling_table.py` the tables.
@@ -82,7 +81,7 @@ def advance_tokens(
 
 @cache
 def _adjust_variant(vocab: int) -> Variant:
-    # Without fused multiply-adds the results are the definition's, bit for bit.
+    # Without fused multiply-adds the results are bit-identical to the reference.
     return Variant(_adjust, VOCAB=vocab, TILE=TILE, num_warps=4, enable_fp_fusion=False)
 
 
@@ -134,7 +133,7 @@ def _adjust(
     num_bans = tl.load(fields + NUM_BANS * count)
     listed = lists + row * LISTS_WIDTH
     if num_biases > 0:
-        tl.debug_barrier()  # all threads' stores before one of them stores a token again
+        tl.debug_barrier()  # the stores of all threads must end before a token is stored again
         which = tl.arange(0, MAX_BIASES)
         biased = tl.load(listed + which, mask=which < num_biases, other=-1)
         mine = (biased >= first) & (biased < first + TILE)
@@ -204,7 +203,7 @@ def _masked_and_penalised(
         repetition = tl.load(fields + REPETITION * count).to(tl.float32, bitcast=True)
         frequency = tl.load(fields + FREQUENCY * count).to(tl.float32, bitcast=True)
         presence = tl.load(fields + PRESENCE * count).to(tl.float32, bitcast=True)
-        # A count has a bit for a token of the prompt; the bits of MAX_WRITTEN count the output.
+        # A count is nonzero for tokens of the prompt and the output; see `IN_PROMPT`.
         packed = tl.load(counts + row * VOCAB + token, mask=inside, other=0).to(tl.int32)
         written = packed & MAX_WRITTEN
         by = tl.zeros_like(logit) + repetition

@@ -1,4 +1,4 @@
-"""`CudaKernels`: the operations of a forward, those in Triton in place of the reference ones."""
+"""`CudaKernels`: the reference operations, most of them overridden by Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Decode attention: one query a sequence or a few, split along the context.
+"""Decode attention in Triton: one or a few queries for each sequence, with the context split
+between programs.
 
     program (KV head, split, sequence):  tables[row] ─▶ pages ─▶ keys ─▶ softmax ─▶ values
-                                         the last split to finish merges them all
+                                         the last split to finish merges the results of all splits
 
-The query heads of a KV head share one tile, so that keys and values are read once; so do the tokens
-of a row that has several. Each program reads its sequence's length on the device: one captured
-launch serves every context. Cached elements are converted to the queries' type; the scales of int8
-multiply the scores and the softmax's weights, which are fewer.
+One query tile has all query heads of a KV head, and all tokens of the row, so that keys and values
+are read once. Each program reads the length of its sequence on the device, so one captured launch
+serves every context length. Cache elements are converted to the queries' dtype. The scales of int8
+multiply the scores and the softmax weights, which are fewer than the elements.
 
-`rope_decode_attention` begins one launch earlier, with the output of the QKV product: see
-`new_token.py`.
+`rope_decode_attention` also does the norm, rope and KV store before attention: see `new_token.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from twostroke.kernels.cuda.kv_dtypes import (
     to_operand,
 )
 from twostroke.kernels.cuda.launch import Launch, Variant
-from twostroke.kernels.cuda.new_token import NewToken, queries_of_new
+from twostroke.kernels.cuda.new_token import NewToken, norm_rope_store_new_kv
 from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import power_of_two
 from twostroke.kernels.cuda.splits import (
@@ -52,15 +52,15 @@ from twostroke.kernels.records import (
 )
 from twostroke.kernels.reference import Attend
 
-ONE_TILE_SPLITS = 32  # from here on a split of a short context is one tile
+ONE_TILE_SPLITS = 32  # with this many splits, a split of a short context is one tile
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    tile: int  # cached positions of one step of the loop
+    tile: int  # cached positions of one iteration
     num_warps: int
     num_stages: int
-    min_tiles: int = 2  # tiles of a split, where the context has as many
+    min_tiles: int = 2  # minimum tiles of a split, if the context has as many
 
 
 def tiles_held(tile: int, head_bytes: int) -> int:
@@ -69,10 +69,10 @@ def tiles_held(tile: int, head_bytes: int) -> int:
 
 
 def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> DecodeTuning:
-    """Choose the tuning of 16-bit and 32-bit caches. Few programs have more tiles in flight each;
-    many programs share a multiprocessor, where one computes while another loads. Where a short
-    context has a program for every tile, the smallest programs are the fastest, since they begin
-    while the previous product still runs."""
+    """Choose the tuning for 16-bit and 32-bit caches. With few programs, each program has more
+    tiles in flight. With many programs, several share a multiprocessor, and one computes while
+    another loads. If each tile of a short context has its own program, the smallest programs are
+    the fastest, because they can start while the previous product still runs."""
     few = programs <= PROGRAMS_PER_SM * num_sms
     if head_bytes <= 256:
         if not few:
@@ -88,9 +88,9 @@ def tuning(head_bytes: int, programs: int, splits: int, num_sms: int) -> DecodeT
 def tuning_8_bit(
     head_bytes: int, programs: int, splits: int, num_sms: int, queries: int
 ) -> DecodeTuning:
-    """Choose the tuning of 8-bit heads of at most 128 channels. Conversions and exchanges between
-    warps take the time here: many programs of two warps, or few programs with more positions a
-    step. Several queries leave no registers for more."""
+    """Choose the tuning for 8-bit heads of at most 128 channels. Conversions and exchanges between
+    warps take most of the time, so programs have two warps, or larger tiles if there are few
+    programs. With several queries there are too few registers for larger tiles."""
     if queries > 1:
         return DecodeTuning(64, 4, 3, 2)
     if programs <= PROGRAMS_PER_SM * num_sms and splits < ONE_TILE_SPLITS:
@@ -107,11 +107,12 @@ def decode_attention(
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of the decode rows to `out`, [rows · queries, H, D]; zeros where the length is 0.
+    """Write the attention of the decode rows to `out`, [rows · queries, H, D]; zeros for a row of
+    length 0.
 
-    A length counts the entries of all the row's queries: query j sees `length` − (queries − 1 − j),
-    of these the last `window`. The scratch is for as many tokens or more, and as many splits or
-    more.
+    A row's length includes the entries of all its queries: query j sees the first
+    `length` − (queries − 1 − j) entries, and of these the last `window`. The scratch may be larger
+    than needed, in tokens and in splits.
     """
     make_launch(q, kv, rule, work, out, context)()
     return out
@@ -120,7 +121,8 @@ def decode_attention(
 def bind_decode_attention(
     q: torch.Tensor, kv: KVView, rule: AttentionRule, work: DecodeWork, *, out: torch.Tensor
 ) -> Attend:
-    """Prepare `decode_attention` for any layer whose cache and rule are like those given here."""
+    """Prepare `decode_attention` for layers whose caches and rules differ from `kv` and `rule` only
+    in memory and sinks."""
     return make_launch(q, kv, rule, work, out).over
 
 
@@ -135,16 +137,16 @@ def rope_decode_attention(
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`rope_store` and `decode_attention` of [B, (H + 2K) · D] in one launch. Each token is the
-    last of its row's `lengths` cache entries, in a block that is in no other table. It is stored in
-    its slot, or nowhere if the slot is < 0."""
+    """Compute `rope_store` and `decode_attention` of [B, (H + 2K) · D] in one launch. Each token is
+    the last of the `lengths` cache entries of its row, in a block that no other table contains. A
+    token with a slot < 0 is not stored."""
     q, new = heads_of_new(qkv, kv), NewToken(rope, positions)
     make_launch(q, kv, rule, work, out, context, new)()
     return out
 
 
 def heads_of_new(qkv: torch.Tensor, kv: KVView) -> torch.Tensor:
-    """Return the query heads that the QKV product has left, [B, H, D], not normed or rotated."""
+    """Return the query heads in the output of the QKV product, [B, H, D], before norm and rope."""
     heads = qkv.unflatten(1, (-1, kv.keys.shape[-1]))
     return heads[:, : heads.shape[1] - 2 * kv.keys.shape[2]]
 
@@ -159,7 +161,8 @@ def make_launch(
     new: NewToken | None = None,
     tuned: DecodeTuning | None = None,
 ) -> Launch:
-    """Build the launch. `new`: the queries are still to be made from the heads in `q`."""
+    """Build the launch. `new`: the kernel also applies norm and rope to the heads in `q`, and
+    stores the new keys and values."""
     keys, queries, splits = kv.keys, work.queries, work.splits
     (tokens, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, keys.shape
     q_strides, out_strides, strides = q.stride(), out.stride(), keys.stride()
@@ -188,12 +191,12 @@ def make_launch(
         NOT_NEW if new is None else _new_shape(new.rope),
         tuned,
     )
-    made, eps = (NO_TENSORS, 0.0) if new is None else (_new_tensors(new, kv), new.rope.norm_eps)
+    extra, eps = (NO_TENSORS, 0.0) if new is None else (_new_tensors(new, kv), new.rope.norm_eps)
     where = (q, keys, kv.values, rule.sinks, kv.tables, work.rows, work.lengths, out)
     return Launch(
         variant.for_context(context),
         (num_kv_heads, splits, batch),
-        (*where, *work.scratch, *made),
+        (*where, *work.scratch, *extra),
         (rule.window or 0, splits),
         (
             eps,
@@ -208,7 +211,7 @@ def make_launch(
 
 
 class _DecodeShape(NamedTuple):
-    """The sizes and features that the kernel is compiled for, besides its tuning."""
+    """The sizes and features for which the kernel is compiled, besides its tuning."""
 
     group: int  # query heads of a KV head
     queries: int
@@ -221,8 +224,7 @@ class _DecodeShape(NamedTuple):
 
 
 class _NewShape(NamedTuple):
-    """The sizes and features of the part that makes the queries, where they are still to be
-    made."""
+    """The sizes and features of norm, rope and KV store in the kernel."""
 
     is_new: bool
     half: int  # channel pairs that rotate
@@ -253,11 +255,11 @@ def _variant(shape: _DecodeShape, new: _NewShape, tuned: DecodeTuning) -> Varian
     members = shape.group * shape.queries
     block_m = max(16, power_of_two(members + 1 if new.is_new else members))
     block_members, block_dim = power_of_two(members), max(16, power_of_two(shape.dim))
-    # So that a thread's registers hold its part of the result, and what is merged at one time.
-    num_warps, merged = tuned.num_warps, 128
+    # A thread's registers must hold its part of the result, and of the splits merged at one time.
+    num_warps, registers = tuned.num_warps, 128
     if shape.queries > 1:
-        num_warps, merged = max(num_warps, min(16, block_m * block_dim // 1024)), 32
-    together = num_warps * 32 * merged // (block_members * block_dim)
+        num_warps, registers = max(num_warps, min(16, block_m * block_dim // 1024)), 32
+    max_merged = num_warps * 32 * registers // (block_members * block_dim)
     return Variant(
         _decode,
         GROUP=shape.group,
@@ -270,7 +272,7 @@ def _variant(shape: _DecodeShape, new: _NewShape, tuned: DecodeTuning) -> Varian
         TILE=tuned.tile,
         MIN_TILES=tuned.min_tiles,
         MAX_SPLITS=MAX_SPLITS,
-        MERGE=max(1, min(16, together)),
+        MERGE=max(1, min(16, max_merged)),
         BLOCK_MEMBERS=block_members,
         SPLIT=shape.split,
         WINDOW=shape.window,
@@ -354,24 +356,24 @@ def _decode(
     first_tile = first // TILE
     last_tile = tl.cdiv(length, TILE)
     share = tl.maximum(tl.cdiv(last_tile - first_tile, splits), MIN_TILES)
-    active = tl.cdiv(last_tile - first_tile, share)  # splits that have any
+    active = tl.cdiv(last_tile - first_tile, share)  # splits that have tiles
     begin = first_tile + split * share
     end = tl.minimum(begin + share, last_tile)
 
     member = tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_DIM)
-    real = (member < MEMBERS)[:, None] & (channel < DIM)[None, :]
+    is_query = (member < MEMBERS)[:, None] & (channel < DIM)[None, :]
     out_at = query_at(sequence, kv_head, member, out_stride, out_head_stride, GROUP, QUERIES)
     out_at = out + out_at[:, None] + channel[None, :]
     if split == 0 and length == 0:
-        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_DIM], out.dtype.element_ty), mask=real)
+        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_DIM], out.dtype.element_ty), mask=is_query)
     if begin < end:
-        # A tile's pages are asked for a tile ahead: the compiler then has all its stages for keys
-        # and values.
+        # The page numbers of a tile are loaded one tile ahead, so that the compiler uses all
+        # pipeline stages for keys and values.
         position = begin * TILE + tl.arange(0, TILE)
         page = tl.load(table + position // PAGE, mask=position < length, other=0)
         if NEW:
-            query_tile = queries_of_new(
+            query_tile = norm_rope_store_new_kv(
                 q + sequence * q_stride,
                 kv_head,
                 tl.num_programs(0),
@@ -400,17 +402,17 @@ def _decode(
             )
         else:
             q_at = query_at(sequence, kv_head, member, q_stride, q_head_stride, GROUP, QUERIES)
-            query_tile = tl.load(q + q_at[:, None] + channel[None, :], mask=real, other=0.0)
-        asm: tl.constexpr = query_tile.dtype == tl.bfloat16
+            query_tile = tl.load(q + q_at[:, None] + channel[None, :], mask=is_query, other=0.0)
+        use_asm: tl.constexpr = query_tile.dtype == tl.bfloat16
         query_tile = operand_of(query_tile, keys)
-        kind: tl.constexpr = keys.dtype.element_ty
-        scaled: tl.constexpr = kind == tl.int8
-        # Values of 8-bit types are read two channels at a time: so small, the hardware could not
-        # turn them for the product over positions.
-        narrow: tl.constexpr = kind.primitive_bitwidth == 8 and query_tile.dtype == tl.float16
+        kv_dtype: tl.constexpr = keys.dtype.element_ty
+        scaled: tl.constexpr = kv_dtype == tl.int8
+        # 8-bit values are loaded as pairs of channels (int16), because the hardware cannot
+        # transpose 8-bit elements for the product over positions.
+        narrow: tl.constexpr = kv_dtype.primitive_bitwidth == 8 and query_tile.dtype == tl.float16
         paired: tl.constexpr = narrow and DIM % 2 == 0 and BLOCK_DIM >= 32
         num_kv_heads = tl.num_programs(0)
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if paired:
             pair = tl.arange(0, BLOCK_DIM // 2)
@@ -419,9 +421,9 @@ def _decode(
             odd_sums = tl.zeros([BLOCK_M, BLOCK_DIM // 2], tl.float32)
         else:
             sums = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-        if SINKS:  # counted once: by the first split, which always has keys
+        if SINKS:  # only the first split counts the sink; it always has keys
             head = kv_head * GROUP + member % GROUP
-            best, total = sink_of(sinks + head, (member < MEMBERS) & (split == 0))
+            max_score, total = sink_of(sinks + head, (member < MEMBERS) & (split == 0))
         unit = unit_of(scale, SOFTCAP)
         for tile in tl.range(begin, end):
             position = tile * TILE + tl.arange(0, TILE)
@@ -449,10 +451,10 @@ def _decode(
             mask = inside[:, None] & (channel < DIM)[None, :]
             if paired:
                 key = tl.load(keys + at, mask=mask, other=0.0)
-                key = to_operand(key, query_tile.dtype, asm)
+                key = to_operand(key, query_tile.dtype, use_asm)
                 mask = inside[:, None] & (pair < DIM // 2)[None, :]
                 pairs = tl.load(value_pairs + pair_at, mask=mask, other=0)
-                value, odd_value = pair_to_operands(pairs, kind, asm)
+                value, odd_value = pair_to_operands(pairs, kv_dtype, use_asm)
             else:
                 key = tl.load(keys + at, mask=mask, other=0.0).to(query_tile.dtype)
                 value = tl.load(values + at, mask=mask, other=0.0).to(query_tile.dtype)
@@ -461,26 +463,26 @@ def _decode(
                 score = score * key_scale[None, :]
             score = capped(score, scale, softcap, SOFTCAP)
             score = tl.where(visible, score, float("-inf"))
-            # Each tile has a position that a single query sees: `above` is finite. Of several
-            # queries one may see nothing of the first tiles or of the last.
-            above = tl.maximum(best, tl.max(score, axis=1) * unit)
-            floor = above
+            # A single query sees a position of each tile, so `new_max` is finite. One of several
+            # queries may see no position of the first or the last tiles.
+            new_max = tl.maximum(max_score, tl.max(score, axis=1) * unit)
+            finite_max = new_max
             if QUERIES > 1:
-                floor = tl.where(above == float("-inf"), 0.0, above)
-            share_of = tl.exp2(score * unit - floor[:, None])
-            fade = tl.exp2(best - floor)
-            total = total * fade + tl.sum(share_of, axis=1)
-            sums = sums * fade[:, None]
-            if scaled:  # by the largest value, almost: what fp16 has, where the model does
-                share_of = share_of * (value_scale * 128.0)[None, :]
+                finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(score * unit - finite_max[:, None])
+            rescale = tl.exp2(max_score - finite_max)
+            total = total * rescale + tl.sum(weights, axis=1)
+            sums = sums * rescale[:, None]
+            if scaled:  # value_scale · 128 is nearly the head's absmax, which is in fp16's range
+                weights = weights * (value_scale * 128.0)[None, :]
             if paired:
-                share_of = share_of.to(value.dtype)
-                odd_sums = tl.dot(share_of, odd_value, odd_sums * fade[:, None])
-            sums = tl.dot(share_of.to(value.dtype), value, sums, input_precision="tf32x3")
-            best = above
+                weights = weights.to(value.dtype)
+                odd_sums = tl.dot(weights, odd_value, odd_sums * rescale[:, None])
+            sums = tl.dot(weights.to(value.dtype), value, sums, input_precision="tf32x3")
+            max_score = new_max
         if paired:
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_M, BLOCK_DIM])
-            sums = sums * pair_unit(kind, asm)
+            sums = sums * pair_unit(kv_dtype, use_asm)
         if scaled:
             sums = sums * 0.0078125
         if QUERIES > 1:
@@ -490,9 +492,9 @@ def _decode(
         if SPLIT:
             lines = sequence.to(tl.int64) * tl.num_programs(0) + kv_head
             into = (lines * MEMBERS + member) * splits + split
-            tl.store(partial + into[:, None] * DIM + channel[None, :], sums, mask=real)
-            tl.store(lse + into, best + tl.log2(total), mask=member < MEMBERS)
-            # All threads' stores before the count that publishes them.
+            tl.store(partial + into[:, None] * DIM + channel[None, :], sums, mask=is_query)
+            tl.store(lse + into, max_score + tl.log2(total), mask=member < MEMBERS)
+            # The stores of all threads must come before the count that publishes them.
             tl.debug_barrier()
             if tl.atomic_add(arrived + lines, 1, sem="acq_rel") == active - 1:
                 tl.store(arrived + lines, 0)
@@ -513,4 +515,4 @@ def _decode(
                     MERGE,
                 )
         else:
-            tl.store(out_at, sums.to(out.dtype.element_ty), mask=real)
+            tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_query)

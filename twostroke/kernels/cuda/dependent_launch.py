@@ -1,10 +1,10 @@
 """Programmatic dependent launch (PDL): a launch is set up while the previous one still runs.
 
-    linear ──▶│ norm │──▶ linear        with PDL the programs are there already, and wait
+    linear ──▶│ norm │──▶ linear        with PDL the next programs have started, and wait
 
-With few tokens a step is a chain of hundreds of short launches, and the memory is idle between two
-of them. No result depends on the launch mode. A kernel that can wait has a constant `DEPENDENT`,
-which `launch.py` sets by the step context.
+With few tokens a step is a chain of hundreds of short launches, and without PDL the memory is idle
+between two launches. No result depends on the launch mode. Kernels that support PDL have a constant
+`DEPENDENT`, which `launch.py` sets from the step context.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OPTIONS = {CONSTANT: True, "launch_pdl": True}  # of a dependent launch
 
 @triton.jit
 def fetch_to_l2(at, SIZE: tl.constexpr):
-    """Fetch the SIZE bytes at each address into the L2 cache, from memory that no earlier launch
-    writes: the memory is idle until those launches end. Nothing waits for the fetch."""
+    """Start to fetch the SIZE bytes at each address into the L2 cache. No earlier launch may write
+    these bytes, so a dependent launch can fetch them before it waits."""
     sizes = tl.full(at.shape, SIZE, tl.int32)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -34,7 +34,7 @@ def fetch_to_l2(at, SIZE: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Wait for the launches before this one; nothing that they write may be read before."""
+    """Wait for the earlier launches. Their results must not be read before."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()

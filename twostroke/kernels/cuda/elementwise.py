@@ -1,10 +1,10 @@
-"""Norms and gated activations: one pass over the data, rounded where the definition rounds.
+"""Norms and gated activations in one pass over the data, rounded as in `kernels/reference.py`.
 
-    rms_norm(x, w)           (normed in fp32, rounded to w's type, times w), rounded to x's type;
-                             and then quantised, if what reads it wants that
+    rms_norm(x, w)           norm in fp32, rounded to w's dtype, times w, rounded to x's dtype; then
+                             quantised, if the caller requests this
     act_and_mul([gate, up])  act(gate), rounded, times up; `ClampedSwiglu` is rounded once
 
-A norm's weight may be fp32 beside bf16 or fp16 activations; then nothing is rounded before the end.
+If the weight of a norm is fp32 and the activations are bf16 or fp16, only the result is rounded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from twostroke.kernels.w8a8 import LARGEST, SMALLEST_SCALE, QuantizedActivations
 
 TILE = 2048  # elements of one program: two 16-byte loads of a thread in flight
 
-# A number below 2^22 that is added to it is rounded to the nearest whole one, even of two.
+# Adding this constant to a number below 2^22 rounds the number to an integer, half to even.
 ROUNDING = tl.constexpr(1.5 * 2.0**23)
-QUANTISED_ROOM = 128  # rows, of a tile
+QUANTISED_ROOM = 128  # rows of a tile
 
 
 def rms_norm(
@@ -48,8 +48,8 @@ def add_rms_norm(
     *,
     to: torch.dtype | None = None,
 ) -> torch.Tensor | QuantizedActivations:
-    """Return the norm of `residual + x`, [T, N]; the sum, rounded, replaces `residual`. `to`: the
-    type that the norm is quantised to."""
+    """Add x to `residual`, [T, N], in place, and return the norm of the sum. `to`: return the norm
+    quantised to this dtype."""
     assert residual.stride(1) == 1
     if to is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -64,11 +64,11 @@ def add_rms_norm(
 def quantised_values(
     rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return memory for quantised rows, with room behind them up to a whole tile.
+    """Return memory for quantised rows, padded to a whole tile of rows.
 
-    `w8a8_hopper.py` fetches whole tiles. What it fetches behind the rows is not used, but takes as
-    long as rows: programs with the same lines of a weight then ask for these lines at the same
-    time, and the L2 reads them once."""
+    `w8a8_hopper.py` fetches whole tiles. The padding is not used, but its fetch takes as long as
+    the fetch of rows: programs with the same part of the weight then fetch it at the same time, and
+    the L2 cache reads it once."""
     room = ceil_div(rows, QUANTISED_ROOM) * QUANTISED_ROOM if rows > QUANTISED_ROOM // 2 else rows
     return torch.empty(room, width, dtype=dtype, device=device)[:rows]
 
@@ -84,10 +84,10 @@ def _norm(
 ) -> None:
     (rows, width), (stride, channel_stride) = x.shape, x.stride()
     assert channel_stride == 1
-    together = _rows_of_a_program(width)
+    rows_each = _rows_of_a_program(width)
     max_value = 0.0 if out_scale is None else LARGEST[out.dtype]
     _norm_variant(width, residual is not None, max_value)(
-        (ceil_div(rows, together),),
+        (ceil_div(rows, rows_each),),
         (x, residual, weight, out, out_scale),
         (rows,),
         (eps, stride, stride if residual is None else residual.stride(0), out.stride(0)),
@@ -117,11 +117,11 @@ def _norm_variant(width: int, add: bool, max_value: float) -> Variant:
 def act_and_mul(
     gate_up: torch.Tensor, activation: Activation, context: StepContext = DEFAULT_CONTEXT
 ) -> torch.Tensor:
-    """[T, 2N] → [T, N]: the activation of the first half, times the second."""
+    """Return activation(first half) · (second half) of [T, 2N], as [T, N]."""
     assert gate_up.stride(1) == 1
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    # Tokens along the grid's x: its y ends at 65,535.
+    # Tokens are the grid's first dimension, because the second is at most 65,535.
     grid, strides = (rows, ceil_div(width, TILE)), (gate_up.stride(0), out.stride(0))
     _act_variant(width, activation)(grid, (gate_up, out), (), strides, context)
     return out
@@ -139,7 +139,7 @@ def _act_variant(width: int, activation: Activation) -> Variant:
 
 
 def _warps(block: int) -> int:
-    """Return the number of warps for sixteen bytes a load and two or more loads a thread."""
+    """Return the number of warps with which each thread has at least two loads of 16 bytes."""
     return min(max(block // 512, 2), 16)
 
 
@@ -168,15 +168,15 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < WIDTH)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)
-    wide = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    x_fp32 = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         at = residual + row * residual_stride + column
-        total = wide + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        total = x_fp32 + tl.load(at, mask=mask, other=0.0).to(tl.float32)
         rounded = total.to(residual.dtype.element_ty)
         tl.store(at, rounded, mask=mask)
-        wide = rounded.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
-    result = times_weight(wide * inverse, scale, x.dtype.element_ty)
+        x_fp32 = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x_fp32 * x_fp32, axis=1, keep_dims=True) / WIDTH + eps)
+    result = times_weight(x_fp32 * inverse, scale, x.dtype.element_ty)
     if out_scale is not None:
         result, unit = quantised_rows(result, out.dtype.element_ty, MAX_VALUE, MIN_SCALE)
         tl.store(out_scale + row, unit, mask=row < num_rows)
@@ -184,22 +184,22 @@ def _rms_norm(
 
 
 @triton.jit
-def quantised_rows(rows, kind: tl.constexpr, MAX_VALUE: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """Quantise [rows, channels] to e4m3 or int8, and return the scales too, [rows, 1]."""
-    wide = rows.to(tl.float32)
-    unit = tl.maximum(tl.max(tl.abs(wide), axis=1, keep_dims=True) / MAX_VALUE, MIN_SCALE)
-    small = tl.minimum(tl.maximum(wide / unit, -MAX_VALUE), MAX_VALUE)
-    if kind == tl.int8:
-        small = (small + ROUNDING) - ROUNDING
-    return small.to(kind), unit
+def quantised_rows(rows, dtype: tl.constexpr, MAX_VALUE: tl.constexpr, MIN_SCALE: tl.constexpr):
+    """Quantise [rows, channels] to e4m3 or int8. Return the values and the scales, [rows, 1]."""
+    x_fp32 = rows.to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(x_fp32), axis=1, keep_dims=True) / MAX_VALUE, MIN_SCALE)
+    scaled = tl.minimum(tl.maximum(x_fp32 / unit, -MAX_VALUE), MAX_VALUE)
+    if dtype == tl.int8:
+        scaled = (scaled + ROUNDING) - ROUNDING
+    return scaled.to(dtype), unit
 
 
 @triton.jit
-def times_weight(normed, weight, kind: tl.constexpr):
-    """Multiply numbers normed in fp32 by the norm's weight, in the weight's type, and convert to
-    `kind`."""
+def times_weight(normed, weight, dtype: tl.constexpr):
+    """Multiply the fp32 result of a norm by the norm's weight, in the weight's dtype, and convert
+    the product to `dtype`."""
     rounded = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
-    return rounded.to(weight.dtype).to(kind)
+    return rounded.to(weight.dtype).to(dtype)
 
 
 @triton.jit
@@ -220,15 +220,15 @@ def _act_and_mul(
     at = gate_up + row * stride + column
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    kind: tl.constexpr = out.dtype.element_ty
-    result = gate_times_up(gate, up, kind, ACTIVATION)
-    tl.store(out + row * out_stride + column, result.to(kind), mask=mask)
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = gate_times_up(gate, up, dtype, ACTIVATION)
+    tl.store(out + row * out_stride + column, result.to(dtype), mask=mask)
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Apply an activation. Gelu uses erf; the others are x · sigmoid(y): silu has y = x; since 0.5
-    (1 + tanh z) = sigmoid(2z), gelu by tanh has y = 2 √(2/π) (x + 0.044715 x³)."""
+    """Apply an activation. Exact gelu uses erf. The others are x · sigmoid(y): y = x for silu, and
+    y = 2 √(2/π) (x + 0.044715 x³) for gelu_tanh, because 0.5 (1 + tanh z) = sigmoid(2z)."""
     if ACTIVATION == "gelu":
         result = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
     else:
@@ -240,15 +240,15 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gate_times_up(gate, up, kind: tl.constexpr, ACTIVATION: tl.constexpr):
-    """`act_and_mul` of two products in fp32, which are rounded first."""
-    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-    if ACTIVATION[0] == "clamped_swiglu":  # of a name, this is its first letter
+def gate_times_up(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Round two fp32 products to `dtype`, then compute `act_and_mul`."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if ACTIVATION[0] == "clamped_swiglu":  # if ACTIVATION is a string, [0] is its first letter
         ALPHA: tl.constexpr = ACTIVATION[1]
         LIMIT: tl.constexpr = ACTIVATION[2]
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         result = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
     else:
-        result = activated(gate, ACTIVATION).to(kind).to(tl.float32) * up
+        result = activated(gate, ACTIVATION).to(dtype).to(tl.float32) * up
     return result

@@ -175,8 +175,7 @@ def stream_experts(
     stacked: ExpertWeights,
     context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Compute `mix_experts` for few tokens. The weights of an expert are read once for each of its
-    tokens."""
+    """Compute `mix_experts` for few tokens. An expert is read once for each token."""
     (tokens, per_token), (_, hidden, width) = chosen.shape, stacked.down.shape
     inner = torch.empty(tokens * per_token, width, dtype=x.dtype, device=x.device)
     grid = (tokens * per_token * ceil_div(width, UP_COLUMNS),)

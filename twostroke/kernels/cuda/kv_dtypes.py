@@ -1,7 +1,7 @@
-"""Keys and values with 8-bit dtypes in kernels: see `kernels/kv_dtypes.py` for what is stored.
+"""Keys and values with 8-bit dtypes in Triton kernels. `kernels/kv_dtypes.py` defines the formats.
 
-A kernel is compiled for the type of the cache that its pointers have; for the other types nothing
-of this is left in it.
+A kernel is compiled for the dtype of its cache pointers. For 16-bit and 32-bit caches these
+functions compile to nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ def largest_of(x):
 
 @triton.jit
 def quantised(x, largest, to: tl.constexpr):
-    """Return fp32 numbers as elements of the cache. `largest`: the largest magnitude of each row,
-    for int8."""
+    """Quantise fp32 numbers to cache elements. `largest`: absmax of each row, for int8."""
     if to == tl.int8:
-        # From 1.5 · 2²³ on fp32 has no fractions: added and taken away again it rounds to even.
+        # fp32 has no fractions above 1.5 · 2²³, so adding and subtracting it rounds half to even.
         scaled = x * (127.0 / tl.maximum(largest, 1e-30))
         made = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
     else:
@@ -32,7 +31,7 @@ def quantised(x, largest, to: tl.constexpr):
 
 @triton.jit
 def dequantised(elements, largest):
-    """Return the numbers that cached elements stand for, in fp32."""
+    """Dequantise cache elements to fp32."""
     made = elements.to(tl.float32)
     if elements.dtype == tl.int8:
         made = made * (largest / 127.0)
@@ -41,17 +40,17 @@ def dequantised(elements, largest):
 
 @triton.jit
 def scale_at(block, head, slot, num_heads, DIM: tl.constexpr, PAGE: tl.constexpr):
-    """Return the address of the scale of a head and slot. `block`: the address of the block's keys
-    or values."""
+    """Return the address of the scale of a head and slot. `block`: the address of the keys, or of
+    the values, of the block."""
     offset = (PAGE * num_heads * DIM + 15) // 16 * 16
     return (block + offset + (head * PAGE + slot) * 4).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def operand_of(query, cache):
-    """Return queries in the type of their product with cached elements. For 8-bit caches that is
-    fp16: it has all their values, and the conversion to fp16 takes fewer instructions than to
-    bf16."""
+    """Convert queries to the dtype of their product with cache elements. For 8-bit caches this is
+    fp16: it represents all 8-bit values, and the conversion to fp16 takes fewer instructions than
+    to bf16."""
     if cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype == tl.bfloat16:
         wide = query.to(tl.float32)
         query = tl.minimum(tl.maximum(wide, -65504.0), 65504.0).to(tl.float16)
@@ -60,9 +59,9 @@ def operand_of(query, cache):
 
 @triton.jit
 def to_operand(elements, to: tl.constexpr, ASM: tl.constexpr):
-    """Return elements of keys in the type of the queries. `ASM`: the kernel is not interpreted."""
+    """Convert key elements to the dtype of the queries. `ASM`: the kernel is not interpreted."""
     if ASM and elements.dtype == tl.int8:
-        # 1024 + (x + 128) in fp16 is the byte, its sign turned, beside 0x64.
+        # The fp16 number 1024 + (x + 128) has the high byte 0x64 and the low byte x ^ 0x80.
         elements = tl.inline_asm_elementwise(
             """
             {
@@ -87,12 +86,12 @@ def to_operand(elements, to: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def pair_to_operands(pairs, kind: tl.constexpr, ASM: tl.constexpr):
-    """Convert pairs of neighbouring elements of type `kind`, each pair an int16, to two tiles in
-    fp16: the even and the odd elements. Without `ASM` e4m3 comes out as 2⁻⁸ of its value: see
-    `pair_unit`."""
+def pair_to_operands(pairs, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Convert pairs of neighbouring elements of dtype `dtype`, each pair an int16, to two fp16
+    tiles: the even and the odd elements. Without `ASM`, e4m3 elements become 2⁻⁸ times their value;
+    see `pair_unit`."""
     if ASM:
-        if kind == tl.float8e4nv:
+        if dtype == tl.float8e4nv:
             even, odd = tl.inline_asm_elementwise(
                 """
                 {
@@ -111,7 +110,7 @@ def pair_to_operands(pairs, kind: tl.constexpr, ASM: tl.constexpr):
                 is_pure=True,
                 pack=2,
             )
-        elif kind == tl.float8e5:
+        elif dtype == tl.float8e5:
             even, odd = tl.inline_asm_elementwise(
                 """
                 prmt.b32 $0, $2, 0, 0x2404;
@@ -143,22 +142,22 @@ def pair_to_operands(pairs, kind: tl.constexpr, ASM: tl.constexpr):
                 pack=2,
             )
     else:
-        # The byte to the upper half; below it comes nothing.
+        # Move each byte to the high half of an int16; the low half is 0.
         even, odd = (pairs.to(tl.int32) << 8) & 0xFF00, pairs.to(tl.int32) & 0xFF00
-        if kind == tl.int8:
+        if dtype == tl.int8:
             even, odd = (even ^ 0x8000) >> 8 | 0x6400, (odd ^ 0x8000) >> 8 | 0x6400
-        elif kind == tl.float8e4nv:
+        elif dtype == tl.float8e4nv:
             even = (even & 0x8000) | ((even & 0x7F00) >> 1)
             odd = (odd & 0x8000) | ((odd & 0x7F00) >> 1)
         even = even.to(tl.int16).to(tl.float16, bitcast=True)
         odd = odd.to(tl.int16).to(tl.float16, bitcast=True)
-        if kind == tl.int8:
+        if dtype == tl.int8:
             even, odd = even - 1152.0, odd - 1152.0
     return even, odd
 
 
 @triton.jit
-def pair_unit(kind: tl.constexpr, ASM: tl.constexpr):
-    """Return the factor for sums of products with `pair_to_operands`."""
-    unit: tl.constexpr = 256.0 if kind == tl.float8e4nv and not ASM else 1.0
+def pair_unit(dtype: tl.constexpr, ASM: tl.constexpr):
+    """Return the factor that corrects sums of products with the results of `pair_to_operands`."""
+    unit: tl.constexpr = 256.0 if dtype == tl.float8e4nv and not ASM else 1.0
     return unit

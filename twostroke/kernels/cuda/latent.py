@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of decode steps, with the norm, rope and store before it.
+"""Latent attention (MLA) for decode rows, with the norm, rope and KV store before it.
 
     kv_a's row ─┬─ latent   ─▶ norm ─▶ kv, keys[slot]          one launch: `latent_rope_store`
                 └─ rope key ─▶ rope ─▶ kv, keys[slot]
@@ -8,12 +8,12 @@
                                                 ─▶ softmax ─▶ the same latents, as values
     program (channels, head, token):            the splits' results ─▶ one
 
-All heads share the cached vectors, so that heads are the rows of a tile, and a tile of the cache is
-in shared memory once for scores and values. With few heads the bytes of the cache take the time,
-with 128 heads the products: 2 · (2R + rope) operations a head for R + rope cached elements. The
-result of a split is large (fp32, R channels a head): a launch of its own merges the splits, with
-enough programs to read them. A decode step's launches read lengths on the device: one recorded
-launch serves every context. Cached elements are converted to the queries' type.
+All heads share the cached vectors, so a query tile has many heads, and a tile of the cache in
+shared memory serves as keys and as values. With few heads the time is bound by the bytes of the
+cache; with 128 heads by the products: 2 · (2R + rope) operations a head for R + rope elements. The
+result of a split is large (fp32, R channels a head), so a separate launch merges the splits, with
+enough programs to read them. All launches read lengths on the device, so one captured launch serves
+every context length. Cache elements are converted to the queries' dtype.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from twostroke.kernels.records import (
 )
 
 MAX_SPLITS = 128
-SETUP_TILES = 2  # what a program costs beside its tiles: to begin, and to write what it found
+SETUP_TILES = 2  # fixed cost of a program (start, writing results), in the time of tiles
 HEADS = 8  # queries of one program of `latent_rope_store`
 
 
@@ -59,9 +59,9 @@ def latent_rope_store(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Rotate the last channels of q, [T, H, D], in place. Norm the first R channels of `projected`,
-    [T, R + rope], and rotate the others; write both to `out`, which may be `projected`, and to the
-    slots of the cache (nowhere if a slot is < 0)."""
+    """Rotate the last channels of q, [T, H, D], in place. Normalise the first R channels of
+    `projected`, [T, R + rope], and rotate its other channels. Write the result to `out`, which may
+    be `projected`, and to the cache slots that are ≥ 0."""
     (tokens, num_heads, dim), keys, norm = q.shape, kv.keys, rope.k_norm
     assert norm is not None
     assert q.stride(2) == projected.stride(1) == out.stride(1) == keys.stride(3) == 1
@@ -141,36 +141,36 @@ def _latent_rope_store(
         slot = tl.load(slots + token).to(tl.int64)
         stored = slot >= 0
         cached = keys + (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride
-        cached_kind = keys.dtype.element_ty
+        cache_dtype = keys.dtype.element_ty
         channel = tl.arange(0, BLOCK_RANK)
-        there = channel < RANK
-        x = tl.load(from_ + channel, mask=there, other=0.0).to(tl.float32)
-        scale = tl.load(kv_norm + channel, mask=there, other=0.0)
-        key_first, key_second = _turned(from_ + RANK + pair, inside, cosine, sine, HALF)
+        is_channel = channel < RANK
+        x = tl.load(from_ + channel, mask=is_channel, other=0.0).to(tl.float32)
+        scale = tl.load(kv_norm + channel, mask=is_channel, other=0.0)
+        key_first, key_second = _rotated(from_ + RANK + pair, inside, cosine, sine, HALF)
         inverse = tl.rsqrt(tl.sum(x * x, axis=0) / RANK + eps)
         latent = times_weight(x * inverse, scale, kv.dtype.element_ty)
-        tl.store(to + channel, latent, mask=there)
-        tl.store(cached + channel, latent.to(cached_kind), mask=there & stored)
+        tl.store(to + channel, latent, mask=is_channel)
+        tl.store(cached + channel, latent.to(cache_dtype), mask=is_channel & stored)
         tl.store(to + RANK + pair, key_first, mask=inside)
         tl.store(to + RANK + HALF + pair, key_second, mask=inside)
-        tl.store(cached + RANK + pair, key_first.to(cached_kind), mask=inside & stored)
-        tl.store(cached + RANK + HALF + pair, key_second.to(cached_kind), mask=inside & stored)
+        tl.store(cached + RANK + pair, key_first.to(cache_dtype), mask=inside & stored)
+        tl.store(cached + RANK + HALF + pair, key_second.to(cache_dtype), mask=inside & stored)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         mask = inside & (head < NUM_HEADS)
         at = q + token * q_stride + head * q_head_stride + NOPE + pair
-        first, second = _turned(at, mask, cosine, sine, HALF)
+        first, second = _rotated(at, mask, cosine, sine, HALF)
         tl.store(at, first, mask=mask)
         tl.store(at + HALF, second, mask=mask)
 
 
 @triton.jit
-def _turned(at, mask, cosine, sine, HALF: tl.constexpr):
+def _rotated(at, mask, cosine, sine, HALF: tl.constexpr):
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    kind = at.dtype.element_ty
+    dtype = at.dtype.element_ty
     back = second * cosine + first * sine
-    return (first * cosine - second * sine).to(kind), back.to(kind)
+    return (first * cosine - second * sine).to(dtype), back.to(dtype)
 
 
 # ── decode ──────────────────────────────────────────────────────────────────────────────────
@@ -178,19 +178,19 @@ def _turned(at, mask, cosine, sine, HALF: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class LatentDecodeTuning:
-    members: int  # of a tile: heads, of each token of a row
-    tile: int  # cached positions of one step of the loop
-    # The positions are the rows of both products, and the members their columns: the matrix units
-    # of a Hopper take 64 rows at the least, but few columns.
+    members: int  # of a query tile; a member is one head of one token, see `query_at`
+    tile: int  # cached positions of one iteration
+    # Positions are the rows of both products, and members the columns. Hopper's tensor cores need
+    # at least 64 rows, but few columns.
     positions_first: bool
     num_warps: int
     num_stages: int
-    per_sm: int  # programs that a multiprocessor has room for
+    per_sm: int  # programs that fit on a multiprocessor
 
 
 def tuning(members: int, width: int, itemsize: int) -> LatentDecodeTuning:
-    """Choose the tuning for `width` cached channels. `itemsize`: the larger one of queries and
-    cache."""
+    """Choose the tuning for `width` cached channels. `itemsize`: the maximum of the item sizes of
+    queries and cache."""
     if itemsize == 4:
         return LatentDecodeTuning(16, 16, False, 8, 2, 1)
     if members <= 16:
@@ -202,9 +202,8 @@ def tuning(members: int, width: int, itemsize: int) -> LatentDecodeTuning:
 
 @lru_cache(maxsize=4096)
 def latent_decode_splits(batch: int, members: int, width: int, max_len: int, num_sms: int) -> int:
-    """Return the number of parts that each of `batch` contexts is cut into: the number with which
-    the programs end first if every context is the longest. `members`: heads times the tokens of a
-    row."""
+    """Return the number of splits of each of `batch` contexts that gives the shortest time if every
+    context has `max_len` entries. `members`: heads times the tokens of a row."""
     tuned = tuning(members, width, 2)
     programs, places = batch * ceil_div(members, tuned.members), tuned.per_sm * num_sms
     tiles = ceil_div(max_len, tuned.tile)
@@ -226,9 +225,10 @@ def latent_decode_attention(
     out: torch.Tensor,
     tuned: LatentDecodeTuning | None = None,
 ) -> torch.Tensor:
-    """Attention of the decode rows to `out`, [rows · queries, H, R]: queries in the latents' space,
-    [.., H, R], and with rope, [.., H, rope], against the cache, [blocks, block_size, 1, R + rope];
-    zeros where the length is 0. The work is that of `decode_attention`."""
+    """Write the attention of the decode rows to `out`, [rows · queries, H, R]; zeros for a row of
+    length 0. `q`: queries in the space of the latents, [.., H, R]. `q_rope`: the rotated channels
+    of the queries, [.., H, rope]. The cache is [blocks, block_size, 1, R + rope]. `work` is the
+    same as for `decode_attention`."""
     keys, queries, splits, scratch = kv.keys, work.queries, work.splits, work.scratch
     (tokens, num_heads, rank), rope, page = q.shape, q_rope.shape[2], keys.shape[1]
     batch, members = work.rows.shape[0], num_heads * queries
@@ -239,9 +239,9 @@ def latent_decode_attention(
     tuned = tuned or tuning(members, rank + rope, max(q.itemsize, keys.itemsize))
     sizes, has_window = _LatentSizes(num_heads, queries, rank), rule.window is not None
     varying = (rule.window or 0, splits)
-    kinds = (splits > 1, has_window, rule.softcap > 0)
+    features = (splits > 1, has_window, rule.softcap > 0)
     where = (q, q_rope, keys, kv.tables, work.rows, work.lengths, out)
-    _decode_variant(sizes, rope, page, tuned, *kinds)(
+    _decode_variant(sizes, rope, page, tuned, *features)(
         (ceil_div(members, tuned.members), splits, batch),
         (*where, scratch.partial, scratch.lse),
         varying,
@@ -322,8 +322,8 @@ def _merge_variant(sizes: _LatentSizes, block: int, tile: int, has_window: bool)
 
 @triton.jit
 def _tiles(length, window, splits, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return, of a context: the first visible position, its tile, the number of visible tiles, and
-    the number of tiles of each split."""
+    """Return the first visible position of a context, the tile of this position, the number of
+    visible tiles, and the number of tiles of each split."""
     first = 0
     if WINDOW:
         first = tl.maximum(length - (QUERIES - 1) - window, 0)
@@ -387,25 +387,25 @@ def _latent_decode(
 
     member = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     channel = tl.arange(0, BLOCK_RANK)
-    turned = tl.arange(0, BLOCK_ROPE)
-    real = (member < MEMBERS)[:, None]
+    rope = tl.arange(0, BLOCK_ROPE)
+    is_member = (member < MEMBERS)[:, None]
     line = sequence.to(tl.int64)
     out_at = query_at(line, 0, member, out_stride, out_head_stride, NUM_HEADS, QUERIES)
     out_at = out + out_at[:, None] + channel[None, :]
-    is_out = real & (channel < RANK)[None, :]
+    is_out = is_member & (channel < RANK)[None, :]
     if not SPLIT and length == 0:
         tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_RANK], out.dtype.element_ty), mask=is_out)
     if begin < end:
-        # A tile's pages are asked for a tile ahead: the compiler then has all its stages for the
-        # cached vectors.
+        # The page numbers of a tile are loaded one tile ahead, so that the compiler uses all
+        # pipeline stages for the cached vectors.
         position = begin * TILE + tl.arange(0, TILE)
         page = tl.load(table + position // PAGE, mask=position < length, other=0)
         q_at = query_at(line, 0, member, q_stride, q_head_stride, NUM_HEADS, QUERIES)
         query = tl.load(q + q_at[:, None] + channel[None, :], mask=is_out, other=0.0)
         q_at = query_at(line, 0, member, rope_stride, rope_head_stride, NUM_HEADS, QUERIES)
-        is_turned = real & (turned < ROPE)[None, :]
-        query_rope = tl.load(q_rope + q_at[:, None] + turned[None, :], mask=is_turned, other=0.0)
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        is_rope = is_member & (rope < ROPE)[None, :]
+        query_rope = tl.load(q_rope + q_at[:, None] + rope[None, :], mask=is_rope, other=0.0)
+        max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if POSITIONS_FIRST:
             sums = tl.zeros([BLOCK_RANK, BLOCK_M], tl.float32)
@@ -432,9 +432,9 @@ def _latent_decode(
             if RANK != BLOCK_RANK:
                 mask = mask & (channel < RANK)[None, :]
             if ROPE != BLOCK_ROPE:
-                rope_mask = rope_mask & (turned < ROPE)[None, :]
+                rope_mask = rope_mask & (rope < ROPE)[None, :]
             latent = tl.load(at + channel[None, :], mask=mask, other=0.0).to(query.dtype)
-            key = tl.load(at + RANK + turned[None, :], mask=rope_mask, other=0.0).to(query.dtype)
+            key = tl.load(at + RANK + rope[None, :], mask=rope_mask, other=0.0).to(query.dtype)
             if POSITIONS_FIRST:
                 score = tl.dot(latent, tl.trans(query), input_precision="tf32x3")
                 score = tl.dot(key, tl.trans(query_rope), score, input_precision="tf32x3")
@@ -443,22 +443,22 @@ def _latent_decode(
                 score = tl.dot(query_rope, tl.trans(key), score, input_precision="tf32x3")
             score = capped(score, scale, softcap, SOFTCAP)
             score = tl.where(visible, score, float("-inf"))
-            # Each tile has a position that a single query sees: `above` is finite. Of several
-            # queries one may see nothing of the first tiles or of the last.
-            above = tl.maximum(best, tl.max(score, axis=AXIS) * unit)
-            floor = above
+            # A single query sees a position of each tile, so `new_max` is finite. One of several
+            # queries may see no position of the first or the last tiles.
+            new_max = tl.maximum(max_score, tl.max(score, axis=AXIS) * unit)
+            finite_max = new_max
             if QUERIES > 1:
-                floor = tl.where(above == float("-inf"), 0.0, above)
-            share_of = tl.exp2(score * unit - tl.expand_dims(floor, AXIS))
-            fade = tl.exp2(best - floor)
-            total = total * fade + tl.sum(share_of, axis=AXIS)
-            sums = sums * tl.expand_dims(fade, AXIS)
-            share_of = share_of.to(query.dtype)
+                finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(score * unit - tl.expand_dims(finite_max, AXIS))
+            rescale = tl.exp2(max_score - finite_max)
+            total = total * rescale + tl.sum(weights, axis=AXIS)
+            sums = sums * tl.expand_dims(rescale, AXIS)
+            weights = weights.to(query.dtype)
             if POSITIONS_FIRST:
-                sums = tl.dot(tl.trans(latent), share_of, sums, input_precision="tf32x3")
+                sums = tl.dot(tl.trans(latent), weights, sums, input_precision="tf32x3")
             else:
-                sums = tl.dot(share_of, latent, sums, input_precision="tf32x3")
-            best = above
+                sums = tl.dot(weights, latent, sums, input_precision="tf32x3")
+            max_score = new_max
         divisor = total
         if QUERIES > 1:
             divisor = tl.where(total == 0.0, 1.0, total)
@@ -466,10 +466,10 @@ def _latent_decode(
         if POSITIONS_FIRST:
             sums = tl.trans(sums)
         if SPLIT:
-            # Heads of tokens, one after another, as in `out`.
+            # The members of a row are stored in the order of `out`.
             into = (line * MEMBERS + member) * splits + split
             tl.store(partial + into[:, None] * RANK + channel[None, :], sums, mask=is_out)
-            tl.store(lse + into, best + tl.log2(total), mask=member < MEMBERS)
+            tl.store(lse + into, max_score + tl.log2(total), mask=member < MEMBERS)
         else:
             tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
 
@@ -494,7 +494,8 @@ def _merge(
     WINDOW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Merge the results of the splits, each weighted by its share of the whole softmax."""
+    """Merge the results of the splits. The weight of a split is its part of the softmax
+    denominator of the whole context."""
     wait_for_previous(DEPENDENT)
     head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + token // QUERIES).to(tl.int32)
@@ -502,19 +503,19 @@ def _merge(
     active = tl.cdiv(tiles, share)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = (token * NUM_HEADS + head) * splits
-    every = tl.arange(0, MAX_SPLITS)
-    sizes = tl.load(lse + line + every, mask=every < active, other=float("-inf"))
-    best = tl.max(sizes, axis=0)
-    best = tl.where(best == float("-inf"), 0.0, best)  # of a length of 0
-    total = tl.sum(tl.exp2(sizes - best), axis=0)
+    all_splits = tl.arange(0, MAX_SPLITS)
+    all_lse = tl.load(lse + line + all_splits, mask=all_splits < active, other=float("-inf"))
+    max_lse = tl.max(all_lse, axis=0)
+    max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)  # for a row of length 0
+    total = tl.sum(tl.exp2(all_lse - max_lse), axis=0)
     sums = tl.zeros([TOGETHER, BLOCK], tl.float32)
     for start in range(0, active, TOGETHER):
         split = start + tl.arange(0, TOGETHER)
-        there = split < active
-        size = tl.load(lse + line + split, mask=there, other=float("-inf"))
-        mask = there[:, None] & (channel < RANK)[None, :]
+        is_active = split < active
+        some_lse = tl.load(lse + line + split, mask=is_active, other=float("-inf"))
+        mask = is_active[:, None] & (channel < RANK)[None, :]
         at = partial + (line + split)[:, None] * RANK + channel[None, :]
-        sums += tl.load(at, mask=mask, other=0.0) * tl.exp2(size - best)[:, None]
+        sums += tl.load(at, mask=mask, other=0.0) * tl.exp2(some_lse - max_lse)[:, None]
     result = tl.sum(sums, axis=0) / tl.where(total == 0.0, 1.0, total)
     to = out + token * out_stride + head * out_head_stride + channel
     tl.store(to, result.to(out.dtype.element_ty), mask=channel < RANK)

@@ -1,12 +1,11 @@
-"""Prefill attention of layers with latents, in the expanded form.
+"""Prefill attention of layers with latents (MLA): latents are expanded to keys and values.
 
-    first chunks      the step's own latents ─────────────────────▶ kv_b ─▶ keys, values ─▶ attend
-    a continued one   tables[row] ─▶ pages ─▶ latents side by side ─▶ kv_b ─▶ keys, values ─▶ attend
+    first chunks      latents of the step ────────────────────────▶ kv_b ─▶ keys, values ─▶ attend
+    continued chunks  tables[row] ─▶ pages ─▶ contiguous latents ─▶ kv_b ─▶ keys, values ─▶ attend
 
-Keys and values of all heads take 50 times what the latents do, so that they are made for some heads
-at a time, in a place of a fixed size (`EXPANDED_BYTES`), which the largest step of the start has
-measured. A head's key is what kv_b makes and, for all heads alike, the rope key: two products,
-added up to one score.
+Keys and values of all heads are 50 times as large as the latents, so only some heads are expanded
+at a time, into a buffer of fixed size (`EXPANDED_BYTES`). A head's key has two parts: the product
+with kv_b, and the rope key, which all heads share. The score is the sum of two products.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from twostroke.kernels.cuda.scores import capped, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
 
-EXPANDED_BYTES = 512 << 20  # of keys and values at one time; at the least, one head's
-GATHERED = 16  # cached vectors of one program that puts them side by side
+EXPANDED_BYTES = 512 << 20  # of keys and values at one time; more if one head needs more
+GATHERED = 16  # cached vectors that one program gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,43 +51,45 @@ def latent_prefill_attention(
     chunk_kv: torch.Tensor,
     tuned: LatentPrefillTuning | None = None,
 ) -> torch.Tensor:
-    """Attention of all chunks to `out`, [T, H, value]: see `Kernels.latent_prefill_attention`.
-    First chunks read `chunk_kv` where the cache has the same type; the other chunks, one after
-    another, read the cache."""
-    heads, made, rank = kv_b.shape
+    """Write the attention of all chunks to `out`, [T, H, value]: see
+    `Kernels.latent_prefill_attention`. First chunks read `chunk_kv` if the cache has the same
+    dtype. All other chunks read the cache, one chunk after another."""
+    heads, head_channels, rank = kv_b.shape
     keys, value, width = kv.keys, out.shape[2], kv.keys.shape[3]
     assert q.stride(2) == out.stride(2) == keys.stride(3) == chunk_kv.stride(1) == 1
     tuned = tuned or tuning(q.itemsize)
-    # The size does not depend on the chunks: what the start has measured does for all steps.
+    # The size does not depend on the chunks, so the measurement at start is valid for all steps.
     longest = kv.tables.shape[1] * keys.shape[1]
-    max_size = max(longest, len(q)) * made  # of one head
-    room = max(max_size, min(EXPANDED_BYTES // q.itemsize, max_size * heads))
-    expanded = torch.empty(room, dtype=q.dtype, device=q.device)
+    max_size = max(longest, len(q)) * head_channels  # elements of one head
+    buffer_size = max(max_size, min(EXPANDED_BYTES // q.itemsize, max_size * heads))
+    expanded = torch.empty(buffer_size, dtype=q.dtype, device=q.device)
     gathered = torch.empty(longest, width, dtype=q.dtype, device=q.device)
 
     def attend(entries: torch.Tensor, which: slice, longest_chunk: int, is_first: bool) -> None:
-        """Attend with the chunks `which` to latents and rope keys, [entries, R + rope]."""
+        """Compute the attention of the chunks `which` to the latents and rope keys `entries`,
+        [entries, R + rope]."""
         starts, ends = work.starts[which], work.cu_tokens[which.start : which.stop + 1]
-        kinds = (rule.window is not None, rule.softcap > 0, is_first)
-        variant = _variant(made - value, width - rank, value, tuned, *kinds)
-        fit = max(1, room // (len(entries) * made))
-        each = heads if fit >= heads else 1 << (fit.bit_length() - 1)  # few different strides
+        features = (rule.window is not None, rule.softcap > 0, is_first)
+        variant = _variant(head_channels - value, width - rank, value, tuned, *features)
+        fit = max(1, buffer_size // (len(entries) * head_channels))
+        # A power of two, so that few different strides occur.
+        each = heads if fit >= heads else 1 << (fit.bit_length() - 1)
         for head in range(0, heads, each):
             some = slice(head, min(head + each, heads))
             weight = kv_b[some].flatten(0, 1)
-            place = expanded[: len(entries) * len(weight)].view(len(entries), -1)
-            torch.mm(entries[:, :rank], weight.t(), out=place)
+            kv_heads = expanded[: len(entries) * len(weight)].view(len(entries), -1)
+            torch.mm(entries[:, :rank], weight.t(), out=kv_heads)
             grid = (ceil_div(longest_chunk, tuned.queries), some.stop - head, len(starts))
             variant(
                 grid,
-                (q[:, some], place, entries[:, rank:], starts, ends, out[:, some]),
+                (q[:, some], kv_heads, entries[:, rank:], starts, ends, out[:, some]),
                 (rule.window or 0,),
                 (
                     float(rule.scale),
                     float(rule.softcap),
                     *q.stride()[:2],
                     *out.stride()[:2],
-                    place.stride(0),
+                    kv_heads.stride(0),
                     entries.stride(0),
                 ),
             )
@@ -105,7 +106,7 @@ def latent_prefill_attention(
 
 
 def _gather(kv: KVView, row: torch.Tensor, entries: torch.Tensor) -> None:
-    """Copy the first cached vectors of a sequence to `entries`, side by side."""
+    """Copy the first cached vectors of a sequence to `entries`, which is contiguous."""
     (count, width), keys = entries.shape, kv.keys
     _gather_variant(width, keys.shape[1])(
         (ceil_div(count, GATHERED),),
@@ -207,31 +208,31 @@ def _expanded_prefill(
     SOFTCAP: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ):
-    """A program attends with a tile of queries of one head and chunk. The entries of a first chunk
-    begin where its tokens do; those of a continued chunk begin at 0."""
-    # The last tiles see the most keys: they start first, and the short ones fill the gaps.
+    """A program computes the attention of one query tile of one head and chunk. With IS_FIRST the
+    entries are the tokens of all chunks; otherwise they are the context of one chunk, from 0."""
+    # The last tiles see the most keys, so they start first, and short tiles fill the gaps.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head, chunk = tl.program_id(1), tl.program_id(2)
     first_token = tl.load(cu_tokens + chunk).to(tl.int32)
     size = tl.load(cu_tokens + chunk + 1).to(tl.int32) - first_token
     start = tl.load(chunk_starts + chunk).to(tl.int32)
-    mine = start == 0 or not IS_FIRST
-    if mine and tile * QUERIES < size:
+    is_own = start == 0 or not IS_FIRST
+    if is_own and tile * QUERIES < size:
         row = tl.arange(0, QUERIES)
         token = tile * QUERIES + row
         line = (first_token + token).to(tl.int64)
-        real = (token < size)[:, None]
-        nope, turned = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+        is_token = (token < size)[:, None]
+        nope, rope = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
         value_channel = tl.arange(0, BLOCK_VALUE)[None, :]
         q_at = q + line[:, None] * q_stride + head * q_head_stride
-        query = tl.load(q_at + nope, mask=real & (nope < NOPE), other=0.0)
-        query_rope = tl.load(q_at + NOPE + turned, mask=real & (turned < ROPE), other=0.0)
+        query = tl.load(q_at + nope, mask=is_token & (nope < NOPE), other=0.0)
+        query_rope = tl.load(q_at + NOPE + rope, mask=is_token & (rope < ROPE), other=0.0)
         position = start + token
 
         first_query = start + tile * QUERIES
         end = start + tl.minimum(size, (tile + 1) * QUERIES)
         begin = 0
-        open_end = (first_query + 1) // KEYS * KEYS  # keys before are seen by every query
+        open_end = (first_query + 1) // KEYS * KEYS  # every query sees all keys before this
         if WINDOW:
             begin = tl.maximum(first_query - window + 1, 0) // KEYS * KEYS
             open_end = begin
@@ -239,12 +240,12 @@ def _expanded_prefill(
         if IS_FIRST:
             expanded += first_token.to(tl.int64) * expanded_stride
             rope_keys += first_token.to(tl.int64) * entry_stride
-        best = tl.full([QUERIES], float("-inf"), tl.float32)
+        max_score = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, BLOCK_VALUE], tl.float32)
         for part in tl.static_range(1 if WINDOW else 0, 2):
-            best, total, sums = _visit(
-                best,
+            max_score, total, sums = _update_softmax(
+                max_score,
                 total,
                 sums,
                 begin if part == 0 else open_end,
@@ -274,12 +275,12 @@ def _expanded_prefill(
             )
         out_at = out + line[:, None] * out_stride + head * out_head_stride + value_channel
         result = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out_at, result, mask=real & (value_channel < VALUE))
+        tl.store(out_at, result, mask=is_token & (value_channel < VALUE))
 
 
 @triton.jit
-def _visit(
-    best,
+def _update_softmax(
+    max_score,
     total,
     sums,
     begin,
@@ -307,24 +308,24 @@ def _visit(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """The online softmax over entries [begin, stop), a multiple of KEYS at its start."""
-    nope, turned = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+    """Update the online softmax with the entries [begin, stop). `begin` is a multiple of KEYS."""
+    nope, rope = tl.arange(0, BLOCK_NOPE)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
     value_channel = tl.arange(0, BLOCK_VALUE)[None, :]
     unit = unit_of(scale, SOFTCAP)
     for at in tl.range(begin, stop, KEYS):
         cached = at + tl.arange(0, KEYS)
-        # Nothing that is not seen may come through, not even by 0 · NaN.
-        there = cached < end
+        # Entries that no query sees are loaded as 0, because 0 · NaN would be NaN.
+        is_seen = cached < end
         if WINDOW:
-            there = there & (cached > first_query - window)
-        there = there[:, None]
+            is_seen = is_seen & (cached > first_query - window)
+        is_seen = is_seen[:, None]
         key_at = expanded + cached.to(tl.int64)[:, None] * expanded_stride
         rope_at = rope_keys + cached.to(tl.int64)[:, None] * entry_stride
-        key = _load(key_at + nope, nope < NOPE, there, NOPE != BLOCK_NOPE, MASKED)
-        rope_key = _load(rope_at + turned, turned < ROPE, there, ROPE != BLOCK_ROPE, MASKED)
+        key = _load(key_at + nope, nope < NOPE, is_seen, NOPE != BLOCK_NOPE, MASKED)
+        rope_key = _load(rope_at + rope, rope < ROPE, is_seen, ROPE != BLOCK_ROPE, MASKED)
         value_at = key_at + NOPE + value_channel
         is_value = value_channel < VALUE
-        value = _load(value_at, is_value, there, VALUE != BLOCK_VALUE, MASKED)
+        value = _load(value_at, is_value, is_seen, VALUE != BLOCK_VALUE, MASKED)
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         score = tl.dot(query_rope, tl.trans(rope_key), score, input_precision="tf32x3")
         score = capped(score, scale, softcap, SOFTCAP)
@@ -333,23 +334,23 @@ def _visit(
             if WINDOW:
                 visible = visible & (cached[None, :] > position[:, None] - window)
             score = tl.where(visible, score, float("-inf"))
-        above = tl.maximum(best, tl.max(score, axis=1) * unit)
-        floor = above
-        if WINDOW:  # a query may see nothing of the window's first tiles
-            floor = tl.where(above == float("-inf"), 0.0, above)
-        weight = tl.exp2(score * unit - floor[:, None])
-        fade = tl.exp2(best - floor)
-        total = total * fade + tl.sum(weight, axis=1)
-        sums = sums * fade[:, None]
+        new_max = tl.maximum(max_score, tl.max(score, axis=1) * unit)
+        finite_max = new_max
+        if WINDOW:  # a query may see no entry of the first tiles
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(score * unit - finite_max[:, None])
+        rescale = tl.exp2(max_score - finite_max)
+        total = total * rescale + tl.sum(weight, axis=1)
+        sums = sums * rescale[:, None]
         sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="tf32x3")
-        best = above
-    return best, total, sums
+        max_score = new_max
+    return max_score, total, sums
 
 
 @triton.jit
-def _load(at, inside, there, RAGGED: tl.constexpr, MASKED: tl.constexpr):
+def _load(at, inside, is_seen, RAGGED: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
-        x = tl.load(at, mask=inside & there, other=0.0)
+        x = tl.load(at, mask=inside & is_seen, other=0.0)
     elif RAGGED:
         x = tl.load(at, mask=inside, other=0.0)
     else:

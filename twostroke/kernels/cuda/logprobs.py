@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens and of the best ones, without a softmax over the vocabulary.
+"""Log-probabilities of chosen tokens and of the best tokens, without a softmax of the vocabulary.
 
-scan    every tile of every line: its sum of exponentials, how many tokens are above the chosen
-        one, and its best tokens
-merge   every line: the sums of all tiles, and the best of their best
+scan    for each tile of each row of logits: the sum of exponentials, the number of tokens with a
+        larger logit than the chosen token, and the best tokens
+merge   for each row: the sums over all tiles, and the best tokens of all tiles
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from twostroke.kernels.cuda.launch import Variant
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 
 TILE = 2048  # tokens of one program of the scan
-MAX_BEST = 32  # best tokens that are looked for in every tile; beyond, a sort is faster
-LOWEST = tl.constexpr(-3.0e38)  # a token that is not taken yet, however unlikely
+MAX_BEST = 32  # maximum number of best tokens; for more, a sort is faster
+LOWEST = tl.constexpr(-3.0e38)  # smallest logit of a token that has not been taken
 
 
 def token_logprobs(
@@ -52,7 +52,7 @@ def _variants(vocab: int) -> tuple[Variant, Variant]:
     return scan, merge
 
 
-ANY = {
+UNSPECIALISED = {
     "do_not_specialize": ["count"],
     "do_not_specialize_on_alignment": [
         *("which", "tokens", "sums", "best", "best_ids", "ids", "values", "ranks")
@@ -60,7 +60,7 @@ ANY = {
 }
 
 
-@triton.jit(**ANY)
+@triton.jit(**UNSPECIALISED)
 def _scan(
     logits,
     which,
@@ -97,7 +97,7 @@ def _scan(
         logit = tl.where(tl.arange(0, TILE) == index, float("-inf"), logit)
 
 
-@triton.jit(**ANY)
+@triton.jit(**UNSPECIALISED)
 def _merge(
     logits,
     which,
@@ -130,7 +130,7 @@ def _merge(
     tl.store(ids + to, chosen.to(tl.int32))
     tl.store(values + to, own - total)
     tl.store(ranks + n, tl.sum(above.to(tl.int32), axis=0) + 1)
-    # Those of a tile come in order, and of equal ones the lower ids first.
+    # The best tokens of a tile are in order; of equal logits the lower id is first.
     entry = tl.arange(0, BLOCK * MAX_BEST)
     there = (entry < TILES * MAX_BEST) & (entry % MAX_BEST < count)
     rest = tl.load(best + n * TILES * MAX_BEST + entry, mask=there, other=float("-inf"))

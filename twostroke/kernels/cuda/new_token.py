@@ -1,8 +1,8 @@
-"""The new token of a decode step: attention that begins with the output of the QKV product.
+"""Norm, rope and KV store of the new token of a decode row, inside the decode attention kernel.
 
-qkv row ─┬─ queries ─▶ norm · rope · scale ─▶ the tile that attends
-         ├─ key     ─▶ norm · rope ─────────▶ keys[slot]     by the program that has the context's
-         └─ value ──────────────────────────▶ values[slot]   end, the only one that reads them again
+qkv row ─┬─ queries ─▶ norm · rope · scale ─▶ the query tile
+         ├─ key     ─▶ norm · rope ─────────▶ keys[slot]     (stored only by the program that has
+         └─ value ──────────────────────────▶ values[slot]    the end of the context)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NewToken(NamedTuple):
 
 
 @triton.jit
-def queries_of_new(
+def norm_rope_store_new_kv(
     row,
     kv_head,
     num_kv_heads,
@@ -53,42 +53,43 @@ def queries_of_new(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_DIM]: the group's queries, and after them its key, whose scores are not used.
-    Rounded after each step, as `rope_store` does. Where the program is the `last` of its context,
-    key and value are in the cache when this returns, for itself to read.
+    """Return the query tile, [BLOCK_M, BLOCK_DIM]: the queries of the KV head's group, then its
+    key, whose scores are not used. Results are rounded after each operation, as in `rope_store`. If
+    `last`, the program has the end of its context: it stores key and value in the cache, and may
+    read them as soon as this function returns.
 
-    Everything is loaded as a tile of that size, at once: tiles of one layout need no exchange
-    between threads, and nothing waits for two loads.
+    All operands are loaded as tiles of the same shape, before any arithmetic: tiles of one layout
+    need no exchange between threads, and no load waits for another load.
     """
     member = tl.arange(0, BLOCK_M)[:, None]
     line = tl.arange(0, BLOCK_DIM)[None, :]
     channel = tl.broadcast_to(line, [BLOCK_M, BLOCK_DIM])
     is_query = member < GROUP
     inside = (member <= GROUP) & (channel < DIM)
-    turns = (member <= GROUP) & (channel < 2 * HALF)
+    rotates = (member <= GROUP) & (channel < 2 * HALF)
     first = channel < HALF
-    # A channel turns with its partner; those past the rotated ones turn by nothing.
+    # Each channel rotates with its partner. The channels past 2 · HALF rotate by angle 0.
     partner = tl.where(first, channel + HALF, channel - HALF)
     angle = position * HALF + tl.where(first, channel, channel - HALF)
     head = tl.where(is_query, kv_head * GROUP + member, num_kv_heads * GROUP + kv_head)
-    kind = row.dtype.element_ty
+    dtype = row.dtype.element_ty
     x = tl.load(row + head * DIM + channel, mask=inside, other=0.0).to(tl.float32)
-    paired = tl.load(row + head * DIM + partner, mask=turns, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + angle, mask=turns, other=1.0)
-    sine = tl.load(sin + angle, mask=turns, other=0.0)
+    paired = tl.load(row + head * DIM + partner, mask=rotates, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + angle, mask=rotates, other=1.0)
+    sine = tl.load(sin + angle, mask=rotates, other=0.0)
     value_at = row + (num_kv_heads * (GROUP + 1) + kv_head) * DIM + line
     value = tl.load(value_at, mask=last & (line < DIM))
     if NORM:
         weight = tl.where(is_query, q_norm, k_norm)
         scale = tl.load(weight + channel, mask=inside, other=0.0)
-        scale_paired = tl.load(weight + partner, mask=turns, other=0.0)
+        scale_paired = tl.load(weight + partner, mask=rotates, other=0.0)
         inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
-        x = times_weight(x * inverse, scale, kind).to(tl.float32)
-        paired = times_weight(paired * inverse, scale_paired, kind).to(tl.float32)
-    tile = (x * cosine + paired * tl.where(first, -sine, sine)).to(kind)
+        x = times_weight(x * inverse, scale, dtype).to(tl.float32)
+        paired = times_weight(paired * inverse, scale_paired, dtype).to(tl.float32)
+    tile = (x * cosine + paired * tl.where(first, -sine, sine)).to(dtype)
     if SCALED:
-        by = tl.load(query_scales + position).to(kind).to(tl.float32)
-        tile = (tile.to(tl.float32) * tl.where(is_query, by, 1.0)).to(kind)
+        by = tl.load(query_scales + position).to(dtype).to(tl.float32)
+        tile = (tile.to(tl.float32) * tl.where(is_query, by, 1.0)).to(dtype)
     at = (slot // PAGE) * block_stride + (slot % PAGE) * slot_stride + kv_head * head_stride
     stored = last & (slot >= 0)
     is_key = stored & (member == GROUP) & (channel < DIM)
@@ -110,6 +111,6 @@ def queries_of_new(
     else:
         tl.store(keys + at + channel, tile.to(keys.dtype.element_ty), mask=is_key)
         tl.store(values + at + line, value.to(to), mask=stored & (line < DIM))
-    # All threads' stores before any of them reads that position.
+    # The stores of all threads must end before any thread reads the new position.
     tl.debug_barrier()
     return tile

@@ -1,4 +1,4 @@
-"""A row's logits, and the noise of a token: `reference_sampling.gumbel` defines it."""
+"""Loads of logits, and the random noise of tokens, which `reference_sampling.gumbel` defines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def load_logits(row_logits, token, VOCAB: tl.constexpr):
 
 @triton.jit
 def uniform_noise(key0, key1, token):
-    """The number in (0, 1) that `reference_sampling.gumbel` has for the keys and the token."""
+    """Return the uniform number in (0, 1) that `reference_sampling.gumbel` computes."""
     bits = _mix(token.to(tl.uint32) ^ key0.to(tl.uint32))
     bits = _mix(bits + key1.to(tl.uint32))
     uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
@@ -22,8 +22,8 @@ def uniform_noise(key0, key1, token):
 
 @triton.jit
 def exponential_noise(uniform):
-    """−log1p(−u): what `reference_sampling.gumbel` takes −log of."""
-    # log1p(−u) = log(w) · u / (1 − w) with w = 1 − u as rounded: the rounding's error cancels.
+    """Return −log1p(−u). The Gumbel noise is −log of this."""
+    # log1p(−u) = log(w) · u / (1 − w) with w = fl(1 − u): the rounding error of w cancels.
     rest = 1.0 - uniform
     lost = 1.0 - rest
     return tl.where(lost == 0, uniform, -tl.log(rest) * (uniform / lost))

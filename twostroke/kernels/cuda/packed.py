@@ -1,11 +1,11 @@
-"""Products with weights of 4 or 8 bits; `kernels/packed.py` says what they stand for.
+"""Products with weights of 4 or 8 bits. `kernels/packed.py` defines the formats.
 
-    one row     the codes go past once and are added up in fp32, group by group
-    4 bits      tiles of codes become the activations' type in registers, whole numbers, which none
-                of them loses, for the matrix units; a group's scale comes after its product
-    more rows   of 4 bits, on Hopper: `stream_k.py`; numbers are scaled and rounded before
-    8 bits      numbers are scaled in registers and rounded before the matrix units have them
-    many rows   the weight is dequantised as a whole, and the library multiplies
+    one row     the codes are read once; the products are added up in fp32, group by group
+    4 bits      codes are converted to the activations' dtype in registers, as integers, without
+                rounding; the scale of a group multiplies the result of the group's product
+    8 bits      codes are scaled and rounded in registers, before the product
+    more rows   4 bits on Hopper: `stream_k.py`, which scales and rounds before the product
+    many rows   the whole weight is dequantised, and the library multiplies
 
 `tiles.py` has the tilings and split-K.
 """
@@ -28,14 +28,14 @@ from twostroke.kernels.cuda.tiles import Streaming, Tiling, is_contiguous_16_bit
 from twostroke.kernels.packed import PackedWeight, block_size
 from twostroke.kernels.records import DEFAULT_CONTEXT, StepContext
 
-MAX_TILED = {4: 256, 8: 128}  # rows that have tiles here, where no table says otherwise
-PROGRAMS = 512  # of a matrix whose K is split
-STREAM_K_ROWS = range(65, 2049)  # of 4 bits; for more the library is as fast
-NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
-MIN_STEPS = 4  # of a program's part of K, of 8 bits
-MIN_INNER = 1024  # numbers of it, of 4 bits
-MIN_GROUP = 64  # numbers of a group whose scale may come after its product
-DEQUANTISED = 1024  # words of a program, at the most
+MAX_TILED = {4: 256, 8: 128}  # maximum rows for tiles, by bits, unless `TILES` has an entry
+PROGRAMS = 512  # maximum programs of a matrix whose K is split
+STREAM_K_ROWS = range(65, 2049)  # 4 bits; for more rows the library is as fast
+NARROW = 4096  # matrices with at most this many columns have narrower tiles, for more programs
+MIN_STEPS = 4  # 8 bits: minimum iterations of a split of K
+MIN_INNER = 1024  # 4 bits: minimum codes of a split of K
+MIN_GROUP = 64  # 4 bits: minimum group size for scales that multiply the result of the product
+DEQUANTISED = 1024  # maximum words that a program dequantises
 
 
 def table_key(rows: int, weight: PackedWeight, gated: bool) -> str:
@@ -45,7 +45,7 @@ def table_key(rows: int, weight: PackedWeight, gated: bool) -> str:
 
 
 def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling | None:
-    """Choose how a product is computed; None: by the library, after the weight is dequantised."""
+    """Choose the launch of a product. None: dequantise the weight and use the library."""
     known = TILES.get(table_key(rows, weight, gated))
     if known is not None:
         return tiles.of_table(known)
@@ -56,7 +56,7 @@ def choice(rows: int, weight: PackedWeight, gated: bool) -> Streaming | Tiling |
 
 
 def choose_tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
-    """Choose the tiling of a weight of 4 bits; None where the library is taken."""
+    """Choose the tiling of a weight of 4 bits. None: use the library."""
     if weight.block < 64:
         return None
     columns, inner = weight.shape
@@ -64,7 +64,7 @@ def choose_tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | No
         return None
     blocks = inner // weight.block
     block = min(64 if gated else 128, max(8, power_of_two(rows)))
-    # Scales of a step are in registers before it begins, beside the sums.
+    # The scales of an iteration are in registers before it begins, in addition to the sums.
     scales = max(1, weight.block // weight.group) * (1 + gated) * (1 + (weight.offset is not None))
     wanted = min(64 // block, 16 // scales, 4)
     step = next(n for n in (4, 2, 1) if n <= max(1, wanted) and blocks % n == 0)
@@ -73,15 +73,15 @@ def choose_tiling_4(rows: int, weight: PackedWeight, gated: bool) -> Tiling | No
         programs = PROGRAMS if block <= 16 else PROGRAMS // 2
         max_splits = min(programs // ceil_div(columns, 64), inner // MIN_INNER)
         splits = tiles.power_of_two_below(max_splits)
-    # What two programs of a multiprocessor have room for.
+    # As many stages as two programs on a multiprocessor have shared memory for.
     stages = 3 if step == 4 or block == 128 else 4 if block >= 32 else 5
     return Tiling(block, 64, step, splits, True, 4, stages)
 
 
 def choose_streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
-    """Choose how the product of one row streams the weight. A warp loads 1,024 numbers of 4 bits or
-    256 of 8 bits at a time, from a few columns, and asks for the next ones meanwhile. None where
-    the blocks are too short for its loads."""
+    """Choose the launch of the product of one row. A warp loads 1,024 codes of 4 bits or 256 codes
+    of 8 bits at a time, from a few columns, while the next loads are in flight. None if the blocks
+    are too short for these loads."""
     block = stream_block(weight)
     if block < (64 if weight.bits == 4 else 16):
         return None
@@ -91,14 +91,14 @@ def choose_streaming(weight: PackedWeight, gated: bool) -> Streaming | None:
 
 
 def stream_block(weight: PackedWeight) -> int:
-    """Return the number of codes that lie together; of 8 bits they share one scale."""
+    """Return the number of codes in a block. With 8 bits, the codes of a block share one scale."""
     if weight.bits == 4:
         return weight.block
     return min(128, weight.group & -weight.group)
 
 
 def choose_tiling_8(rows: int, weight: PackedWeight, gated: bool) -> Tiling | None:
-    """Choose the tiling of a weight of 8 bits; None where the library is taken."""
+    """Choose the tiling of a weight of 8 bits. None: use the library."""
     if rows > MAX_TILED[8] or weight.group not in (16, 32, 64, 128):
         return None
     groups = weight.scale.shape[1]
@@ -124,7 +124,8 @@ def packed_product(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x @ dequantised weight, transposed; in `out`, contiguous, if it is given."""
+    """Return x @ W.T, where W is the dequantised weight. The result is written to `out`, which must
+    be contiguous, if `out` is given."""
     if is_contiguous_16_bit(x):
         if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight, out):
             return stream_k.multiply(x, weight, None, context, out)
@@ -140,8 +141,8 @@ def packed_gated_product(
     activation: Activation,
     context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
-    `act_and_mul`."""
+    """Return activation(x @ gate.T) · (x @ up.T), with the rounding of `act_and_mul`. The first
+    half of the weight's rows is `gate`, the second half is `up`."""
     if is_contiguous_16_bit(x):
         if len(x) in STREAM_K_ROWS and stream_k.can_multiply(x, weight):
             return stream_k.multiply(x, weight, activation, context)
@@ -172,11 +173,11 @@ def run(
 
 
 def dequantise(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole weight dequantised."""
+    """Return the dequantised weight."""
     columns, inner = weight.shape
     out = torch.empty(columns, inner, dtype=dtype, device=weight.codes.device)
     words = words_of(weight)
-    # Rows along the grid's x: its y ends at 65,535.
+    # Rows are the grid's first dimension, because the second is at most 65,535.
     size = min(DEQUANTISED, power_of_two(words.shape[1]))
     grid = (columns, ceil_div(words.shape[1], size))
     variant = _dequantise_variant(inner, weight.group, weight.bits, weight.block, size)
@@ -238,12 +239,12 @@ def launch_tiled(
     context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the product by tiles, or with an activation the gated product."""
+    """Compute the product of several rows, or with an activation the gated product."""
     rows, inner = x.shape
     columns = num_columns(weight.shape[0], activation)
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    # Tiles of the same columns are neighbours: the second finds the weight in the L2.
+    # Tiles of the same columns are neighbours, so that the weight is read once into the L2 cache.
     grid = (ceil_div(rows, tuned.rows), ceil_div(columns, tuned.columns), tuned.splits)
     bits = weight.bits if activation is None else 2 * weight.bits
     each = tuned.rows * x.itemsize + tuned.columns * bits // 8
@@ -276,8 +277,8 @@ def _variant_4(
 
 
 def scaled_first(weight: PackedWeight) -> bool:
-    """Return True if tiles of 4 bits must be scaled before the product: the sums of short groups
-    would be scaled too often, and an offset is not a factor."""
+    """Return True if 4-bit codes must be scaled before the product: with short groups there would
+    be too many scales after it, and an offset is not a factor."""
     return weight.offset is not None or weight.group < MIN_GROUP
 
 

@@ -1,7 +1,8 @@
-"""Codes of 4 and 8 bits as numbers, in the kernels of `packed.py`.
+"""Conversion of codes of 4 and 8 bits to floats, in the kernels of `packed.py`.
 
-Codes become floats without conversions, which a GPU has few units for: their bits go below those of
-a power of two.
+A GPU has few units for conversion instructions, so the conversions use bit operations: the bits of
+a code go into the low mantissa bits of a power of two, which is then subtracted. The functions
+`*_asm` return inline assembly; their docstrings describe inputs → outputs.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from twostroke.kernels.cuda.tiles import ASM
 
 
 def floats_asm() -> str:
-    """Four bytes → four floats, above 32768: where a code is the float's second byte, it counts
-    for itself."""
+    """A word of four bytes → four floats 32768 + byte. In 32768 the lowest bit of the second byte
+    of the float has the value 1."""
     return "\n".join(f"prmt.b32 ${i}, $4, 0x47, 0x45{i}5;" for i in range(4))
 
 
 def scaled_asm(kind: str) -> str:
-    """Four bytes, four factors, four terms → rounded numbers; `kind`: bf16 or f16."""
+    """A word of four bytes, four factors, four terms → four rounded numbers factor · byte + term.
+    `kind`: bf16 or f16."""
     lines = [".reg .b32 f<4>;"]
     for i in range(4):
         lines.append(f"prmt.b32 f{i}, $2, 0x4B, 0x455{i};")
@@ -30,14 +32,14 @@ def scaled_asm(kind: str) -> str:
 
 
 def _power_and_one(kind: str) -> tuple[str, str]:
-    """Twice each in a register: a power of two that is above codes' place in the mantissa, 128 of
-    bf16 and 1024 of fp16; and 1."""
+    """Return two register values, each with two equal numbers: the power of two whose lowest
+    mantissa bit has the value 1 (128 for bf16, 1024 for fp16), and 1."""
     return ("0x43004300", "0x3F803F80") if kind == "bf16" else ("0x64006400", "0x3C003C00")
 
 
 def whole_asm(kind: str) -> str:
-    """Two words of four codes, and for each code what is added to the two → the two words' first
-    numbers, their second, third, fourth."""
+    """Two words of four codes, and for each of the four codes an addend for both words → the two
+    words' numbers code + addend of the first codes, then of the second, third and fourth codes."""
     above, one = _power_and_one(kind)
     lines = [".reg .b32 one, w<4>;", f"mov.b32 one, {one};"]
     for i in range(4):
@@ -48,8 +50,8 @@ def whole_asm(kind: str) -> str:
 
 
 def number_4_asm(kind: str, n: int) -> str:
-    """Two words, what is added to their n-th codes, factors and terms → two numbers; see
-    `whole_asm`."""
+    """Two words, addends for their n-th codes, factors and terms → two numbers
+    (code + addend) · factor + term; see `whole_asm`."""
     above, one = _power_and_one(kind)
     lines = [".reg .b32 one, w;", f"mov.b32 one, {one};", f"shr.u32 w, $1, {4 * n};"]
     lines.append(f"lop3.b32 w, w, 0x000F000F, {above}, 0xEA;")
@@ -59,12 +61,13 @@ def number_4_asm(kind: str, n: int) -> str:
 
 
 def floats_4_asm() -> str:
-    """Two words of four codes → both words' first codes, their second, third, fourth, above 2048,
-    128, 2048 and 128: the power of two below which a code counts for itself where four shifts
-    leave it, at the bits 12 to 15 and 16 to 19."""
+    """Two words of four codes → the two words' floats 2048 + code of the first codes, then
+    128 + code of the second, 2048 + code of the third and 128 + code of the fourth codes. Four
+    shifts move the codes to bits 12 to 15, which count from 1 in 2048, or to bits 16 to 19, which
+    count from 1 in 128."""
     lines = [".reg .b32 w<4>;"]
-    for i, (way, by) in enumerate((("shl", 12), ("shl", 4), ("shr", 4), ("shr", 12))):
-        lines.append(f"{way}.{'b32' if way == 'shl' else 'u32'} w{i}, $8, {by};")
+    for i, (shift, by) in enumerate((("shl", 12), ("shl", 4), ("shr", 4), ("shr", 12))):
+        lines.append(f"{shift}.{'b32' if shift == 'shl' else 'u32'} w{i}, $8, {by};")
     for n in range(4):
         above, mask = ((0x45000000, 0xF000), (0x43000000, 0xF0000))[n % 2]
         for word in range(2):
@@ -74,7 +77,7 @@ def floats_4_asm() -> str:
 
 
 def scaled_4_asm(kind: str, terms: bool) -> str:
-    """Two numbers times two, and two more added."""
+    """Two numbers, two factors and, if `terms`, two terms → number · factor + term."""
     return f"fma.rn.{kind}x2 $0, $1, $2, $3;" if terms else f"mul.rn.{kind}x2 $0, $1, $2;"
 
 
@@ -92,7 +95,7 @@ _WHOLE_F16 = tl.constexpr(whole_asm("f16"))
 
 @triton.jit
 def floats_8(words):
-    """32768 + code, of each byte of words of four."""
+    """Return 32768 + code for each of the four bytes of int32 words."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
             _FLOATS,
@@ -113,7 +116,8 @@ def floats_8(words):
 
 @triton.jit
 def floats_4(words):
-    """2048 + code, 128 + code, 2048 + code, 128 + code of the four codes of int16 words."""
+    """Return 2048 + code, 128 + code, 2048 + code and 128 + code for the four codes of int16
+    words."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
             _FLOATS_4,
@@ -133,7 +137,7 @@ def floats_4(words):
 
 @triton.jit
 def scaled_8(codes, factor, term, kind: tl.constexpr):
-    """factor · code + term, as `kind`."""
+    """Return factor · code + term, rounded to `kind`."""
     if ASM:
         if kind == tl.bfloat16:
             numbers = tl.inline_asm_elementwise(
@@ -160,7 +164,7 @@ def scaled_8(codes, factor, term, kind: tl.constexpr):
 
 @triton.jit
 def scaled_4(numbers, factors, terms):
-    """numbers · factors, and terms (or None) added, rounded once; all of one type."""
+    """Return numbers · factors + terms, rounded once. `terms` may be None. All have one dtype."""
     kind: tl.constexpr = numbers.dtype
     if not ASM:
         exact = numbers.to(tl.float32) * factors.to(tl.float32)
@@ -190,14 +194,14 @@ def scaled_4(numbers, factors, terms):
 
 @triton.jit
 def whole_4(words, a, b, c, d, kind: tl.constexpr):
-    """code − zero of each of the four codes of int16 words, exactly, as `kind`. The zeros: `a` to
-    `d`, which are shaped like the words."""
+    """Return code − zero, which is exact, for each of the four codes of int16 words, as `kind`.
+    `a` to `d`: the zeros of the four codes, in the shape of the words."""
     if ASM:
         if kind == tl.bfloat16:
             numbers = tl.inline_asm_elementwise(
                 _WHOLE_BF16,
                 "=r,=r,=r,=r,r,r,r,r,r",
-                [words, _taken(a, kind), _taken(b, kind), _taken(c, kind), _taken(d, kind)],
+                [words, _addend(a, kind), _addend(b, kind), _addend(c, kind), _addend(d, kind)],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
                 is_pure=True,
                 pack=2,
@@ -206,7 +210,7 @@ def whole_4(words, a, b, c, d, kind: tl.constexpr):
             numbers = tl.inline_asm_elementwise(
                 _WHOLE_F16,
                 "=r,=r,=r,=r,r,r,r,r,r",
-                [words, _taken(a, kind), _taken(b, kind), _taken(c, kind), _taken(d, kind)],
+                [words, _addend(a, kind), _addend(b, kind), _addend(c, kind), _addend(d, kind)],
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
                 is_pure=True,
                 pack=2,
@@ -222,14 +226,14 @@ def whole_4(words, a, b, c, d, kind: tl.constexpr):
 
 
 @triton.jit
-def _taken(zero, kind: tl.constexpr):
-    """Return the number that is added to a code that lies below a power of two."""
+def _addend(zero, kind: tl.constexpr):
+    """Return the addend that subtracts the power of two (`_power_and_one`) and the zero."""
     return (-(128.0 if kind == tl.bfloat16 else 1024.0) - zero).to(kind)
 
 
 @triton.jit
 def group_line(scale, zero, offset, at, BITS: tl.constexpr):
-    """Return the factors of the groups' codes, and the numbers that are added after."""
+    """Return factor and term of each group: an element is factor · code + term."""
     factor = tl.load(scale + at).to(tl.float32)
     if offset is not None:
         term = tl.load(offset + at).to(tl.float32)

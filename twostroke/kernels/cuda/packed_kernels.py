@@ -1,4 +1,10 @@
-"""The kernels of `packed.py`: weights of 4 or 8 bits in groups that share a scale."""
+"""The kernels of `packed.py`: products with weights of 4 or 8 bits.
+
+A word has four codes: an int16 with codes of 4 bits, or (one row) an int32 with codes of 8 bits. A
+run is a sequence of codes of one block that share a scale: a whole block, or a group if groups are
+shorter than blocks. RUNS is the number of runs in a block. Columns of the output are rows of the
+weight.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +52,9 @@ def stream_row(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # [loads of a block, blocks, columns, words]: a load's words are one thread's, four codes each,
-    # and so are the row's numbers of these codes, 8 of them neighbours. The next threads have the
-    # next loads and blocks, as the compiler gives the first axes to threads first, so that the
-    # numbers are those of all columns.
+    # Tensors are [loads of a block, blocks, columns, words of a load]. A thread has all words of a
+    # load, and the elements of x for their codes, 8 of which are adjacent. The compiler assigns the
+    # first axes to threads first, so a thread's elements of x serve all columns.
     EACH: tl.constexpr = 8 if BITS == 4 else 2
     LOADS: tl.constexpr = BLOCK // (4 * EACH)
     LINE: tl.constexpr = K // 4
@@ -58,47 +63,47 @@ def stream_row(
     STEP: tl.constexpr = PARTS * BLOCK
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part, load = tl.arange(0, PARTS), tl.arange(0, LOADS)
-    # Columns past the end read the last row of the weight again, and are dropped.
+    # Columns past the end load the last row of the weight instead; their results are not stored.
     line = tl.minimum(column, N - 1).to(tl.int64)
     word = (load * EACH)[:, None, None, None] + tl.arange(0, EACH)[None, None, None, :]
     at = (part * (BLOCK // 4))[None, :, None, None] + word
     at = codes + (line * LINE)[None, None, :, None] + at
-    near = (load * 8)[:, None, None, None] + tl.arange(0, 8)[None, None, None, :]
-    x_at = x + (part * BLOCK)[None, :, None, None] + near
-    # Each load's own scales, though they are those of its block: so they are where the sums are.
+    x_offset = (load * 8)[:, None, None, None] + tl.arange(0, 8)[None, None, None, :]
+    x_at = x + (part * BLOCK)[None, :, None, None] + x_offset
+    # Each load reads its block's scales, so that scales and sums have the same layout.
     group = tl.zeros([LOADS, 1, 1], tl.int64) + (line * GROUPS)[None, None, :]
     HALF: tl.constexpr = N * LINE
     HALF_GROUPS: tl.constexpr = N * GROUPS
-    # DEPTH steps are on their way at any time.
-    held, up_held = (), ()
+    # The loads of DEPTH steps are in flight at any time.
+    loaded, up_loaded = (), ()
     for n in tl.static_range(DEPTH):
-        start, places = n * STEP, _places(n * STEP, part, K - STEP, BLOCK, GROUP)
-        found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
-        held += (found,)  # type: ignore[assignment]
+        start, groups = n * STEP, _group_indices(n * STEP, part, K - STEP, BLOCK, GROUP)
+        found = _load_step(at, scale, zero, offset, group + groups, start, K, RUNS)
+        loaded += (found,)  # type: ignore[assignment]
         if GATED:
-            places += HALF_GROUPS
-            found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
-            up_held += (found,)  # type: ignore[assignment]
+            groups += HALF_GROUPS
+            found = _load_step(at + HALF, scale, zero, offset, group + groups, start, K, RUNS)
+            up_loaded += (found,)  # type: ignore[assignment]
     wait_for_previous(DEPENDENT)
     sums = tl.zeros([LOADS, PARTS, COLUMNS], tl.float32)
     others = sums
     for begin in tl.range(0, K, DEPTH * STEP):
-        fresh, up_fresh = (), ()
+        next_loaded, next_up_loaded = (), ()
         for n in tl.static_range(DEPTH):
             here = begin + n * STEP
-            of_x = _numbers_of_row(x_at, here, K, BITS, BLOCK)
-            sums = _add_step(sums, of_x, held[n], offset is not None, BITS, RUNS)
+            x_parts = _load_x(x_at, here, K, BITS, BLOCK)
+            sums = _add_step(sums, x_parts, loaded[n], offset is not None, BITS, RUNS)
             if GATED:
-                others = _add_step(others, of_x, up_held[n], offset is not None, BITS, RUNS)
+                others = _add_step(others, x_parts, up_loaded[n], offset is not None, BITS, RUNS)
             start = here + DEPTH * STEP
-            places = _places(start, part, K - STEP, BLOCK, GROUP)
-            found = _asked(at, scale, zero, offset, group + places, start, K, RUNS)
-            fresh += (found,)  # type: ignore[assignment]
+            groups = _group_indices(start, part, K - STEP, BLOCK, GROUP)
+            found = _load_step(at, scale, zero, offset, group + groups, start, K, RUNS)
+            next_loaded += (found,)  # type: ignore[assignment]
             if GATED:
-                places += HALF_GROUPS
-                found = _asked(at + HALF, scale, zero, offset, group + places, start, K, RUNS)
-                up_fresh += (found,)  # type: ignore[assignment]
-        held, up_held = fresh, up_fresh
+                groups += HALF_GROUPS
+                found = _load_step(at + HALF, scale, zero, offset, group + groups, start, K, RUNS)
+                next_up_loaded += (found,)  # type: ignore[assignment]
+        loaded, up_loaded = next_loaded, next_up_loaded
     result = tl.sum(tl.sum(sums, axis=0), axis=0)
     if GATED:
         other = tl.sum(tl.sum(others, axis=0), axis=0)
@@ -107,32 +112,32 @@ def stream_row(
 
 
 @triton.jit
-def _places(start, part, LAST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The groups that the step's blocks begin with, [1, blocks, 1]."""
-    places = (tl.minimum(start, LAST) + part * BLOCK) // GROUP
-    # Not loaded as neighbours, which would be in other threads than the codes.
-    return tl.max_contiguous(places[None, :, None], [1, 1, 1])
+def _group_indices(start, part, LAST: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Return the group of the first code of each block of the step, [1, blocks, 1]."""
+    groups = (tl.minimum(start, LAST) + part * BLOCK) // GROUP
+    # Prevents vector loads of the scales, which would put them in other threads than the codes.
+    return tl.max_contiguous(groups[None, :, None], [1, 1, 1])
 
 
 @triton.jit
-def _asked(at, scale, zero, offset, places, start, K: tl.constexpr, RUNS: tl.constexpr):
-    """Load the codes of the step from `start` on, their groups' scales, and zeros or offsets. Past
-    the end of K these are arbitrary; they are multiplied by 0."""
+def _load_step(at, scale, zero, offset, groups, start, K: tl.constexpr, RUNS: tl.constexpr):
+    """Load the codes of the step at `start`, their scales, and their zeros or offsets. Past the end
+    of K the values are arbitrary, and `_load_x` returns 0."""
     words = tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
     if RUNS > 1:
-        places = places[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
-    found = (words, tl.load(scale + places))
+        groups = groups[:, :, :, None] + tl.arange(0, RUNS)[None, None, None, :]
+    found = (words, tl.load(scale + groups))
     if offset is not None:
-        found += (tl.load(offset + places),)  # type: ignore[assignment]
+        found += (tl.load(offset + groups),)  # type: ignore[assignment]
     elif zero is not None:
-        found += (tl.load(zero + places),)  # type: ignore[assignment]
+        found += (tl.load(zero + groups),)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
-def _numbers_of_row(x_at, here, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the row's numbers for the words' first codes, [loads, blocks, 1, words], and for their
-    second, third and fourth codes."""
+def _load_x(x_at, here, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the elements of x for the first, second, third and fourth codes of the words, each
+    [loads, blocks, 1, words]."""
     if BITS == 4:
         found = ()
         for n in tl.static_range(4):
@@ -141,39 +146,39 @@ def _numbers_of_row(x_at, here, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.c
     else:
         numbers = tl.load(x_at + here, mask=here < K, other=0.0).to(tl.float32)
         shape: tl.constexpr = [x_at.shape[0], x_at.shape[1], 1, 2, 2, 2]
-        found = _fourths(tl.reshape(numbers, shape))
+        found = _split_in_four(tl.reshape(numbers, shape))
     return found
 
 
 @triton.jit
-def _add_step(sums, of_x, asked, OFFSETS: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr):
-    """Products of [loads, blocks, columns, words] with the numbers of each of a word's codes, added
-    to the sums. `asked`: by `_asked`."""
-    numbers = floats_4(asked[0]) if BITS == 4 else floats_8(asked[0])
-    factors = asked[1].to(tl.float32)
+def _add_step(sums, x_parts, data, OFFSETS: tl.constexpr, BITS: tl.constexpr, RUNS: tl.constexpr):
+    """Add the products of the codes of a step with x to the sums. `x_parts`: by `_load_x`.
+    `data`: by `_load_step`."""
+    numbers = floats_4(data[0]) if BITS == 4 else floats_8(data[0])
+    factors = data[1].to(tl.float32)
     if OFFSETS:
-        terms = asked[2].to(tl.float32)
-    elif len(asked) > 2:
-        terms = -factors * asked[2].to(tl.float32)
+        terms = data[2].to(tl.float32)
+    elif len(data) > 2:
+        terms = -factors * data[2].to(tl.float32)
     else:
         terms = -(1 << (BITS - 1)) * factors
-    factors, terms = _of_runs(factors, RUNS), _of_runs(terms, RUNS)
-    # What the floats have above their codes.
+    factors, terms = _split_runs(factors, RUNS), _split_runs(terms, RUNS)
+    # `floats_4` and `floats_8` return code + ABOVE.
     ABOVE: tl.constexpr = (2048.0, 128.0) if BITS == 4 else (32768.0, 32768.0)
     for m in tl.static_range(RUNS):
         for n in tl.static_range(4 * m // RUNS, 4 * (m + 1) // RUNS):
-            product, total = numbers[n] * of_x[n], tl.sum(of_x[n], axis=3)
+            product, total = numbers[n] * x_parts[n], tl.sum(x_parts[n], axis=3)
             if n == 4 * m // RUNS:
-                products, totals, lifted = product, total, ABOVE[n % 2] * total
+                products, totals, above_sums = product, total, ABOVE[n % 2] * total
             else:
                 products, totals = products + product, totals + total
-                lifted += ABOVE[n % 2] * total
-        sums += (tl.sum(products, axis=3) - lifted) * factors[m] + totals * terms[m]
+                above_sums += ABOVE[n % 2] * total
+        sums += (tl.sum(products, axis=3) - above_sums) * factors[m] + totals * terms[m]
     return sums
 
 
 @triton.jit
-def _of_runs(numbers, RUNS: tl.constexpr):
+def _split_runs(numbers, RUNS: tl.constexpr):
     """Split […, runs] into one tensor for each run; a single run is returned as it is."""
     if RUNS == 1:
         found = (numbers,)
@@ -181,13 +186,13 @@ def _of_runs(numbers, RUNS: tl.constexpr):
         found = tl.split(numbers)
     else:
         shape: tl.constexpr = [numbers.shape[0], numbers.shape[1], numbers.shape[2], 2, 2]
-        found = _fourths(tl.reshape(numbers, shape))
+        found = _split_in_four(tl.reshape(numbers, shape))
     return found
 
 
 @triton.jit
-def _fourths(numbers):
-    """[…, 2, 2] → each of the four."""
+def _split_in_four(numbers):
+    """Split […, 2, 2] into four tensors."""
     even, odd = tl.split(numbers)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -221,38 +226,37 @@ def multiply_tile_4(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # The weight is the left operand: its numbers are made in registers, where that one may be, and
-    # 64 columns are what the matrix units of Hopper take, with 8 rows or more. A gated pair's
-    # columns are one tile, the gate's before the up's.
+    # The weight is the left operand, because only the left operand may be in registers, where the
+    # kernel converts the codes. Hopper's tensor cores take 64 columns and at least 8 rows. If
+    # GATED, the tile has the columns of gate, then those of up.
     tile, split = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     LINES: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     number = tl.arange(0, LINES)
-    # Columns past the end read the last row of the weight again, and are dropped.
+    # Columns past the end load the last row of the weight instead; their results are not stored.
     line = tl.minimum(tile * COLUMNS + number % COLUMNS, N - 1) + number // COLUMNS * N
     line = line.to(tl.int64)
     WORDS: tl.constexpr = BLOCK // 4
     BLOCKS: tl.constexpr = K // BLOCK
-    # Numbers of a block that have one scale.
+    # Codes of a run.
     RUN: tl.constexpr = GROUP if GROUP < BLOCK else BLOCK
     RUNS: tl.constexpr = BLOCK // RUN
-    # Numbers of one product: as many as there may be where the instructions are Hopper's own (the
-    # compiler waits for each product), else those of one nibble, which the others' take without
-    # moves.
+    # Elements of K of one product: with Hopper's instructions as many as possible, because the
+    # compiler waits for each product; otherwise those of one nibble, which need no moves.
     HOPPER: tl.constexpr = LINES >= 64 and ROWS >= 16
     PIECE: tl.constexpr = BLOCK if SCALED else RUN if HOPPER else WORDS
     EACH: tl.constexpr = (BLOCKS // STEP + SPLITS - 1) // SPLITS * STEP
     at = codes + (line * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
     x_at = x + row[:, None] * K + tl.arange(0, PIECE)[None, :]
-    there = (row < num_rows)[:, None]
+    is_row = (row < num_rows)[:, None]
     sums = tl.zeros([LINES, ROWS], tl.float32)
     begin, end = split * EACH, tl.minimum(BLOCKS, (split + 1) * EACH)
     if DEPENDENT:
         AHEAD: tl.constexpr = EACH * WORDS if EACH * WORDS * 2 < FETCHED else FETCHED // 2
         first = codes + line * (BLOCKS * WORDS)
         fetch_to_l2(first + tl.minimum(begin * WORDS, BLOCKS * WORDS - AHEAD), AHEAD * 2)
-    # Scales are asked for a step ahead, as nothing else fetches them.
+    # Scales are loaded one step ahead, because no other load prefetches them.
     group = line * (K // GROUP)
     ahead = tl.minimum(begin, BLOCKS - STEP) * BLOCK
     of_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
@@ -262,18 +266,18 @@ def multiply_tile_4(
         next_groups = _groups(scale, offset, group, ahead, STEP, BLOCK, GROUP, SCALED)
         for n in tl.static_range(STEP):
             inner = (start + n) * BLOCK
-            of_x = ()
+            x_parts = ()
             for m in tl.static_range(BLOCK // PIECE):
-                piece = tl.load(x_at + inner + m * PIECE, mask=there, other=0.0)
-                of_x += (tl.trans(piece),)  # type: ignore[assignment]
+                piece = tl.load(x_at + inner + m * PIECE, mask=is_row, other=0.0)
+                x_parts += (tl.trans(piece),)  # type: ignore[assignment]
             words = tl.load(at + inner // 4, eviction_policy="evict_first")
             zeros = None if zero is None else zero + group + inner // GROUP
             if SCALED:
-                numbers = _whole(words, zeros, RUNS, x.dtype.element_ty)
+                numbers = _subtract_zeros(words, zeros, RUNS, x.dtype.element_ty)
                 numbers = _scaled(numbers, of_groups, n, STEP)
-                sums = tl.dot(numbers, of_x[0], sums)  # type: ignore[misc]
+                sums = tl.dot(numbers, x_parts[0], sums)  # type: ignore[misc]
             else:
-                sums = _add_block(sums, of_x, words, of_groups, zeros, n, RUNS)
+                sums = _add_block(sums, x_parts, words, of_groups, zeros, n, RUNS)
         of_groups = next_groups
     if GATED:
         both = tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), (2, 1, 0))
@@ -286,7 +290,7 @@ def multiply_tile_4(
         others,
         row,
         column,
-        there,
+        is_row,
         tile,
         split,
         out,
@@ -310,17 +314,18 @@ def _groups(
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """The scales of each run of STEP blocks from `inner` on; or where numbers are scaled first and
-    blocks have several, or offsets, all of each block, [columns, runs], and then the offsets."""
+    """Load the scales of STEP blocks from `inner` on, one tensor [columns] for each run. If codes
+    are scaled before the product, and blocks have several runs or offsets: one tensor
+    [columns, runs] for each block, then the same for the offsets."""
     RUNS: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     found, others = (), ()
     for n in tl.static_range(STEP):
         at = group + (inner + n * BLOCK) // GROUP
         if SCALED and (RUNS > 1 or offset is not None):
-            places = at[:, None] + tl.arange(0, RUNS)[None, :]
-            found += (tl.load(scale + places),)  # type: ignore[assignment]
+            groups = at[:, None] + tl.arange(0, RUNS)[None, :]
+            found += (tl.load(scale + groups),)  # type: ignore[assignment]
             if offset is not None:
-                others += (tl.load(offset + places),)  # type: ignore[assignment]
+                others += (tl.load(offset + groups),)  # type: ignore[assignment]
         else:
             for m in tl.static_range(RUNS):
                 found += (tl.load(scale + at + m),)  # type: ignore[assignment]
@@ -328,66 +333,69 @@ def _groups(
 
 
 @triton.jit
-def _add_block(sums, of_x, words, of_groups, zeros, n: tl.constexpr, RUNS: tl.constexpr):
-    """The product of a step's block n, [columns, words], with the rows' numbers, added to the sums,
-    each run's scaled. `of_x`: the numbers of each of its pieces, [numbers, rows]. `zeros`: where
-    its first run's are, or None."""
-    numbers = _pieces(_whole(words, zeros, RUNS, of_x[0].dtype), len(of_x))
-    EACH: tl.constexpr = len(of_x) // RUNS
+def _add_block(sums, x_parts, words, of_groups, zeros, n: tl.constexpr, RUNS: tl.constexpr):
+    """Add the product of block n of a step, [columns, words], with x to the sums, with the scale of
+    each run. `x_parts`: the elements of x for each piece of the block, [elements, rows]. `zeros`:
+    the addresses of the zeros of the first run, or None."""
+    numbers = _join(_subtract_zeros(words, zeros, RUNS, x_parts[0].dtype), len(x_parts))
+    EACH: tl.constexpr = len(x_parts) // RUNS
     for m in tl.static_range(RUNS):
         product = tl.zeros(sums.shape, tl.float32)
         for i in tl.static_range(m * EACH, m * EACH + EACH):
-            product = tl.dot(numbers[i], of_x[i], product)
+            product = tl.dot(numbers[i], x_parts[i], product)
         sums += product * of_groups[n * RUNS + m].to(tl.float32)[:, None]
     return sums
 
 
 @triton.jit
 def _scaled(numbers, of_groups, n: tl.constexpr, STEP: tl.constexpr):
-    """A step's block n, of each nibble [columns, numbers], of which 8 was taken → all of it side by
-    side, times its groups' scales."""
+    """Return the scaled elements of block n of a step, [columns, elements]. `numbers`: code − 8 for
+    each of the four nibbles, [columns, words]."""
     factor, terms = of_groups[n].to(tl.float32), None
-    kind: tl.constexpr = numbers[0].dtype
+    dtype: tl.constexpr = numbers[0].dtype
     if len(factor.shape) == 1:
-        factors = tl.broadcast_to(factor.to(kind)[:, None], numbers[0].shape)
+        factors = tl.broadcast_to(factor.to(dtype)[:, None], numbers[0].shape)
         scaled = ()
         for m in tl.static_range(4):
             scaled += (scaled_4(numbers[m], factors, None),)  # type: ignore[assignment]
-        block = _pieces(scaled, 1)[0]
+        block = _join(scaled, 1)[0]
     else:
-        block = _pieces(numbers, 1)[0]
+        block = _join(numbers, 1)[0]
         if len(of_groups) > STEP:
             term = of_groups[STEP + n].to(tl.float32) + 8 * factor
-            terms = _of_codes(term.to(kind), block)
-        block = scaled_4(block, _of_codes(factor.to(kind), block), terms)
+            terms = _per_code(term.to(dtype), block)
+        block = scaled_4(block, _per_code(factor.to(dtype), block), terms)
     return block
 
 
 @triton.jit
-def _whole(words, zeros, RUNS: tl.constexpr, kind: tl.constexpr):
-    """code − zero of each nibble."""
+def _subtract_zeros(words, zeros, RUNS: tl.constexpr, dtype: tl.constexpr):
+    """Return code − zero for each of the four nibbles, [columns, words]."""
     return whole_4(
         words,
-        _zeros(zeros, 0, words),
-        _zeros(zeros, RUNS // 4, words),
-        _zeros(zeros, RUNS // 2, words),
-        _zeros(zeros, 3 * RUNS // 4, words),
-        kind,
+        _load_zeros(zeros, 0, words),
+        _load_zeros(zeros, RUNS // 4, words),
+        _load_zeros(zeros, RUNS // 2, words),
+        _load_zeros(zeros, 3 * RUNS // 4, words),
+        dtype,
     )
 
 
 @triton.jit
-def _pieces(numbers, COUNT: tl.constexpr):
-    """Join the four nibbles into `n` tensors, side by side."""
+def _join(numbers, COUNT: tl.constexpr):
+    """Concatenate the four nibbles' tensors along the columns of the block into COUNT tensors."""
     if COUNT < 4:
-        numbers = (_joined(numbers[0], numbers[1]), _joined(numbers[2], numbers[3]))
+        numbers = (
+            _join_pair(numbers[0], numbers[1]),
+            _join_pair(numbers[2], numbers[3]),
+        )
     if COUNT < 2:
-        numbers = (_joined(numbers[0], numbers[1]),)
+        numbers = (_join_pair(numbers[0], numbers[1]),)
     return numbers
 
 
 @triton.jit
-def _zeros(at, n: tl.constexpr, words):
+def _load_zeros(at, n: tl.constexpr, words):
     """Return the zeros that are subtracted from codes, in the shape of the codes' words."""
     if at is None:
         taken = tl.full(words.shape, 8, tl.float32)
@@ -397,8 +405,8 @@ def _zeros(at, n: tl.constexpr, words):
 
 
 @triton.jit
-def _joined(first, second):
-    """[columns, numbers] twice → side by side; it stays in registers."""
+def _join_pair(first, second):
+    """Concatenate two tensors [columns, n] to [columns, 2n], without moves between threads."""
     both = tl.permute(tl.join(first, second), (0, 2, 1))
     return tl.reshape(both, [first.shape[0], 2 * first.shape[1]])
 
@@ -429,7 +437,7 @@ def multiply_tile_8(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # Numbers are scaled and rounded before they are multiplied.
+    # Codes are scaled and rounded before the product.
     tile, split = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -442,7 +450,7 @@ def multiply_tile_8(
     at = codes + (line * K)[:, None] + inner[None, :]
     x_at = x + row[:, None] * K + inner[None, :]
     scale_at = (line * GROUPS)[:, None] + tl.arange(0, PARTS)[None, :]
-    there = (row < num_rows)[:, None]
+    is_row = (row < num_rows)[:, None]
     if WEIGHT_FIRST:
         sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
@@ -457,16 +465,16 @@ def multiply_tile_8(
     wait_for_previous(DEPENDENT)
     for group in tl.range(split * EACH, tl.minimum(GROUPS, (split + 1) * EACH), PARTS):
         place = scale_at + group
-        # Asked for first: these loads have nothing that fetches them ahead.
+        # The scales are loaded first, because no other load prefetches them.
         factor, term = group_line(scale, zero, offset, place, 8)
         if GATED:
             up_factor, up_term = group_line(scale, zero, offset, place + HALF_SCALES, 8)
-        of_x = tl.load(x_at + group * GROUP, mask=there, other=0.0)
+        x_parts = tl.load(x_at + group * GROUP, mask=is_row, other=0.0)
         first = tl.load(at + group * GROUP, eviction_policy="evict_first")
-        sums = _add_scaled(sums, of_x, first, factor, term, WEIGHT_FIRST)
+        sums = _add_scaled(sums, x_parts, first, factor, term, WEIGHT_FIRST)
         if GATED:
             second = tl.load(at + HALF + group * GROUP, eviction_policy="evict_first")
-            others = _add_scaled(others, of_x, second, up_factor, up_term, WEIGHT_FIRST)
+            others = _add_scaled(others, x_parts, second, up_factor, up_term, WEIGHT_FIRST)
     if WEIGHT_FIRST:
         sums = tl.trans(sums)
         others = tl.trans(others)
@@ -475,7 +483,7 @@ def multiply_tile_8(
         others,
         row,
         column,
-        there,
+        is_row,
         tile,
         split,
         out,
@@ -490,25 +498,25 @@ def multiply_tile_8(
 
 @triton.jit
 def _add_scaled(sums, x, codes, factor, term, WEIGHT_FIRST: tl.constexpr):
-    """The product of [columns, codes] with the rows' numbers, added to the sums. `factor` and
-    `term` are the groups', by `group_line`."""
-    numbers = scaled_8(codes, _of_codes(factor, codes), _of_codes(term, codes), x.dtype)
+    """Add the product of the codes, [columns, codes], with x to the sums. `factor` and `term`: by
+    `group_line`."""
+    numbers = scaled_8(codes, _per_code(factor, codes), _per_code(term, codes), x.dtype)
     return dot(x, numbers, sums, WEIGHT_FIRST, True)
 
 
 @triton.jit
-def _of_codes(numbers, codes):
+def _per_code(numbers, codes):
     """Repeat [columns, groups] for each code of the groups."""
     if numbers.shape[1] == 1:
-        wide = tl.broadcast_to(numbers, codes.shape)
+        repeated = tl.broadcast_to(numbers, codes.shape)
     else:
         shape: tl.constexpr = [
             codes.shape[0],
             numbers.shape[1],
             codes.shape[1] // numbers.shape[1],
         ]
-        wide = tl.reshape(tl.broadcast_to(numbers[:, :, None], shape), codes.shape)
-    return wide
+        repeated = tl.reshape(tl.broadcast_to(numbers[:, :, None], shape), codes.shape)
+    return repeated
 
 
 # ── both ────────────────────────────────────────────────────────────────────────────────────
@@ -520,7 +528,7 @@ def _store(
     others,
     row,
     column,
-    there,
+    is_row,
     block,
     split,
     out,
@@ -531,9 +539,9 @@ def _store(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Store [rows, columns], which are the whole sums or those of a split."""
+    """Store a tile [rows, columns]. With SPLITS > 1 the sums are those of one split."""
     if SPLITS == 1:
-        store_tile(sums, others, row, column, there, out, N, GATED, ACTIVATION)
+        store_tile(sums, others, row, column, is_row, out, N, GATED, ACTIVATION)
     else:
         ROWS: tl.constexpr = sums.shape[0]
         COLUMNS: tl.constexpr = sums.shape[1]
@@ -542,7 +550,7 @@ def _store(
         to = partial + block.to(tl.int64) * (SPLITS * AREA) + tile
         if is_last_split(sums, to, arrived, block, split, SPLITS, AREA):
             sums = sum_of_splits(to, arrived, block, SPLITS, AREA)
-            store_tile(sums, sums, row, column, there, out, N, GATED, ACTIVATION)
+            store_tile(sums, sums, row, column, is_row, out, N, GATED, ACTIVATION)
 
 
 @triton.jit
@@ -558,18 +566,18 @@ def dequantise_rows(
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    # Of 8 bits, a word is a byte with one code.
+    # With 8 bits, a word here is a byte with one code.
     PARTS: tl.constexpr = 4 if BITS == 4 else 1
     WORDS: tl.constexpr = BLOCK // PARTS
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     mask = word < K // PARTS
     found = tl.load(codes + row * (K // PARTS) + word, mask=mask, other=0)
-    kind: tl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     for n in tl.static_range(PARTS):
         inner = word // WORDS * BLOCK + n * WORDS + word % WORDS
-        # The groups of words past the end are those of the last.
+        # Words past the end load the scale of the last group.
         place = row * (K // GROUP) + tl.minimum(inner // GROUP, K // GROUP - 1)
         factor, term = group_line(scale, zero, offset, place, BITS)
         code = found if PARTS == 1 else found >> (4 * n) & 15
-        tl.store(out + row * K + inner, (code.to(tl.float32) * factor + term).to(kind), mask=mask)
+        tl.store(out + row * K + inner, (code.to(tl.float32) * factor + term).to(dtype), mask=mask)

@@ -1,5 +1,5 @@
-"""The fastest launches on an H200, by `packed.table_key`: a `Streaming`, a `Tiling`, or nothing,
-where the library was the fastest, with the weight dequantised. `tests.gpu.packed_check --tune`
+"""The fastest launches on an H200, by `packed.table_key`: a `Streaming`, a `Tiling`, or an empty
+entry if the library with the dequantised weight was the fastest. `tests.gpu.packed_check --tune`
 writes this file."""
 
 from __future__ import annotations

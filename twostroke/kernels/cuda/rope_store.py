@@ -1,4 +1,4 @@
-"""Norm, rope and KV store: everything between the QKV product and attention, in one launch.
+"""Norm, rope and KV store in one launch: all operations between the QKV product and attention.
 
 qkv row ─┬─ query heads ─▶ norm · rope · scale ─▶ the row
          ├─ key heads   ─▶ norm · rope ─────────▶ the row, keys[slot]
@@ -34,9 +34,9 @@ def rope_store(
     kv: KVView,
     context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Norm, rotate and scale the heads of [T, (H + 2K) · D] in place: [T, H + 2K, D]. Keys and
-    values also go to their slots in the cache, or nowhere if a slot is < 0. Channels past those
-    that rotate pass through."""
+    """Normalise, rotate and scale the heads of [T, (H + 2K) · D] in place, and return them as
+    [T, H + 2K, D]. Keys and values of slots ≥ 0 are also stored in the cache. Channels after the
+    rotated channels do not change."""
     (_, page, num_kv_heads, dim), strides = kv.keys.shape, kv.keys.stride()
     assert strides == kv.values.stride()
     assert strides[3] == 1
@@ -172,16 +172,16 @@ def _rope_store(
         mask = valid & (channel < DIM) & (slot >= 0)
         value_at = line + (NUM_HEADS + NUM_KV_HEADS + head) * DIM + channel
         if values.dtype.element_ty.primitive_bitwidth == 8:
-            real = valid & (channel < DIM)
-            value = tl.load(value_at, mask=real, other=0.0).to(tl.float32)
+            is_channel = valid & (channel < DIM)
+            value = tl.load(value_at, mask=is_channel, other=0.0).to(tl.float32)
             largest = largest_of(value)
             element = quantised(value, largest, values.dtype.element_ty)
             tl.store(values + at + channel, element, mask=mask)
             if values.dtype.element_ty == tl.int8:
                 scales = scale_at(values + block, head, slot % PAGE, NUM_KV_HEADS, DIM, PAGE)
                 tl.store(scales, largest / 127.0, mask=valid & (slot >= 0))
-            seen = dequantised(element, largest).to(value_at.dtype.element_ty)
-            tl.store(value_at, seen, mask=real)
+            rounded = dequantised(element, largest).to(value_at.dtype.element_ty)
+            tl.store(value_at, rounded, mask=is_channel)
         else:
             value = tl.load(value_at, mask=mask)
             tl.store(values + at + channel, value.to(values.dtype.element_ty), mask=mask)
@@ -207,13 +207,13 @@ def _norm_rope_store(
     SCALED: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """`heads` [heads, 1] are normed, rotated and (SCALED) multiplied in place, and go to `cache` if
-    `cached` (of int8 with their `scales`); rounded after each step, as by kernels of one step each.
-    """
+    """Normalise, rotate and, if SCALED, multiply the heads at the addresses `heads`, [heads, 1], in
+    place. If `cached`, also store them in `cache`, and for int8 their `scales`. Results are rounded
+    after each operation, as separate kernels would."""
     pair = tl.arange(0, PAIRS)[None, :]
     inside = pair < HALF
     mask = valid & inside
-    kind = heads.dtype.element_ty
+    dtype = heads.dtype.element_ty
     first = tl.load(heads + pair, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(heads + HALF + pair, mask=mask, other=0.0).to(tl.float32)
     cosine = tl.load(cos + pair, mask=inside, other=0.0)
@@ -228,22 +228,22 @@ def _norm_rope_store(
             square += tl.sum(rest * rest, axis=1, keep_dims=True)
         inverse = tl.rsqrt(square / DIM + eps)
         scale = tl.load(weight + pair, mask=inside, other=0.0)
-        first = times_weight(first * inverse, scale, kind).to(tl.float32)
+        first = times_weight(first * inverse, scale, dtype).to(tl.float32)
         scale = tl.load(weight + HALF + pair, mask=inside, other=0.0)
-        second = times_weight(second * inverse, scale, kind).to(tl.float32)
+        second = times_weight(second * inverse, scale, dtype).to(tl.float32)
         if REST_BLOCK > 0:
             scale_rest = tl.load(weight + channel, mask=channel < DIM, other=0.0)
-            rest = times_weight(rest * inverse, scale_rest, kind).to(tl.float32)
+            rest = times_weight(rest * inverse, scale_rest, dtype).to(tl.float32)
     first, second = first * cosine - second * sine, second * cosine + first * sine
     if SCALED:
-        by = tl.load(multiplier).to(kind).to(tl.float32)
-        first, second = first.to(kind).to(tl.float32) * by, second.to(kind).to(tl.float32) * by
+        by = tl.load(multiplier).to(dtype).to(tl.float32)
+        first, second = first.to(dtype).to(tl.float32) * by, second.to(dtype).to(tl.float32) * by
         if REST_BLOCK > 0:
             rest *= by
     to = cache.dtype.element_ty
-    narrow: tl.constexpr = CACHE and cache.dtype.element_ty.primitive_bitwidth == 8
-    if narrow:
-        first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+    is_8_bit: tl.constexpr = CACHE and cache.dtype.element_ty.primitive_bitwidth == 8
+    if is_8_bit:
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         largest = tl.maximum(largest_of(first), largest_of(second))
         if REST_BLOCK > 0:
             largest = tl.maximum(largest, largest_of(rest))
@@ -258,13 +258,13 @@ def _norm_rope_store(
         second = dequantised(element, largest)
         if to == tl.int8:
             tl.store(scales, largest / 127.0, mask=valid & cached)
-    tl.store(heads + pair, first.to(kind), mask=mask)
-    tl.store(heads + HALF + pair, second.to(kind), mask=mask)
+    tl.store(heads + pair, first.to(dtype), mask=mask)
+    tl.store(heads + HALF + pair, second.to(dtype), mask=mask)
     if REST_BLOCK > 0:
-        tl.store(heads + channel, rest.to(kind), mask=valid & (channel < DIM))
-    if CACHE and not narrow:
-        tl.store(cache + pair, first.to(kind).to(to), mask=mask & cached)
-        tl.store(cache + HALF + pair, second.to(kind).to(to), mask=mask & cached)
+        tl.store(heads + channel, rest.to(dtype), mask=valid & (channel < DIM))
+    if CACHE and not is_8_bit:
+        tl.store(cache + pair, first.to(dtype).to(to), mask=mask & cached)
+        tl.store(cache + HALF + pair, second.to(dtype).to(to), mask=mask & cached)
         if REST_BLOCK > 0:
-            there = valid & (channel < DIM) & cached
-            tl.store(cache + channel, rest.to(kind).to(to), mask=there)
+            stored_rest = valid & (channel < DIM) & cached
+            tl.store(cache + channel, rest.to(dtype).to(to), mask=stored_rest)

@@ -1,14 +1,14 @@
-"""Logits → tokens without a sort of the vocabulary. `reference_sampling` defines what is kept.
+"""Sampling without sorting the vocabulary. `reference_sampling` defines which tokens are kept.
 
-    scan     every tile of every row: its best logit + noise, largest logit, sum of exponentials
-    choose   every row: the winner of all tiles, if the row's limits keep it; otherwise the winner
-             among the tokens that stand above it, and so on
+    scan     for each tile of each row: maximum of logit + noise, maximum logit, sum of exponentials
+    choose   for each row: the token with the maximum of logit + noise, if min-p, top-k and top-p
+             keep it; otherwise the same among the tokens ranked above it, until a token is kept
 
-The largest of logit + Gumbel noise over the kept tokens is the draw. Kept tokens are a prefix of
-the order by logit, so a winner that is not kept rules out everything below it: the next can only
-be above. With top-p 0.9 nine draws in ten need no second look. Among equal logits the lower id
-stands above. Most top-k limits keep a few hundred tokens at most: `top_k_candidates.py` gathers
-them and looks at no others.
+The drawn token is the kept token with the largest logit + Gumbel noise. Tokens are ranked by logit,
+equal logits by id, the lower id first. The kept tokens are the first ones of this ranking, so if a
+token is not kept, all tokens ranked below it are not kept either. With top-p 0.9, nine draws of ten
+end with the first token. Most top-k limits keep a few hundred tokens; `top_k_candidates.py` gathers
+these tokens and reads no others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from twostroke.kernels.cuda.top_k_candidates import CANDIDATES, PART, draw_from_
 from twostroke.kernels.records import DrawParams
 
 TILE = 2048  # tokens of one program of the scan
-STEP = 4  # tiles that are looked at together when a row is chosen from
-MAX_TURNS = tl.constexpr(96)  # a search takes ten or so; one among NaNs must end too
+STEP = 4  # tiles that an iteration of `choose` reads
+MAX_TURNS = tl.constexpr(96)  # iterations of a search: about ten, but with NaNs it must end too
 LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -86,13 +86,13 @@ def _variants(vocab: int) -> tuple[Variant, Variant]:
     return scan, choose
 
 
-# A number a row.
-SMALL = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out", "cells", "write_at"]
-# A number a tile, or a part of one.
-FOUND = ["tile_score", "tile_max", "tile_mass", "tokens", "part_maxima"]
+# Tensors with one number for each row.
+PER_ROW = ["temperature", "top_k", "top_p", "min_p", "key0", "key1", "out", "cells", "write_at"]
+# Tensors with one number for each tile, or for each part of a tile.
+PER_TILE = ["tile_score", "tile_max", "tile_mass", "tokens", "part_maxima"]
 
 
-@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW + PER_TILE)
 def _scan_tiles(
     logits,
     temperature,
@@ -115,7 +115,7 @@ def _scan_tiles(
     row = tl.program_id(1).to(tl.int64)
     token = tile * TILE + tl.arange(0, TILE)
     logit = load_logits(logits + row * stride, token, VOCAB)
-    # NaN counts as +inf, so that the maximum says whether the row is broken.
+    # NaN becomes +inf, so that the maximum shows whether the row has an invalid logit.
     logit = tl.where(logit < float("inf"), logit, float("inf"))
     temp = tl.load(temperature + row)
     at = row * TILES + tile
@@ -131,8 +131,9 @@ def _scan_tiles(
         if tl.load(top_k + row) > 0:
             part_max = tl.max(tl.reshape(scaled, [TILE // PART, PART]), axis=1)
             tl.store(part_maxima + at * (TILE // PART) + tl.arange(0, TILE // PART), part_max)
-        # The largest of s − log(e) is the smallest of e · exp(−s), where e = −log1p(−u) ≥ u: the
-        # smallest of u · exp(−s) wins without a logarithm, unless another is below its e · exp(−s).
+        # The token with the largest s − log(e), where e = −log1p(−u) ≥ u, has the smallest
+        # e · exp(−s). To avoid a logarithm for each token, first find the smallest u · exp(−s).
+        # That token wins unless another u · exp(−s) is below the e · exp(−s) of that token.
         top = tl.maximum(top, LOWEST)
         first, second = tl.load(key0 + row), tl.load(key1 + row)
         uniform = uniform_noise(first, second, token)
@@ -152,7 +153,7 @@ def _scan_tiles(
             tl.store(tile_mass + at, tl.sum(tl.exp(scaled - top), axis=0))
 
 
-@triton.jit(do_not_specialize_on_alignment=SMALL + FOUND)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW + PER_TILE)
 def _choose(
     logits,
     temperature,
@@ -278,7 +279,7 @@ def _choose(
                     STEP,
                 )
     tl.store(out + row, token.to(out.dtype.element_ty))
-    if cells is not None:  # what the next step reads: no model can embed -1
+    if cells is not None:  # the next step reads the cells, and -1 has no embedding
         tl.store(cells + tl.load(write_at + row), tl.maximum(token, 0).to(cells.dtype.element_ty))
 
 
@@ -300,7 +301,8 @@ def _first_within_limits(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Go from winner to winner, upwards, until one is within the limits."""
+    """Repeat the draw among the tokens ranked above the drawn token, until a drawn token is within
+    the limits."""
     turn = 0
     while turn < MAX_TURNS:
         value = tl.load(row_logits + token).to(tl.float32) * inv_temp
@@ -312,7 +314,8 @@ def _first_within_limits(
             turn = MAX_TURNS
         else:
             turn += 1
-            # Below the minimum no order matters: all that reach it are next.
+            # Of a token below `min_logit`, the next candidates are all tokens that reach
+            # `min_logit`.
             low = value < min_logit
             value = tl.where(low, min_logit, value)
             bound = tl.where(low, VOCAB, token)
@@ -345,7 +348,8 @@ def _above(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return the number of tokens above (value, token), and the sum of their exponentials."""
+    """Return the number of tokens ranked above (value, token), and the sum of their
+    exponentials."""
     count = tl.zeros([TILE * STEP], tl.int32)
     tile_mass = tl.zeros([TILE * STEP], tl.float32)
     for tile in range(0, TILES, STEP):
@@ -372,7 +376,7 @@ def _draw_above(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return the token of the largest logit + noise among the tokens above (value, token)."""
+    """Return the token with the largest logit + noise among those ranked above (value, token)."""
     best = tl.full([TILE * STEP], float("-inf"), tl.float32)
     where = tl.zeros([TILE * STEP], tl.int32)
     for tile in range(0, TILES, STEP):
@@ -404,10 +408,11 @@ def _top_k_mass(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The sum of exponentials over the k largest that are not below `min_logit`.
+    """Return the sum of exponentials over those of the k largest logits that reach `min_logit`.
 
-    The k-th tile_max lies in [low, high], both values that occur. Each look at a pivot between
-    them either is it or moves an end to the next value that occurs.
+    The k-th largest logit is in [low, high], and both ends are logits that occur. Each iteration
+    counts the logits above a pivot. Either the pivot is the k-th largest logit, or one end moves to
+    the next logit that occurs.
     """
     low = float("-inf")
     high = max_logit

@@ -1,4 +1,4 @@
-"""Sizes of grids and tiles, in plain Python: Triton's own take microseconds, at every launch."""
+"""Arithmetic for the sizes of grids and tiles. Triton's functions take microseconds a launch."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ def ceil_div(amount: int, size: int) -> int:
 
 
 def power_of_two(minimum: int) -> int:
-    """Return the smallest power of two that is not below `minimum`."""
+    """Return the smallest power of two ≥ `minimum`."""
     return 1 << (minimum - 1).bit_length()

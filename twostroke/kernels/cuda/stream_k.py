@@ -165,7 +165,7 @@ def _variant(
         BLOCKS=blocks,
         GROUP=group,
         ROWS=main_rows,
-        MORE=extra_rows,
+        EXTRA=extra_rows,
         STAGES=(HOPPER_SHARED_BYTES - EPILOGUE_BYTES)
         // (BLOCK * (2 * (main_rows + extra_rows) + WEIGHT_ROWS)),
         GATED=activation is not None,

@@ -1,8 +1,8 @@
-"""Tilings that the products of all weight formats share: the programs of a launch, the end of a
-tile, and split-K.
+"""Code that the matrix products of all weight formats share: tilings, the store of a tile, and
+split-K.
 
-Where a matrix has fewer tiles than the card has room for, several programs share the columns of a
-tile: each has a part of K, and the last one to arrive adds the parts up, in their order.
+If a matrix has fewer tiles than the GPU can run at one time, several programs share a tile: each
+computes a part of K, and the last program to arrive adds the parts up, in their order.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ from twostroke.kernels.cuda.elementwise import gate_times_up
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.split_k import ARRIVALS_COLUMNS
 
-# Bytes of each column that are fetched before a dependent launch waits.
+# Bytes of each weight row that a dependent launch fetches before it waits.
 FETCHED = tl.constexpr(512)
-ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # else the same in plain operations
+ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no inline assembly
 
-HOPPER_SHARED_BYTES = 227 << 10  # bytes of shared memory that a program may have there
+HOPPER_SHARED_BYTES = 227 << 10  # maximum shared memory of a program on Hopper
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The launch of a product of one row: a program has all of K."""
+    """The launch of a product of one row of x. A program computes its columns over all of K."""
 
-    columns: int  # of a program
-    step: int  # of K, at one time: numbers, or groups where the weight has them
+    columns: int  # output columns of a program
+    step: int  # elements of K of an iteration; of packed weights the blocks of K
     num_warps: int
-    depth: int = 1  # steps that are on their way at one time, of 4 bits
+    depth: int = 1  # iterations whose loads are in flight; not used by 16-bit weights
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
+    """The launch of a product of several rows of x. A program computes a tile of the output."""
+
     rows: int
-    columns: int  # of each half, if gated
-    step: int  # of K, at one time: as of `Streaming`
+    columns: int  # of gate and of up, if gated
+    step: int  # of K, in one iteration: elements; of packed weights blocks (4 bits) or groups
     splits: int  # of K
-    weight_first: bool  # the weight is the left operand: the matrix units take 64 of its rows
+    weight_first: bool  # the weight is the left operand, of which tensor cores take 64 rows
     num_warps: int
     num_stages: int
-    scaled: bool = False  # groups' scales are taken before the product, of 4 bits
+    scaled: bool = False  # 4 bits: scales are applied before the product, not after it
 
 
 def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> str:
@@ -59,17 +61,17 @@ def table_key(format: str, rows: int, shape: tuple[int, ...], gated: bool) -> st
 
 
 def of_table(entry: tuple[int, ...]) -> Streaming | Tiling | None:
-    """Return an entry of a table; None where the entry is empty: the library was faster."""
+    """Return the launch of an entry of a table. None: the library was faster."""
     if len(entry) in (3, 4):
         return Streaming(*entry)
     if not entry:
         return None
-    rows, columns, step, splits, weight_first, warps, stages, *ways = entry
-    return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages, *map(bool, ways))
+    rows, columns, step, splits, weight_first, warps, stages, *flags = entry
+    return Tiling(rows, columns, step, splits, bool(weight_first), warps, stages, *map(bool, flags))
 
 
 def power_of_two_below(limit: int) -> int:
-    """Return the largest power of two that is not above `limit`; at least 1."""
+    """Return the largest power of two ≤ `limit`; at least 1."""
     return 1 << max(0, limit.bit_length() - 1)
 
 
@@ -86,7 +88,7 @@ def dense_product(
 
 @cache
 def shared_bytes() -> int:
-    """Return the shared memory that a program may have on this GPU, in bytes. Without a GPU kernels
+    """Return the maximum shared memory of a program on this GPU, in bytes. Without a GPU, kernels
     are compiled for Hopper."""
     if not torch.cuda.is_available():
         return HOPPER_SHARED_BYTES
@@ -95,8 +97,8 @@ def shared_bytes() -> int:
 
 
 def fitted(tuned: Tiling, step_bytes: int) -> Tiling:
-    """Return the tiling with fewer stages where a GPU has less shared memory than Hopper.
-    `step_bytes`: of a stage, the rows' and the columns' numbers of a step of K."""
+    """Return the tiling, with fewer stages if the GPU has less shared memory than Hopper.
+    `step_bytes`: bytes of x and of the weight in one stage."""
     max_stages = max(1, shared_bytes() // step_bytes)
     return tuned if tuned.num_stages <= max_stages else replace(tuned, num_stages=max_stages)
 
@@ -138,8 +140,7 @@ def split_buffers(
     arrived: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the memory for the sums of the splits of K, and the counters where splits meet; None
-    if there is one split."""
+    """Return the memory for the sums of the splits of K, and the arrival counters, or None."""
     if tuned.splits == 1:
         return None, None
     assert rows <= tuned.rows
@@ -148,15 +149,16 @@ def split_buffers(
     return torch.empty(size, dtype=dtype, device=arrived.device), arrived
 
 
-# ── of kernels ──────────────────────────────────────────────────────────────────────────────
+# ── functions of kernels ────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
-def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr, MADE: tl.constexpr):
-    if WEIGHT_FIRST and MADE:
-        # The matrix units read a left operand in registers until an instruction waits for the
-        # product, as this sum does; otherwise the next step's numbers could overwrite it. (The
-        # compiler does not fuse the sum into a product with that limit.)
+def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """Add the product to the sums. IN_REGISTERS: the kernel has computed the weight's elements."""
+    if WEIGHT_FIRST and IN_REGISTERS:
+        # Tensor cores read a left operand in registers until an instruction waits for the product;
+        # before that, the next iteration must not overwrite the operand. The separate sum waits.
+        # (With `max_num_imprecise_acc` the compiler does not fuse the sum into the product.)
         sums += tl.dot(weight, tl.trans(x), max_num_imprecise_acc=1)
     elif WEIGHT_FIRST:
         sums = tl.dot(weight, tl.trans(x), sums, out_dtype=sums.dtype)
@@ -167,10 +169,9 @@ def dot(x, weight, sums, WEIGHT_FIRST: tl.constexpr, MADE: tl.constexpr):
 
 @triton.jit
 def is_last_split(sums, to, arrived, block, split, SPLITS: tl.constexpr, SIZE: tl.constexpr):
-    """Leave a split's sums for the last split to arrive, and return True if this split is the
-    last."""
+    """Store the sums of a split. Return True if this split is the last to arrive."""
     tl.store(to + split * SIZE, sums)
-    # All threads' stores before the count that publishes them.
+    # The stores of all threads must come before the count that publishes them.
     tl.debug_barrier()
     return tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
 
@@ -190,14 +191,14 @@ def store_tile(
     others,
     row,
     column,
-    there,
+    is_row,
     out,
     N: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Activate and store [rows, columns]. `there`: the rows that exist."""
+    """Apply the activation, if GATED, and store [rows, columns]. `is_row`: the rows that exist."""
     if GATED:
         sums = gate_times_up(sums, others, out.dtype.element_ty, ACTIVATION)
     to = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(to, sums.to(out.dtype.element_ty), mask=there & (column < N)[None, :])
+    tl.store(to, sums.to(out.dtype.element_ty), mask=is_row & (column < N)[None, :])

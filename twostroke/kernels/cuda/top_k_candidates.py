@@ -107,7 +107,7 @@ def _threshold(
         else:
             high = pivot
             distance = distance * 4.0
-    # If fewer than k parts have a token above -inf, `low` is -inf, and all that have one are hits.
+    # If fewer than k parts have a token above -inf, `low` is -inf, and all these parts are hits.
     is_hit = (part_max >= low) & (part_max > float("-inf"))
     place = tl.cumsum(is_hit.to(tl.int32), axis=0) - 1
     tl.store(hit_parts + place, part, mask=is_hit & (place < CANDIDATES))

@@ -1,11 +1,11 @@
-"""Products with weights in fp8 (e4m3) or int8; `kernels/w8a8.py` says what they stand for.
+"""Products with weights in fp8 (e4m3) or int8. `kernels/w8a8.py` defines the formats.
 
-    one row     the weight goes past once and is added up in fp32, as in `product.py`
-    few rows    tiles of the weight become the activations' type in registers; nothing is rounded
-    more rows   activations are quantised, and the matrix units multiply e4m3 with e4m3, or int8
-                with int8: by tiles here where the weight's bytes decide, and always of int8; of
-                e4m3 by the library where arithmetic does, but where that has too few columns to
-                fill Hopper (`w8a8_hopper.py`)
+    one row     the weight is read once; the products are added up in fp32, as in `product.py`
+    few rows    the weight is converted to the activations' dtype in registers, without rounding
+    more rows   activations are quantised, and tensor cores multiply e4m3 with e4m3, or int8 with
+                int8. int8 always uses the tiles of this module. e4m3 uses these tiles for few rows,
+                `w8a8_hopper.py` if the matrix has too few columns to fill a Hopper GPU, and
+                otherwise the library
 
 `tiles.py` has the tilings and split-K.
 """
@@ -36,20 +36,20 @@ from twostroke.kernels.w8a8 import (
     dequantised,
 )
 
-# Rows whose products have tiles here, but of int8 with int8. More of them the library multiplies:
-# e4m3 with e4m3, or, where activations are as they are, with the weight dequantised as a whole.
+# Maximum rows for the tiles of this module, except int8 with int8. With more rows the library
+# multiplies e4m3 with e4m3; with 16-bit activations it multiplies the dequantised weight.
 MAX_TILED = 64
-LIBRARY_STEP = 16  # the library takes matrices whose sizes are multiples of it
-PROGRAMS, FEW_PROGRAMS = 512, 256  # of a matrix whose K is split; the latter of 8-bit activations
-NARROW = 4096  # columns of a matrix that is cut into narrower tiles, for as many programs
-DEQUANTISED = 2048  # numbers of a program
-BAND = 8  # tiles of rows, of many, that are computed beside each other
-MAX_TUNED = 1024  # rows of int8: with more of them it is the same
+LIBRARY_STEP = 16  # the library requires sizes that are multiples of this
+PROGRAMS, FEW_PROGRAMS = 512, 256  # maximum programs with split K: 16-bit and 8-bit activations
+NARROW = 4096  # matrices with at most this many columns have narrower tiles, for more programs
+DEQUANTISED = 2048  # elements that a program dequantises
+BAND = 8  # row tiles that are computed at the same time, with many rows
+MAX_TUNED = 1024  # int8: with more rows the tiling is the same
 
 
 def choose_streaming(weight: W8Weight, gated: bool) -> Streaming | None:
-    """Choose how the product of one row streams the weight; None where no size here divides K or a
-    group."""
+    """Choose the launch of the product of one row. None if no step size divides K and the
+    groups."""
     inner = weight.values.shape[1]
     step = next((n for n in (512, 256, 128) if inner % n == 0), None)
     if step is None or _group(weight) % 16:
@@ -60,8 +60,8 @@ def choose_streaming(weight: W8Weight, gated: bool) -> Streaming | None:
 
 
 def choose_tiling(rows: int, weight: W8Weight, gated: bool, quantised: bool) -> Tiling | None:
-    """Choose the tiling; None where the library is faster, or no size here divides K or a group.
-    `quantised`: the activations have the weight's type."""
+    """Choose the tiling. None if the library is faster, or if no step size divides K and the
+    groups. `quantised`: the activations have the weight's dtype."""
     columns, inner = weight.values.shape
     if quantised and weight.dtype == INT8:
         return int8_tiling(rows, weight, gated)
@@ -87,8 +87,8 @@ def int8_key(rows: int, weight: W8Weight, gated: bool) -> str:
 
 
 def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
-    """Choose the tiling of int8 with int8; None where no size here divides K, or sums would not fit
-    int32."""
+    """Choose the tiling of int8 with int8. None if no step size divides K, or if sums could
+    overflow int32."""
     columns, inner = weight.values.shape
     known = TILES.get(int8_key(rows, weight, gated))
     found = None if known is None else tiles.of_table(known)
@@ -109,7 +109,7 @@ def int8_tiling(rows: int, weight: W8Weight, gated: bool) -> Tiling | None:
 
 
 def _step(weight: W8Weight, largest: int) -> int | None:
-    """Return the number of elements of K that are loaded at one time."""
+    """Return the number of elements of K in one iteration."""
     sizes = (n for n in (256, 128, 64) if n <= largest)
     inner, group = weight.values.shape[1], _group(weight)
     return next((n for n in sizes if inner % n == 0 and group % n == 0), None)
@@ -130,7 +130,8 @@ def w8_product(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x @ dequantised weight, transposed; in `out`, contiguous, if it is given."""
+    """Return x @ W.T, where W is the dequantised weight. The result is written to `out`, which must
+    be contiguous, if `out` is given."""
     if is_contiguous_16_bit(x):
         streamed = choose_streaming(weight, gated=False) if x.shape[0] == 1 else None
         if streamed is not None:
@@ -147,8 +148,8 @@ def w8_gated_product(
     activation: Activation,
     context: StepContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Return activation(x @ first half of the weight) · (x @ second half), rounded as by
-    `act_and_mul`."""
+    """Return activation(x @ gate.T) · (x @ up.T), with the rounding of `act_and_mul`. The first
+    half of the weight's rows is `gate`, the second half is `up`."""
     if is_contiguous_16_bit(x):
         streamed = choose_streaming(weight, gated=True) if x.shape[0] == 1 else None
         if streamed is not None:
@@ -166,7 +167,7 @@ def w8a8_product(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the product of quantised activations with a weight that has one scale a row."""
+    """Return x @ weight.T for quantised activations and a weight with one scale for each row."""
     if w8a8_hopper.can_multiply(x, weight) and (out is None or out.dtype == x.dtype):
         return w8a8_hopper.multiply(x, weight, context, out)
     tuned = _tiling_of_rows(x, weight, gated=False)
@@ -186,8 +187,8 @@ def w8a8_gated_product(
     *,
     to: torch.dtype | None = None,
 ) -> torch.Tensor | QuantizedActivations:
-    """Return the gated product, rounded as by `act_and_mul`. `to`: the type that it is quantised
-    to."""
+    """Return the gated product, with the rounding of `act_and_mul`. `to`: return the result
+    quantised to this dtype."""
     tuned = _tiling_of_rows(x, weight, gated=True)
     if tuned is not None:
         acted = launch_tiled(x.values, x, weight, tuned, activation, context)
@@ -212,7 +213,7 @@ def library_product(
         out = torch.empty(len(x.values), len(weight.values), dtype=x.dtype, device=x.values.device)
     if x.values.is_meta:
         return out  # there is nothing to compile
-    # Scales of rows and columns go with results in bf16 alone.
+    # The library supports scales for each row and column only with results in bf16.
     made = out if x.dtype == torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
     torch._scaled_mm(
         x.values,
@@ -227,10 +228,10 @@ def library_product(
 
 
 def dequantise(weight: W8Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole weight dequantised."""
+    """Return the dequantised weight."""
     columns, inner = weight.values.shape
     out = torch.empty(columns, inner, dtype=dtype, device=weight.values.device)
-    # Rows along the grid's x: its y ends at 65,535.
+    # Rows are the grid's first dimension, because the second is at most 65,535.
     grid = (columns, ceil_div(inner, DEQUANTISED))
     variant = _dequantise_variant(inner, _group(weight))
     variant(grid, (weight.values, weight.scale, out))
@@ -245,7 +246,7 @@ def _dequantise_variant(inner: int, group: int) -> Variant:
 def quantise_activations(
     x: torch.Tensor, to: torch.dtype, context: StepContext = DEFAULT_CONTEXT
 ) -> QuantizedActivations:
-    """Quantise activations, [T, N], token by token."""
+    """Quantise activations, [T, N], with one scale for each token."""
     return _quantise(x, x.shape[1], None, to, context)
 
 
@@ -255,8 +256,7 @@ def quantised_act_and_mul(
     to: torch.dtype,
     context: StepContext = DEFAULT_CONTEXT,
 ) -> QuantizedActivations:
-    """[T, 2N] → [T, N]: the activation of the first half times the second half, rounded as by
-    `act_and_mul`, then quantised."""
+    """Compute `act_and_mul` of [T, 2N], then quantise the result, [T, N]."""
     return _quantise(gate_up, gate_up.shape[1] // 2, activation, to, context)
 
 
@@ -333,15 +333,15 @@ def launch_tiled(
     context: StepContext,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the product by tiles, or with an activation the gated product. If `quantised` is
-    given, `x` is its values."""
+    """Compute the product of several rows, or with an activation the gated product. If `quantised`
+    is given, `x` must be `quantised.values`."""
     rows, inner = x.shape
     columns = num_columns(len(weight.values), activation)
     if out is None:
         dtype = x.dtype if quantised is None else quantised.dtype
         out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     grid = (ceil_div(columns, tuned.columns), ceil_div(rows, tuned.rows), tuned.splits)
-    # Many rows: the kernel puts tiles in an order of its own.
+    # With many rows, the kernel computes the tiles in another order (`BAND`).
     band = BAND if x.dtype == INT8 and grid[1] > 1 else 0
     if band:
         grid = (grid[0] * grid[1], 1, 1)

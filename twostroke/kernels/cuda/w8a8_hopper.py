@@ -1,13 +1,13 @@
-"""Products of rows in e4m3 with weights in e4m3, on Hopper: tiles whose K is cut into parts, so
-many that there is one for nearly each multiprocessor. The program with a tile's first part adds up
-the other parts, in their order.
+"""Split-K products of e4m3 activations with e4m3 weights, on Hopper. K is split into as many parts
+as needed for nearly every multiprocessor to have one. The program with the first part of a tile
+adds up the other parts, in their order.
 
-    a few rows     a dependent launch has fetched much of the weight before its rows are there
-    65 to 256      matrices of few columns, where the library leaves multiprocessors without work.
-                   With more columns there is nothing to cut, and the library, whose programs share
-                   what they fetch, is faster
+    2 to 8 rows      a dependent launch fetches much of the weight before the activations are ready
+    65 to 256 rows   matrices with few columns, for which the library uses too few multiprocessors.
+                     Matrices with more columns need no split, and the library is faster, because
+                     its programs share what they fetch
 
-`w8a8_hopper_kernels.py` has the program.
+The kernel is in `w8a8_hopper_kernels.py`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if GLUON_IS_TESTED:
     from twostroke.kernels.cuda import w8a8_hopper_kernels as kernels
     from twostroke.kernels.cuda.stream_k_kernels import descriptor
 
-FEW, MANY = range(2, 9), range(65, 257)  # rows
-# Of a tile: of few rows; of many, two of the lower ones, or else of the higher.
+FEW, MANY = range(2, 9), range(65, 257)  # rows of x that this kernel supports
+# Rows of a tile: for few rows; for many rows, the lower height if two tiles are enough.
 FEW_HEIGHT, HEIGHTS = 16, (64, 128)
-LONG = 8192  # of K: where more rows than the lower tiles have are faster here
+LONG = 8192  # minimum K for which the higher tiles are faster than the library
 MAX_PARTS = 8  # of a tile
 
 
@@ -52,7 +52,7 @@ class SplitKPlan:
 
 
 def plan(rows: int, columns: int, blocks: int, programs: int) -> SplitKPlan | None:
-    """Plan the work; None where there are more tiles than programs."""
+    """Plan the work. None if there are more tiles than programs."""
     height = HEIGHTS[0] if rows <= 2 * HEIGHTS[0] else HEIGHTS[1]
     if rows in FEW:
         height = FEW_HEIGHT
@@ -101,7 +101,7 @@ def multiply(
 
 
 def _with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return `rows` rows, the last ones behind the data if the memory reaches so far: see
+    """Return x extended to `rows` rows, if the memory behind x is large enough: see
     `quantised_values`."""
     there = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
     return x.as_strided((rows, x.shape[1]), x.stride()) if there >= rows * x.shape[1] else x

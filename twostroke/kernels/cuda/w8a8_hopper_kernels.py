@@ -1,6 +1,6 @@
-"""The kernel of `w8a8_hopper.py`, in Gluon: a producer has the bulk copy engine (TMA) fetch blocks
-of the rows and of the weight, and two consumers, a warpgroup each, have the matrix units (WGMMA)
-multiply them where they lie. Parts of a tile come together as in `stream_k_kernels.py`.
+"""The kernel of `w8a8_hopper.py`, in Gluon. A producer warp fetches blocks of x and of the weight
+with TMA. Two consumer warpgroups multiply the blocks in shared memory with WGMMA. The parts of a
+tile are added up as in `stream_k_kernels.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twostroke.kernels.cuda.stream_k_kernels import (
     store_tile,
 )
 
-BLOCK = gl.constexpr(128)  # numbers of K at one time
+BLOCK = gl.constexpr(128)  # elements of K in one step
 
 
 @gluon.jit(do_not_specialize=["num_rows", "row_tiles", "parts", "each"])
@@ -46,7 +46,7 @@ def multiply_in_parts(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    # A program has `each` blocks of one tile, or what is left of it.
+    # A program has `each` blocks of K of one tile; the last part of a tile may have fewer.
     tile, part = gl.program_id(0) // parts, gl.program_id(0) % parts
     start = part * each
     count = gl.minimum(each, BLOCKS - start)
@@ -80,7 +80,7 @@ def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
     _, row, line = place
     ahead = 0
     if DEPENDENT:
-        # Nobody in front writes the weight: as much as there is room for, before rows are there.
+        # No earlier launch writes the weight, so fill all stages with it before waiting for x.
         ahead = gl.minimum(count, STAGES)
         for n in range(ahead):
             mbarrier.expect(full.index(n), BLOCK * (ROWS + 2 * WEIGHT_ROWS))
@@ -118,7 +118,7 @@ def _consume(tiles, to, place, part, parts, count, sizes: gl.constexpr, CONSUMER
         mbarrier.wait(full.index(stage), n // STAGES & 1)
         of_x = x_tiles.index(stage).permute((1, 0))
         sums = warpgroup_mma(w_tiles.index(2 * stage + CONSUMER), of_x, sums, is_async=True)
-        # The product before this one has read what it had.
+        # The previous product has ended, so its stage can be filled again.
         sums = warpgroup_mma_wait(1, deps=(sums,))
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
     sums = warpgroup_mma_wait(0, deps=(sums,))

@@ -1,4 +1,4 @@
-"""The kernels of `w8a8.py`: weights in e4m3 or int8, activations as they are or in the same."""
+"""The kernels of `w8a8.py`: products with weights in e4m3 or int8."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from twostroke.kernels.cuda.tiles import (
     sum_of_splits,
 )
 
-# ── numbers of 8 bits as wider ones, exactly ────────────────────────────────────────────────
+# ── exact conversions of 8-bit numbers to wider floats ──────────────────────────────────────
 
-# Four numbers of int8. Of fp32 and fp16 the bits, with the sign's turned, go below those of a power
-# of two, which is taken off again with the 128 that turning added. bf16 has seven bits there: the
-# sign's goes into what is taken off, 128 or 256.
+# Four numbers of int8. For fp32 and fp16 the sign bit is flipped, which adds 128, and the byte goes
+# into the low mantissa bits of a power of two; then the power of two and 128 are subtracted. The
+# mantissa of bf16 has only seven bits, so the sign bit selects the subtrahend, 128 or 256.
 INT8_F32 = """{
 .reg .b32 u;
 xor.b32 u, $4, 0x80808080;
@@ -55,7 +55,7 @@ lop3.b32 b, b, 0x00800080, 0xC300C300, 0xEA;
 fma.rn.bf16x2 $0, x, one, a;
 fma.rn.bf16x2 $1, y, one, b;
 }"""
-# Four numbers of e4m3, by way of fp16, which has all of them.
+# Four numbers of e4m3, converted through fp16, which represents all of them.
 E4M3_F32 = """{
 .reg .b16 l, h, a, b, c, d;
 .reg .b32 u, v;
@@ -75,38 +75,39 @@ _INT8_BF16 = tl.constexpr(INT8_BF16)
 
 
 @triton.jit
-def _as(values, kind: tl.constexpr):
-    """Convert e4m3 or int8 to `kind`."""
-    if values.dtype == kind:
-        wide = values
+def _converted(values, dtype: tl.constexpr):
+    """Convert e4m3 or int8 to `dtype`."""
+    if values.dtype == dtype:
+        converted = values
     elif values.dtype != tl.int8:
-        wide = _e4m3_to_bf16(values) if kind == tl.bfloat16 else values.to(kind)
+        converted = _e4m3_to_bf16(values) if dtype == tl.bfloat16 else values.to(dtype)
     elif ASM:
-        wide = _of_int8(values, kind)
+        converted = _int8_to(values, dtype)
     else:
-        wide = values.to(kind)
-    return wide
+        converted = values.to(dtype)
+    return converted
 
 
 @triton.jit
-def _of_int8(values, kind: tl.constexpr):
-    if kind == tl.bfloat16:
-        wide = tl.inline_asm_elementwise(
+def _int8_to(values, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        converted = tl.inline_asm_elementwise(
             _INT8_BF16, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
-        tl.static_assert(kind == tl.float16)
-        wide = tl.inline_asm_elementwise(
+        tl.static_assert(dtype == tl.float16)
+        converted = tl.inline_asm_elementwise(
             _INT8_F16, "=r,=r,r", [values], dtype=tl.float16, is_pure=True, pack=4
         )
-    return wide
+    return converted
 
 
 @triton.jit
 def _e4m3_to_bf16(values):
-    """e4m3 → bf16. There is an instruction to fp16 alone, and from there it is three more: too slow
-    for the memory. So the bits are moved to where bf16 has them, and the exponent, whose bias is
-    greater by 120, is put right by a product; two numbers at a time."""
+    """Convert e4m3 to bf16. The only conversion instruction is to fp16, and from there three more
+    instructions are needed, which takes longer than reading the weight. So the bits are moved to
+    the positions of bf16, and a product corrects the exponent, whose bias is larger by 120. Two
+    numbers are converted at a time."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -153,75 +154,74 @@ def stream_row(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # [loads, columns, words]: a load's four words of four numbers are one thread's, and so are the
-    # row's 16 numbers, 8 and 8 of them. The next threads have the next loads, as the compiler gives
-    # the first axis to threads first, so that the row's numbers are those of all columns.
+    # Tensors are [loads, columns, words of a load]. A thread has all four words of a load, with
+    # four numbers each, and the 16 elements of x for them. The compiler assigns the first axis to
+    # threads first, so a thread's elements of x serve all columns.
     LINE: tl.constexpr = K // 4
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     load = tl.arange(0, INNER // 16)
-    # Columns past the end read the last row of the weight again, and are dropped.
+    # Columns past the end load the last row of the weight instead; their results are not stored.
     line = tl.minimum(column, N - 1).to(tl.int64)
     at = (load * 4)[:, None, None] + tl.arange(0, 4)[None, None, :]
     at = words + (line * LINE)[None, :, None] + at
     x_at = x + (load * 16)[:, None, None] + tl.arange(0, 8)[None, None, :]
-    # Each load's own scale, though it is its group's: so it is where the sums are.
+    # Each load reads the scale of its group, so that scales and sums have the same layout.
     scale_at = scale + (line * (K // GROUP))[None, :] + (load * 16 // GROUP)[:, None]
     HALF: tl.constexpr = N * LINE
     HALF_SCALES: tl.constexpr = N * (K // GROUP)
-    # DEPTH steps are on their way at any time.
-    held, up_held = (), ()
+    # The loads of DEPTH steps are in flight at any time.
+    loaded, up_loaded = (), ()
     for n in tl.static_range(DEPTH):
-        held += (_words(at, n * INNER, K),)  # type: ignore[assignment]
+        loaded += (_words(at, n * INNER, K),)  # type: ignore[assignment]
         if GATED:
-            up_held += (_words(at + HALF, n * INNER, K),)  # type: ignore[assignment]
+            up_loaded += (_words(at + HALF, n * INNER, K),)  # type: ignore[assignment]
     wait_for_previous(DEPENDENT)
     sums = tl.zeros([INNER // 16, COLUMNS], tl.float32)
-    others = sums
+    up_sums = sums
     for begin in tl.range(0, K, DEPTH * INNER):
-        fresh, up_fresh = (), ()
+        next_loaded, next_up_loaded = (), ()
         for n in tl.static_range(DEPTH):
             here = begin + n * INNER
-            first = _fourths(tl.load(x_at + here, mask=here < K, other=0.0))
-            second = _fourths(tl.load(x_at + here + 8, mask=here < K, other=0.0))
+            first = _split_in_four(tl.load(x_at + here, mask=here < K, other=0.0))
+            second = _split_in_four(tl.load(x_at + here + 8, mask=here < K, other=0.0))
             start = here + DEPTH * INNER
             groups = tl.minimum(here, K - INNER) // GROUP
-            product = _of_load(held[n], first, second, INT8)
+            product = _dot_of_loads(loaded[n], first, second, INT8)
             sums += _scaled(product, scale_at + groups, GROUP < K)
-            fresh += (_words(at, start, K),)  # type: ignore[assignment]
+            next_loaded += (_words(at, start, K),)  # type: ignore[assignment]
             if GATED:
-                product = _of_load(up_held[n], first, second, INT8)
-                others += _scaled(product, scale_at + groups + HALF_SCALES, GROUP < K)
-                up_fresh += (_words(at + HALF, start, K),)  # type: ignore[assignment]
-        held, up_held = fresh, up_fresh
-    # One scale a row, if not each group's own: at the end.
+                product = _dot_of_loads(up_loaded[n], first, second, INT8)
+                up_sums += _scaled(product, scale_at + groups + HALF_SCALES, GROUP < K)
+                next_up_loaded += (_words(at + HALF, start, K),)  # type: ignore[assignment]
+        loaded, up_loaded = next_loaded, next_up_loaded
+    # If a row has one scale, it is applied at the end.
     result = _scaled(tl.sum(sums, axis=0), scale + line, GROUP == K)
     if GATED:
-        other = _scaled(tl.sum(others, axis=0), scale + line + HALF_SCALES, GROUP == K)
+        other = _scaled(tl.sum(up_sums, axis=0), scale + line + HALF_SCALES, GROUP == K)
         result = gate_times_up(result, other, out.dtype.element_ty, ACTIVATION)
     tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
 
 
 @triton.jit
 def _words(at, start, K: tl.constexpr):
-    """Load the words of the step from `start` on; past the end of K nothing is read."""
+    """Load the words of the step at `start`; zeros past the end of K."""
     return tl.load(at + start // 4, mask=start < K, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _fourths(numbers):
-    """Split [loads, 1, 8] into the numbers of two words' first bytes, of their second, third and
-    fourth."""
-    wide = tl.reshape(numbers.to(tl.float32), [numbers.shape[0], 1, 2, 2, 2])
-    even, odd = tl.split(wide)
+def _split_in_four(numbers):
+    """Split x, [loads, 1, 8], into the elements for the first bytes of two words, then for their
+    second, third and fourth bytes."""
+    converted = tl.reshape(numbers.to(tl.float32), [numbers.shape[0], 1, 2, 2, 2])
+    even, odd = tl.split(converted)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
 
 
 @triton.jit
-def _of_load(words, first, second, INT8: tl.constexpr):
-    """Multiply [loads, columns, 4] words with the row's numbers, and add the products up in each
-    load."""
+def _dot_of_loads(words, first, second, INT8: tl.constexpr):
+    """Multiply words, [loads, columns, 4], with x, and add up the products of each load."""
     both = tl.reshape(words, [words.shape[0], words.shape[1], 2, 2])
     low, high = tl.split(tl.permute(both, (0, 1, 3, 2)))
     low, high = _floats(low, INT8), _floats(high, INT8)
@@ -234,7 +234,7 @@ def _of_load(words, first, second, INT8: tl.constexpr):
 
 @triton.jit
 def _floats(words, INT8: tl.constexpr):
-    """Return the four numbers of each word: e4m3, or int8."""
+    """Convert the four numbers of each word, e4m3 or int8, to fp32."""
     if ASM:
         a, b, c, d = tl.inline_asm_elementwise(
             _INT8_F32 if INT8 else _E4M3_F32,
@@ -245,14 +245,14 @@ def _floats(words, INT8: tl.constexpr):
             pack=1,
         )
     else:
-        a, b = _float_of(words, INT8), _float_of(words >> 8, INT8)
-        c, d = _float_of(words >> 16, INT8), _float_of(words >> 24, INT8)
+        a, b = _lowest_byte(words, INT8), _lowest_byte(words >> 8, INT8)
+        c, d = _lowest_byte(words >> 16, INT8), _lowest_byte(words >> 24, INT8)
     return a, b, c, d
 
 
 @triton.jit
-def _float_of(words, INT8: tl.constexpr):
-    """Return the number of the lowest byte, in plain operations."""
+def _lowest_byte(words, INT8: tl.constexpr):
+    """Convert the lowest byte of each word to fp32, without assembly."""
     if INT8:
         number = words.to(tl.int8).to(tl.float32)
     else:
@@ -261,8 +261,8 @@ def _float_of(words, INT8: tl.constexpr):
 
 
 @triton.jit
-def _scaled(products, scale_at, WANTED: tl.constexpr):
-    if WANTED:
+def _scaled(products, scale_at, APPLY: tl.constexpr):
+    if APPLY:
         products *= tl.load(scale_at)
     return products
 
@@ -293,8 +293,8 @@ def multiply_tile(
     if BAND == 0:
         block, split, row_block = tl.program_id(0), tl.program_id(2), tl.program_id(1)
     else:
-        # Of many rows: BAND tiles one below another, then those of the next columns, so that what
-        # runs at one time has its rows and its columns in the L2.
+        # With many rows: BAND row tiles of the same columns, then those of the next columns, so
+        # that x and the weight of the running programs stay in the L2 cache.
         BLOCKS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
         first_row = tl.program_id(0) // (BAND * BLOCKS) * BAND
         height = tl.minimum(tl.cdiv(num_rows, ROWS) - first_row, BAND)
@@ -320,27 +320,29 @@ def multiply_tile(
         x_at = x + row[:, None] * K + inner[None, :]
     else:
         x_at = x + row.to(tl.int64)[:, None] * K + inner[None, :]
-    there = (row < num_rows)[:, None]
+    is_row = (row < num_rows)[:, None]
     SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     if WEIGHT_FIRST:
         sums = tl.zeros([COLUMNS, ROWS], SUM)
     else:
         sums = tl.zeros([ROWS, COLUMNS], SUM)
-    others = sums
+    up_sums = sums
     for start in tl.range(split * EACH, tl.minimum(K, (split + 1) * EACH), INNER):
-        part = tl.load(x_at + start, mask=there, other=0.0)
+        part = tl.load(x_at + start, mask=is_row, other=0.0)
         first = tl.load(at + start, eviction_policy="evict_first" if BAND == 0 else "")
         factor_at = scale + line * GROUPS + start // GROUP
         sums = _add_product(sums, part, first, factor_at, GROUPS > 1, WEIGHT_FIRST)
         if GATED:
             second = tl.load(at + HALF + start, eviction_policy="evict_first" if BAND == 0 else "")
             factor_at += HALF_SCALES
-            others = _add_product(others, part, second, factor_at, GROUPS > 1, WEIGHT_FIRST)
+            up_sums = _add_product(up_sums, part, second, factor_at, GROUPS > 1, WEIGHT_FIRST)
     if WEIGHT_FIRST:
         sums = tl.trans(sums)
-        others = tl.trans(others)
+        up_sums = tl.trans(up_sums)
     if SPLITS == 1:
-        _finish(sums, others, row, column, there, x_scale, scale, out, N, GROUPS, GATED, ACTIVATION)
+        _finish(
+            sums, up_sums, row, column, is_row, x_scale, scale, out, N, GROUPS, GATED, ACTIVATION
+        )
     else:
         tile = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         SIZE: tl.constexpr = ROWS * COLUMNS
@@ -348,14 +350,14 @@ def multiply_tile(
         if is_last_split(sums, to, arrived, block, split, SPLITS, SIZE):
             sums = sum_of_splits(to, arrived, block, SPLITS, SIZE)
             _finish(
-                sums, sums, row, column, there, x_scale, scale, out, N, GROUPS, GATED, ACTIVATION
+                sums, sums, row, column, is_row, x_scale, scale, out, N, GROUPS, GATED, ACTIVATION
             )
 
 
 @triton.jit
 def _add_product(sums, x, weight, factor_at, GROUPED: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
-    MADE: tl.constexpr = weight.dtype != x.dtype
-    weight = _as(weight, x.dtype)
+    IN_REGISTERS: tl.constexpr = weight.dtype != x.dtype
+    weight = _converted(weight, x.dtype)
     if GROUPED:
         factor = tl.load(factor_at)
         if WEIGHT_FIRST:
@@ -363,17 +365,17 @@ def _add_product(sums, x, weight, factor_at, GROUPED: tl.constexpr, WEIGHT_FIRST
         else:
             sums += tl.dot(x, tl.trans(weight)) * factor[None, :]
     else:
-        sums = dot(x, weight, sums, WEIGHT_FIRST, MADE)
+        sums = dot(x, weight, sums, WEIGHT_FIRST, IN_REGISTERS)
     return sums
 
 
 @triton.jit
 def _finish(
     sums,
-    others,
+    up_sums,
     row,
     column,
-    there,
+    is_row,
     x_scale,
     scale,
     out,
@@ -382,23 +384,23 @@ def _finish(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Scale, activate and store [rows, columns]."""
-    there = there & (column < N)[None, :]
+    """Apply scales and activation to a tile [rows, columns], and store it."""
+    is_row = is_row & (column < N)[None, :]
     sums = sums.to(tl.float32)
-    others = others.to(tl.float32)
+    up_sums = up_sums.to(tl.float32)
     if x_scale is not None:
-        of_row = tl.load(x_scale + row[:, None], mask=there, other=0.0)
+        of_row = tl.load(x_scale + row[:, None], mask=is_row, other=0.0)
         sums *= of_row
-        others *= of_row
+        up_sums *= of_row
     if GROUPS == 1:
         at = scale + tl.minimum(column, N - 1)
         sums *= tl.load(at)[None, :]
         if GATED:
-            others *= tl.load(at + N)[None, :]
-    store_tile(sums, others, row, column, there, out, N, GATED, ACTIVATION)
+            up_sums *= tl.load(at + N)[None, :]
+    store_tile(sums, up_sums, row, column, is_row, out, N, GATED, ACTIVATION)
 
 
-# ── of rows ─────────────────────────────────────────────────────────────────────────────────
+# ── conversion of rows ──────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -407,8 +409,8 @@ def dequantise_rows(values, scale, out, K: tl.constexpr, GROUP: tl.constexpr, BL
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < K
     factor = tl.load(scale + row * (K // GROUP) + column // GROUP, mask=mask, other=0.0)
-    wide = tl.load(values + row * K + column, mask=mask, other=0.0).to(tl.float32) * factor
-    tl.store(out + row * K + column, wide.to(out.dtype.element_ty), mask=mask)
+    converted = tl.load(values + row * K + column, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(out + row * K + column, converted.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -430,11 +432,11 @@ def quantise_row(
     column = tl.arange(0, BLOCK)[None, :]
     mask = column < WIDTH
     at = x + row * stride + column
-    wide = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    converted = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-        kind: tl.constexpr = x.dtype.element_ty
-        wide = gate_times_up(wide, up, kind, ACTIVATION).to(kind)
-    small, unit = quantised_rows(wide, values.dtype.element_ty, MAX_VALUE, MIN_SCALE)
+        dtype: tl.constexpr = x.dtype.element_ty
+        converted = gate_times_up(converted, up, dtype, ACTIVATION).to(dtype)
+    small, unit = quantised_rows(converted, values.dtype.element_ty, MAX_VALUE, MIN_SCALE)
     tl.store(values + row * WIDTH + column, small, mask=mask)
     tl.store(scale + row, unit)

@@ -4,5 +4,5 @@
     device pool ◀──fetch── host memory, disk        into blocks of a request that waits for them
 
 `tiers.py` and `index.py` are bookkeeping without tensors, files and clocks. `host.py` and `disk.py`
-copy bytes in threads of their own and report what has finished.
+copy bytes in their own threads and report finished copies.
 """

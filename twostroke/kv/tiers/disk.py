@@ -1,14 +1,14 @@
 """`DiskTier`: pieces as files in a folder. They outlive the process, and servers can share them.
 
-    FOLDER/key                      random bytes that names are keyed with
+    FOLDER/key                      random bytes: the key of the digests that name the pieces
     FOLDER/<identity>/<name>.kv     a piece; see `piece_file.py`
 
-A file is written under a temporary name and renamed, so that a process that is killed leaves no
-half of a piece under its name. A file that vanishes or is damaged is a miss. Files are read and
-written past the system's cache, where the file system allows it: the blocks are in the KV cache
-afterwards, and a second copy would take memory and time.
+A file is written under a temporary name and then renamed, so that a killed process leaves no
+incomplete piece. A missing or damaged file is a miss. If the file system allows it, reads and
+writes bypass the page cache (O_DIRECT): the blocks are in the KV cache afterwards, and a second
+copy would take memory and time.
 
-One thread writes, removes and touches in order; several threads read.
+One thread writes, removes and touches files in order; several threads read.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 
 READERS = 4
 TEMPORARY = ".tmp-"
-STALE_S = 3600.0  # after which a temporary file of another machine is removed
+STALE_S = 3600.0  # age at which a temporary file is removed even if its process seems to run
 PROBE_BYTES = 8 << 20
 LATENCY_S = 0.001
-FLUSH_S = 5.0  # for writes at the end of the process
+FLUSH_S = 5.0  # maximum time for queued writes at the end of the process
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -77,7 +77,7 @@ class DiskFolder:
                 f"kv_disk_cache: the folder {path} cannot be used ({error.strerror or error}); "
                 "give a folder that this user can write to"
             ) from None
-        self.others: deque[_PieceFile] = deque()  # of other models, the oldest first
+        self.others: deque[_PieceFile] = deque()  # pieces of other models, the oldest first
         files = self._list()
         own = [file for file in files if os.path.dirname(file.path) == str(self.own)]
         self.others.extend(sorted(set(files) - set(own), key=lambda file: file.mtime_ns))
@@ -88,7 +88,7 @@ class DiskFolder:
         return f"{self.own}/{name.hex()}{SUFFIX}"
 
     def _read_key(self) -> bytes:
-        """Return the folder's key, which the first server writes."""
+        """Return the folder's key. The first server that uses the folder writes the key."""
         path = self.path / "key"
         if not path.exists():
             temporary = self.path / f"{TEMPORARY}{os.getpid()}-key-{secrets.token_hex(4)}"
@@ -106,7 +106,7 @@ class DiskFolder:
         return key
 
     def _check_writable(self) -> int:
-        """Write a file; return the flag for access past the system's cache, if that works."""
+        """Write a test file. Return O_DIRECT if the file system supports it, otherwise 0."""
         path = self.own / f"{TEMPORARY}{os.getpid()}-test-{secrets.token_hex(4)}"
         for flag in (DIRECT, 0):
             try:
@@ -140,8 +140,8 @@ class DiskFolder:
         return found
 
     def _valid(self, files: list[_PieceFile]) -> list[_PieceFile]:
-        """Return the files of the right name and length, the least recently used first. The others
-        are removed, and the oldest files beyond the limit."""
+        """Return the files with a valid name and length, the least recently used first. Remove all
+        other files, and the oldest files above the size limit."""
         valid = []
         for file in files:
             if file.num_bytes == self.layout.file_bytes and _is_name(_stem(file.path)):
@@ -199,7 +199,7 @@ class DiskRead:
 
     @property
     def ended(self) -> bool:
-        """True if nothing more need be read."""
+        """True if the fetch has failed or was abandoned, so that no piece need be read."""
         return self._ended
 
     def poll(self) -> bool:
@@ -208,7 +208,7 @@ class DiskRead:
         return self._left == 0
 
     def begin(self) -> None:
-        """Note that a piece is about to be read."""
+        """Record the start of the first read."""
         with self._lock:
             self._began_s = self._began_s or monotonic()
 
@@ -309,7 +309,7 @@ class DiskTier:
 
 
 def _finish(queues: _Queues, threads: Sequence[threading.Thread], timeout_s: float) -> None:
-    """End the threads, after the writes that are queued."""
+    """End the threads after the queued writes, or after `timeout_s`."""
     queues.writes.put(None)
     for _ in threads[1:]:
         queues.reads.put(None)
@@ -338,7 +338,7 @@ def _write_until_end(queues: _Queues, buffer: PieceBuffer) -> None:
             queues.num_own -= len(work[1])
         else:
             now = time_ns() - len(work[1])
-            for n, name in enumerate(work[1]):  # the order of use is kept in the folder
+            for n, name in enumerate(work[1]):  # modification times store the order of use
                 with contextlib.suppress(OSError):
                     os.utime(queues.folder.path_of(name), ns=(now + n, now + n))
 
@@ -411,7 +411,7 @@ def _read_until_end(queues: _Queues, buffer: PieceBuffer) -> None:
         except DamagedError as damaged:
             _unlink(queues.folder.path_of(load.name))
             read.fail(damaged, load.name, lost=True)
-        except Exception as problem:  # such as an input/output error of the device
+        except Exception as problem:  # for example an I/O error
             read.fail(TransferError(f"a piece cannot be read ({problem})"), load.name, lost=True)
         queues.changed.set()
 
@@ -431,7 +431,7 @@ def _read(queues: _Queues, read: DiskRead, load: Load, buffer: PieceBuffer) -> N
 
 
 def read_file(folder: DiskFolder, path: str, buffer: PieceBuffer) -> None:
-    """Read the file of a piece. Raise `DamagedError` if it has another length."""
+    """Read the file of a piece. Raise `DamagedError` if the file is too short."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | folder.direct)
     try:
         if os.preadv(file, [buffer.view], 0) != folder.layout.file_bytes:
@@ -441,7 +441,7 @@ def read_file(folder: DiskFolder, path: str, buffer: PieceBuffer) -> None:
 
 
 def _probe(folder: DiskFolder) -> float:
-    """Return the bytes a second of a short sequence of reads by all threads."""
+    """Measure a short sequence of reads by several threads. Return bytes per second."""
     buffer = PieceBuffer(folder.layout)
     path = f"{folder.own}/{TEMPORARY}{os.getpid()}-probe-{secrets.token_hex(4)}"
     count = max(READERS, min(64, PROBE_BYTES // folder.layout.file_bytes))

@@ -11,18 +11,18 @@ from twostroke.errors import ConfigError
 
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?b)?")
-SHARE_OF_FREE = 0.5  # of the free space, without a size
+SHARE_OF_FREE = 0.5  # share of the free space that is used if no size is set
 EXPECTED = "a folder, or a folder and a size such as /var/cache/kv:20GiB"
 
 
 class DiskSettings(NamedTuple):
     folder: str
-    max_bytes: int | None  # None: a share of what is free
+    max_bytes: int | None  # None: `SHARE_OF_FREE` of the free space
 
 
 def read_size(text: str) -> int | None:
-    """Read `4096`, `512M` and `4GiB` (powers of 1024), and `4GB` (powers of 1000). None: the text
-    is no size."""
+    """Parse `4096`, `512M` and `4GiB` (powers of 1024), and `4GB` (powers of 1000). Return None if
+    the text is not a size."""
     match = SIZE.fullmatch(text.strip().lower())
     if match is None or (match[3] == "ib" and not match[2]):
         return None
@@ -31,7 +31,7 @@ def read_size(text: str) -> int | None:
 
 
 def read_disk_cache(text: str) -> DiskSettings:
-    """Read "DIR" or "DIR:SIZE"."""
+    """Parse "DIR" or "DIR:SIZE"."""
     folder, colon, size = text.rpartition(":")
     max_bytes = read_size(size) if colon else None
     if max_bytes is None:
@@ -69,7 +69,7 @@ def disk_bytes(settings: DiskSettings) -> int:
 
 
 def _size_of(folder: str) -> int:
-    """Return the bytes of the cache that is there."""
+    """Return the bytes of the existing cache in the folder."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -1,10 +1,10 @@
-"""`TierIndex`: which pieces a tier holds. Names and numbers only, no copies.
+"""`TierIndex`: the pieces in a tier, and the slots that they take. It copies no data.
 
 A slot of the tier is in exactly one of three places:
 
     free      holds no piece
-    stored    holds a piece; the least recently used is replaced first
-    busy      being written, or read by a fetch: not replaced
+    stored    holds a piece; the least recently used piece is replaced first
+    busy      being written, or read by a fetch; it is not replaced
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterable
 
 class TierIndex:
     def __init__(self, capacity: int, names: Iterable[bytes] = ()) -> None:
-        """`names`: pieces that the tier holds already, the least recently used first."""
+        """`names`: the pieces in the tier at the start, the least recently used first."""
         self.capacity = capacity
-        self._slots: dict[bytes, int] = {}  # of all pieces, stored or being written
-        self._tokens: dict[bytes, bytes] = {}  # of the pieces that this process has stored
-        self._lru: OrderedDict[bytes, None] = OrderedDict()  # stored and not read now
+        self._slots: dict[bytes, int] = {}  # slot of each piece, stored or being written
+        self._tokens: dict[bytes, bytes] = {}  # tokens of the pieces that this process has stored
+        self._lru: OrderedDict[bytes, None] = OrderedDict()  # stored pieces that no fetch reads
         self._writing: set[bytes] = set()
-        self._reads: Counter[bytes] = Counter()
-        self._lost: set[bytes] = set()  # busy now, and not to be found again
+        self._reads: Counter[bytes] = Counter()  # number of fetches that read each piece
+        self._lost: set[bytes] = set()  # busy pieces to be removed when they are no longer busy
         self._recycled: list[int] = []
         self._next = 0
         for name in names:
@@ -103,8 +103,8 @@ class TierIndex:
         return removed
 
     def touch(self, names: Iterable[bytes]) -> list[bytes]:
-        """Note a use of the pieces of a chain. Return those that are stored, in the order of use:
-        the first piece last, so that it is replaced last."""
+        """Record a use of the pieces of a chain. Return the stored ones from last to first: the
+        first piece counts as used most recently, so it is replaced last."""
         touched = [name for name in names if name in self._lru][::-1]
         for name in touched:
             self._lru.move_to_end(name)

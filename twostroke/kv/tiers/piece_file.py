@@ -3,14 +3,14 @@
     file     [ header │ token ids │ padding │ group 0: blocks │ group 1: blocks │ … │ padding ]
     header   magic, version, checksum of all that follows, identity, name, sizes
 
-All files of an identity have the same length, a multiple of `ALIGNMENT`, so that they can be read
-and written without the system's cache.
+All files of an identity have the same length, a multiple of `ALIGNMENT`, so that reads and writes
+can bypass the page cache (O_DIRECT).
 
-The identity is a digest of all that determines the contents of a block besides the tokens: the
-weights, the settings that change what is computed, the layout of blocks. The name is a digest of
-the identity and of all tokens up to the end of the piece, whose chain starts from the salt of the
-request (`kv/prefix.py`). The digest is keyed with random bytes that only the owner of the folder
-can read, so that names do not show which prompts or salts they belong to.
+The identity is a digest of everything that determines the contents of a block, except the tokens:
+the weights, the settings that change the computed values, the layout of blocks. The name is a
+keyed digest of the identity and of the digest chain of all tokens up to the end of the piece, which
+starts with the salt of the request (`kv/prefix.py`). The key is random bytes that only the owner of
+the folder can read, so that names do not reveal prompts or salts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PieceBuffer:
 
 @dataclass(frozen=True)
 class PieceLayout:
-    """The places of the parts of a piece in its file."""
+    """The layout of a piece in its file."""
 
     identity: bytes
     token_bytes: int
@@ -89,7 +89,7 @@ class PieceLayout:
         return blake2b(self.identity + digest, key=key, digest_size=NAME_BYTES).digest()
 
     def seal(self, view: memoryview, name: bytes, tokens: bytes) -> None:
-        """Write header and tokens, after the blocks."""
+        """Write header and tokens. The blocks must be in `view` already."""
         sizes = (len(tokens), self.num_block_bytes)
         HEADER.pack_into(view, 0, MAGIC, 0, VERSION, self.identity, name, *sizes)
         view[HEADER.size : HEADER.size + len(tokens)] = tokens
@@ -97,7 +97,7 @@ class PieceLayout:
         HEADER.pack_into(view, 0, MAGIC, checksum, VERSION, self.identity, name, *sizes)
 
     def check(self, view: memoryview, name: bytes, tokens: bytes) -> None:
-        """Raise `DamagedError` unless the file is what `seal` wrote, for these tokens."""
+        """Raise `DamagedError` unless `seal` has written this file with this name and tokens."""
         magic, checksum, version, identity, own, *sizes = HEADER.unpack_from(view)
         expected = MAGIC, VERSION, self.identity, name, len(tokens), self.num_block_bytes
         if (magic, version, identity, own, *sizes) != expected:

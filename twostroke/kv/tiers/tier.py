@@ -1,12 +1,15 @@
-"""`Tier`: the interface between the bookkeeping of a tier and its copies. `Store`: a copy into it.
+"""`Tier`: the interface between the bookkeeping of a tier and the code that copies its data.
+`Store`: a copy into a tier.
 
-A tier holds pieces. A piece has `span` consecutive full blocks of a sequence, of every KV group:
+A tier holds pieces. A piece consists of `span` consecutive full blocks of a sequence, in every KV
+group:
 
     sequence   [ block 0 | block 1 | block 2 | block 3 | block 4 | …      span 2
                  └───── piece 0 ───┘ └───── piece 1 ───┘
     piece      [ group 0: block, block │ group 1: block, block │ … ]      contiguous in the tier
 
-A tier copies in threads of its own. `store`, `drop` and `touch` return at once and happen in order.
+A tier copies in its own threads. `store`, `drop` and `touch` return at once and are executed in
+order.
 """
 
 from __future__ import annotations
@@ -18,16 +21,16 @@ from typing import NamedTuple, Protocol
 
 from twostroke.kv.transfer import Blocks, TransferError
 
-PIECE_BYTES = 1 << 20  # the smallest piece, if no more than MAX_SPAN blocks are needed for it
+PIECE_BYTES = 1 << 20  # minimum size of a piece, unless this needs more than MAX_SPAN blocks
 MAX_SPAN = 4
 
 
 class MissingPieceError(TransferError):
-    """A piece is not in the tier any more: another server has removed it."""
+    """A piece is no longer in the tier, because another server has removed it."""
 
 
 class TierBlocks(Blocks, Protocol):
-    """The blocks of an engine with tiers. Tiers read and write in any thread."""
+    """The blocks of an engine with tiers. Any thread may read and write them."""
 
     def read_into(self, group: int, number: int, data: memoryview) -> None:
         """Copy a block to `data`."""
@@ -45,7 +48,8 @@ class Store:
     def __init__(
         self, name: bytes, tokens: bytes, blocks: Sequence[Sequence[int]], step: int = -1
     ) -> None:
-        """`blocks`: of each KV group. `step`: the step that computes the blocks."""
+        """`blocks`: the block numbers of each KV group. `step`: the step that computes the
+        blocks."""
         self.name, self.tokens, self.step = name, tokens, step
         self.blocks = tuple(map(tuple, blocks))
         self.slot = -1  # in the tier
@@ -115,7 +119,7 @@ class TierSpeed(NamedTuple):
 class Tier(Protocol):
     name: str  # host or disk
     capacity: int  # pieces
-    piece_bytes: int  # that a piece takes in the tier
+    piece_bytes: int  # size of a piece in the tier
     speed: TierSpeed  # of fetches, measured at the start
 
     def name_of(self, digest: bytes) -> bytes:
@@ -137,7 +141,7 @@ class Tier(Protocol):
         ...
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Note that pieces were used, the last of them most recently."""
+        """Record that pieces were used, the last one most recently."""
         ...
 
     def finished(self) -> list[StoreResult]:
@@ -149,13 +153,13 @@ class Tier(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """End the threads, after the copies that finish within the time."""
+        """End the threads. Wait at most this time for queued copies."""
         ...
 
 
 def piece_span(block_bytes: Sequence[int], block_size: int, windows: Sequence[int | None]) -> int:
-    """Return the blocks in a piece: enough that a read is long, and so few that a sliding window
-    holds a piece when its last block is full."""
+    """Return the number of blocks in a piece: enough for long reads, but so few that a sliding
+    window still has all blocks of a piece when its last block is full."""
     span = min(MAX_SPAN, -(-PIECE_BYTES // sum(block_bytes)))
     for window in windows:
         if window is not None:

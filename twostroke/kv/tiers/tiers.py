@@ -1,10 +1,11 @@
-"""`Tiers`: the pieces in all tiers of an engine, and the copies under way. No tensors, no clock.
+"""`Tiers`: the pieces in all tiers of an engine, and the copies in progress. No tensors.
 
-register(sequence)          its new full pieces wait for the step that computes them
-commit(step)                they are copied to every tier that lacks them; a full queue drops
-find(sequence) ─▶ Found     pieces that continue what the device has cached, with their cost
-fetch(found)   ─▶ Fetching  blocks of a request are filled; `ReceivedQueue` waits for them
-evicted(block)              the pool needs a block: copies that read it are cancelled
+register(sequence)           new full pieces wait for the step that computes them
+commit(step)                 computed pieces are copied to every tier that lacks them, unless the
+                             queue is full
+find(sequence) ─▶ Found      stored pieces that continue a cached prefix, and the time to fetch them
+fetch(found)   ─▶ TierFetch  fills blocks of a request, which waits in `ReceivedQueue`
+evicted(block)               the pool needs a block: copies that read the block are cancelled
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from twostroke.kv.tiers.index import TierIndex
 from twostroke.kv.tiers.tier import Load, Read, Store, Tier, TierSpeed
 from twostroke.kv.usage import KVUsage
 
-# Stores that wait for a tier: a long prompt is computed faster than a disk takes its pieces.
+# Maximum size of queued stores: a long prompt is computed faster than a disk takes its pieces.
 QUEUED_BYTES = 8 << 30
 MIN_QUEUED, MAX_QUEUED = 64, 4096  # pieces
-MEASURED_BYTES = 1 << 20  # shorter fetches say nothing about the speed
-SMOOTHING = 0.3  # of the measured speed
+MEASURED_BYTES = 1 << 20  # shorter fetches are not used to measure the speed
+SMOOTHING = 0.3  # weight of the newest fetch in the measured speed
 FindBlock = Callable[[int, BlockKey], int | None]  # group, key → the registered block
 
 
 class Found(NamedTuple):
-    """The pieces that continue the prefix that the device has cached, in order."""
+    """The pieces that continue the prefix in the device's cache, in order."""
 
     pieces: tuple[tuple[int, bytes, int], ...]  # tier, name, number of the piece in its sequence
     end_block: int
     num_bytes: int
-    seconds: float  # expected time of the fetch, with those under way before it
+    seconds: float  # expected time of the fetch, including the fetches in progress
     tiers: str
 
 
@@ -42,12 +43,12 @@ class TierStatus(NamedTuple):
 
     name: str
     usage: KVUsage  # in tokens
-    bytes_per_s: float  # of fetches, as measured lately
+    bytes_per_s: float  # of recent fetches
     stored_bytes: int = 0
     store_s: float = 0.0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
-    dropped_stores: int = 0  # not begun because the queue was full
+    dropped_stores: int = 0  # not started because the queue was full
     failed_stores: int = 0  # cancelled, or failed
     fetches: int = 0
     failed_fetches: int = 0
@@ -59,7 +60,7 @@ class TierCounts:
         self.stored_bytes = self.fetched_bytes = 0
         self.store_s = self.fetch_s = 0.0
         self.dropped_stores = self.failed_stores = self.fetches = self.failed_fetches = 0
-        self.bytes_under_way = 0
+        self.pending_bytes = 0
 
     def measure(self, num_bytes: int, seconds: float) -> None:
         if num_bytes >= MEASURED_BYTES and seconds > 0:
@@ -67,12 +68,13 @@ class TierCounts:
 
 
 class TierFetch:
-    """A fetch of a prefix, from one tier or several; like `twostroke.kv.transfer.Fetch`."""
+    """A fetch of a prefix from one or several tiers, with the interface of
+    `twostroke.kv.transfer.Fetch`."""
 
-    own_bytes = 0  # the tiers copy in threads of their own
+    own_bytes = 0  # the tiers copy in their own threads
 
     def __init__(self, tiers: Tiers, loads: dict[int, list[Load]], reads: dict[int, Read]) -> None:
-        """`loads`, `reads`: of each tier, by its index."""
+        """`loads`, `reads`: by the index of the tier."""
         self.began_s, self.loads, self.reads = monotonic(), loads, reads
         self._tiers, self._left = tiers, dict(reads)
         self.transport = " + ".join(tiers.tiers[tier].name for tier in sorted(reads))
@@ -83,7 +85,8 @@ class TierFetch:
         return sum(read.num_bytes for read in self.reads.values())
 
     def advance(self, max_bytes: int | None = None) -> bool:
-        """Return whether all blocks have arrived. Raise a `TransferError` if one cannot."""
+        """Return whether all blocks have arrived. Raise a `TransferError` if a block cannot be
+        fetched."""
         for tier, read in list(self._left.items()):
             if read.poll():
                 del self._left[tier]
@@ -101,9 +104,10 @@ class TierFetch:
 
 
 class Tiers:
-    """`tiers`: the fastest first."""
+    """The bookkeeping of all tiers of an engine."""
 
     def __init__(self, tiers: Sequence[Tier], block_size: int, span: int) -> None:
+        """`tiers`: the fastest first."""
         self.tiers, self.span = tuple(tiers), span
         self._tokens = span * block_size  # of a piece
         self._indexes = [TierIndex(tier.capacity, tier.names()) for tier in tiers]
@@ -123,7 +127,8 @@ class Tiers:
     def register(
         self, keys: Sequence[BlockKey], blocks: range, step: int, find: FindBlock, groups: int
     ) -> None:
-        """Note the pieces that end with these blocks of a sequence, computed up to `step`."""
+        """Queue stores of the pieces that end with these blocks of a sequence. `step`: the step
+        that computes the last block."""
         span = self.span
         for piece in range(blocks.start // span, blocks.stop // span):
             digest, tokens = self._piece(keys, piece)
@@ -134,7 +139,7 @@ class Tiers:
             tables = [[find(group, key) for key in own] for group in range(groups)]
             numbers = [[n for n in table if n is not None] for table in tables]
             if any(len(table) < span for table in numbers):
-                continue  # a window has passed, or a block was evicted
+                continue  # a block has left a window, or was evicted
             for tier in lacking:
                 self._queue(tier, digest, tokens, numbers, step)
 
@@ -159,7 +164,7 @@ class Tiers:
                 self._owners.setdefault((group, number), []).append(store)
 
     def commit(self, step: int) -> None:
-        """Begin the copies of the pieces that are computed."""
+        """Start to copy the pieces that are computed after this step."""
         while self._computed and self._computed[0].step <= step:
             store = self._computed.popleft()
             index, counts = self._indexes[store.tier], self._counts[store.tier]
@@ -177,7 +182,7 @@ class Tiers:
             self.tiers[store.tier].store(store)
 
     def take_finished(self) -> None:
-        """Take note of the copies that have ended."""
+        """Process the copies that have ended."""
         for tier, index, counts in zip(self.tiers, self._indexes, self._counts, strict=True):
             for done in tier.finished():
                 removed = index.end_store(done.store.name, done.ok)
@@ -239,7 +244,7 @@ class Tiers:
         each = [0.0]
         for size, tier, counts in zip(sizes, self.tiers, self._counts, strict=True):
             if size:
-                queued = counts.bytes_under_way + size
+                queued = counts.pending_bytes + size
                 each.append(tier.speed.latency_s + queued / max(1.0, counts.bytes_per_s))
         return max(each)
 
@@ -249,7 +254,8 @@ class Tiers:
         keys: Sequence[BlockKey],
         pairs: Sequence[Sequence[tuple[int, int]]],
     ) -> TierFetch:
-        """Begin to fill blocks. `pairs`: of each group, the index in the sequence and the block."""
+        """Start to fill blocks. `pairs`: for each group, pairs of an index in the sequence's table
+        and the block to fill."""
         parts: dict[int, list[tuple[int, int, int]]] = {}
         for group, wanted in enumerate(pairs):
             for entry, block in wanted:
@@ -265,14 +271,14 @@ class Tiers:
         reads: dict[int, Read] = {}
         for tier, some in loads.items():
             self._indexes[tier].begin_read([load.name for load in some])
-            self._counts[tier].bytes_under_way += len(some) * self.tiers[tier].piece_bytes
+            self._counts[tier].pending_bytes += len(some) * self.tiers[tier].piece_bytes
             reads[tier] = self.tiers[tier].fetch(some)
         fetch = TierFetch(self, loads, reads)
         self._fetches[fetch] = None
         return fetch
 
     def end_fetch(self, fetch: TierFetch, ok: bool) -> None:
-        """Release the pieces of a fetch, and note how fast the tiers were."""
+        """Release the pieces of a fetch, and measure the speed of the tiers."""
         del self._fetches[fetch]
         for tier, loads in fetch.loads.items():
             index, counts, read = self._indexes[tier], self._counts[tier], fetch.reads[tier]
@@ -281,7 +287,7 @@ class Tiers:
             removed = index.end_read([load.name for load in loads])
             if removed:
                 self.tiers[tier].drop(removed)
-            counts.bytes_under_way -= len(loads) * self.tiers[tier].piece_bytes
+            counts.pending_bytes -= len(loads) * self.tiers[tier].piece_bytes
             counts.fetched_bytes += read.num_bytes
             counts.fetch_s += read.seconds
             counts.fetches += 1
@@ -299,7 +305,7 @@ class Tiers:
         return bool(self._fetches)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Note that a sequence has used its pieces."""
+        """Record that a sequence has used its pieces."""
         digests = [keys[n].digest for n in range(self.span - 1, len(keys), self.span)]
         for tier, index in zip(self.tiers, self._indexes, strict=True):
             touched = index.touch([tier.name_of(digest) for digest in digests])
@@ -309,7 +315,7 @@ class Tiers:
     # ── all tiers ───────────────────────────────────────────────────────────────────────────
 
     def cancel_stores(self) -> None:
-        """Cancel the copies under way, because the blocks may be damaged."""
+        """Cancel all copies into tiers, because the blocks may be invalid."""
         for store in self._stores:
             store.cancel()
 
@@ -378,6 +384,6 @@ class Tiers:
             assert min(parts) >= 0, f"negative usage of a tier: {usage}"
             assert sum(parts) == usage.reserved, f"the usage of a tier does not add up: {usage}"
         for counts in self._counts:
-            assert counts.bytes_under_way >= 0
+            assert counts.pending_bytes >= 0
         if not self._fetches:
-            assert not any(counts.bytes_under_way for counts in self._counts), "a fetch leaked"
+            assert not any(counts.pending_bytes for counts in self._counts), "a fetch leaked"
