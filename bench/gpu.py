@@ -29,7 +29,12 @@ from bench.gpu_picture import draw
 from bench.gpu_report import LARGE, SHAPES, SMALL, floors_of, put_into, read, tables
 
 LONG = {"max_model_len": 40960, "max_num_batched_tokens": 8192}
-PARTS = ("check", "nano", "decode", "prefill", "interference", "mixed", "profile", "start")
+LONG_CACHED = {
+    "max_model_len": 131072,
+    "max_num_batched_tokens": 16384,
+    "enable_prefix_caching": True,
+}
+PARTS = ("check", "nano", "decode", "prefill", "long", "interference", "mixed", "profile", "start")
 LEAST_S = 20.0  # a process that has less left is not started
 FINAL_S = 260.0
 
@@ -154,6 +159,8 @@ class Run:
             self._parts(shape, usual, {})
         if "interference" in parts and shape == LARGE:
             self._parts(shape, ["interference"], LONG)
+        if "long" in parts and shape == LARGE:
+            self._parts(shape, ["long"], LONG_CACHED)
 
     def start(self, shape: str) -> None:
         """Process start to first token, with empty caches and with full ones."""

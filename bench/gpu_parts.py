@@ -27,10 +27,12 @@ from bench.gpu_workloads import (
     DECODE_PROMPT,
     DECODE_RUNS,
     DECODE_TOKENS,
+    LONG_SIZES,
     MAX_MODEL_LEN,
     NANO_OUT,
     PREFILL_RUNS,
     PREFILL_SIZES,
+    RETURN_SIZES,
     SHAPES,
     TEMPERATURE,
     Prompts,
@@ -156,28 +158,42 @@ class Bench:
 
     def prefill(self) -> list[dict[str, Any]]:
         """Wall clock of one token, and of the same runs what the device was at work for."""
-        found = []
-        for size in PREFILL_SIZES:
-            walls, devices = [], []
-            self.write([self.prompt(size)], 1)
-            for _ in range(3 if self.quick else PREFILL_RUNS):
-                self.core.records.steps.clear()
-                walls.append(1e3 * self.write([self.prompt(size)], 1))
-                devices.append(1e3 * sum(step.device_s for step in self.core.records.steps))
-            rest = [wall - device for wall, device in zip(walls, devices, strict=True)]
-            row = {
-                "tokens": size,
-                "ms": statistics.median(walls),
-                "device_ms": statistics.median(devices),
-                "host_ms": statistics.median(rest),
-                "walls_ms": walls,
-            }
-            print(
-                f"  prefill {size}: {row['ms']:.2f} ms, on the device {row['device_ms']:.2f}, "
-                f"beside it {row['host_ms']:.2f}; {min(walls):.2f} to {max(walls):.2f}"
-            )
-            found.append(row)
+        runs = 3 if self.quick else PREFILL_RUNS
+        return [self._first_token(size, runs) for size in PREFILL_SIZES]
+
+    def long(self) -> list[dict[str, Any]]:
+        """Long prompts; then one whose prefix is cached, if the settings enable prefix caching."""
+        longest = self.core.scheduler.config.max_model_len - 2
+        sizes = [size for size in LONG_SIZES if size <= longest]
+        found = [self._first_token(size, 3) for size in sizes]
+        if self.core.scheduler.config.prefix_caching:
+            for size in (size for size in RETURN_SIZES if size <= longest):
+                found.append(self._first_token(size, PREFILL_RUNS, self.prompt(size)))
         return found
+
+    def _first_token(self, size: int, runs: int, cached: list[int] | None = None) -> dict[str, Any]:
+        """Time prompts of `size` tokens. `cached`: time this prompt, whose prefix is cached."""
+        walls, devices = [], []
+        self.write([cached or self.prompt(size)], 1)
+        for _ in range(runs):
+            self.core.records.steps.clear()
+            walls.append(1e3 * self.write([cached or self.prompt(size)], 1))
+            devices.append(1e3 * sum(step.device_s for step in self.core.records.steps))
+        rest = [wall - device for wall, device in zip(walls, devices, strict=True)]
+        row = {
+            "tokens": size,
+            "cached": cached is not None,
+            "ms": statistics.median(walls),
+            "device_ms": statistics.median(devices),
+            "host_ms": statistics.median(rest),
+            "walls_ms": walls,
+        }
+        name = f"prefill {size}" + (" cached" if cached else "")
+        print(
+            f"  {name}: {row['ms']:.2f} ms, on the device {row['device_ms']:.2f}, "
+            f"beside it {row['host_ms']:.2f}; {min(walls):.2f} to {max(walls):.2f}"
+        )
+        return row
 
     def interference(self) -> list[dict[str, Any]]:
         """32 streams decode, a prompt of 32k tokens arrives; with three fixed budgets, and with the
@@ -346,7 +362,7 @@ def busy_and_span(events: Sequence[Event]) -> tuple[float, float]:
     return busy, until - ordered[0][0]
 
 
-PARTS = ("nano", "decode", "prefill", "interference", "mixed", "profile", "start")
+PARTS = ("nano", "decode", "prefill", "long", "interference", "mixed", "profile", "start")
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def test_a_child_outlives_the_thread_that_started_it() -> None:
     try:
         assert child.stdin is not None
         assert child.stdout is not None
-        assert child.stdout.readline() == b"here\n"
+        assert child.stdout.readline() == b"ready\n"
         for word in (b"a\n", b"b\n"):  # it answers, so it lives
             child.stdin.write(word)
             child.stdin.flush()

@@ -98,7 +98,7 @@ def test_a_prefix_computed_in_the_same_step_gives_the_same_tokens(
     assert_same(alone, got)
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("prefix_caching", [False, pytest.param(True, marks=pytest.mark.core)])
 def test_preempted_and_resumed_gives_the_same_tokens(
     prefix_caching: bool, prompts: list[list[int]], alone: list[Written]
 ) -> None:

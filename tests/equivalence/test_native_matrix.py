@@ -194,7 +194,7 @@ def assert_same(expected: Sequence[Written], got: Sequence[Written], rounding: R
     assert compared >= share * total, f"only {compared} of {total} steps compared"
 
 
-CORE_WAYS = ("mixed", "prefix_hit", "preempted")
+CORE_WAYS = ("mixed", "preempted")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from twostroke.kernels.records import DEFAULT_CONTEXT
 
 # On a GPU fp32 products are three of tf32, and exponentials are approximate.
 ALLOWED = BOUNDS | {torch.float32: 1e-5}
+SPLIT_CHUNKS = [(9000, 16), (3000, 41), (0, 5), (700, 1)]
 PLAIN = (Heads(32, 8, 128), Heads(9, 3, 64))  # for every dtype; other shapes in bf16
 
 
@@ -64,6 +65,11 @@ def check_all(report: Report) -> None:
                 f"prefill {name}",
                 bound,
                 lambda h=heads, d=dtype: cases.check_prefill(h, chunks, CUDA, d),
+            )
+            report.check(
+                f"prefill {name}, short chunks over long contexts",
+                bound,
+                lambda h=heads, d=dtype: cases.check_prefill(h, SPLIT_CHUNKS, CUDA, d),
             )
             for splits in (1, 7) if heads.dim == 128 else (7,):
                 report.check(

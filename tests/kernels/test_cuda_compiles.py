@@ -151,13 +151,13 @@ class Case:
 
         cuda.rope_store(self.qkv(3).flatten(1), self.rope(norm), self.slots[:3], self.view(3))
 
-    def prefill(self, chunk_kv: bool) -> None:
-        """First chunks, by their own keys and values; then continued ones."""
+    def prefill(self, chunk_kv: bool, context: int = 0) -> None:
+        """First chunks, by their own keys and values; then continued ones, after `context`."""
         from twostroke.kernels import cuda
 
         qkv, row = self.qkv(64), self.rows[:2]
         q, others = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
-        work = PrefillWork(row, row, self.rows[:3], 64, 32, 32, ())
+        work = PrefillWork(row, row, self.rows[:3], 64, 32, 32, [(context, context + 32)])
         own = others if chunk_kv else None
         out = self.queries(64)
         cuda.prefill_attention(q, self.view(64), self.rule, work, out=out, chunk_kv=own)
@@ -220,6 +220,20 @@ def test_attention_of_several_queries_a_row(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("case", [(32, 8, 128), (8, 4, 256, 100_000, 30.0), (64, 8, 64)])
+def test_a_short_chunk_after_a_long_context(
+    compiled: list[Any], tmp_path: Path, case: tuple[Any, ...]
+) -> None:
+    Case(*case).prefill(chunk_kv=True, context=30_000)
+    first, continued = compiled
+    assert "atom" in continued.asm["ptx"]
+    assert "atom" not in first.asm["ptx"]
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 227 << 10
+        assert spilled_bytes(kernel, tmp_path) <= 128  # in the merge, once for each tile
+
+
+@pytest.mark.full
 def test_attention_with_sinks(compiled: list[Any], tmp_path: Path) -> None:
     """As gpt-oss has it."""
     case = Case(64, 8, 64, window=128, sinks=True)
@@ -232,6 +246,7 @@ def test_attention_with_sinks(compiled: list[Any], tmp_path: Path) -> None:
         assert spilled_bytes(kernel, tmp_path) <= 64
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("norm", [None, BF16], ids=str)
 def test_queries_with_scales(
@@ -356,7 +371,10 @@ def test_a_device_is_asked_for_its_multiprocessors(monkeypatch: pytest.MonkeyPat
     splits._num_sms.cache_clear()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", ClampedSwiglu()])
+@pytest.mark.parametrize(
+    "activation",
+    [pytest.param("silu", marks=pytest.mark.core), "gelu_tanh", "gelu", ClampedSwiglu()],
+)
 def test_products_and_dependent_launches(
     compiled: list[Any], tmp_path: Path, activation: Activation
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.fakes import groups
 from twostroke.kv import prefix
 from twostroke.kv.cache import GroupLimits, KVCache, KVSequence, blocks_held
-from twostroke.kv.prefix import BlockKey, PrefixIndex, block_key, seed_digest
+from twostroke.kv.prefix import BlockKey, PrefixIndex, PromptKeys, block_key, seed_digest
 from twostroke.kv.usage import KVUsage
 
 ROOT = seed_digest("salt", "")
@@ -52,6 +52,33 @@ def test_another_salt_shares_nothing() -> None:
 
 def test_salts_cannot_be_glued_together() -> None:
     assert seed_digest("a", "bc") != seed_digest("ab", "c")
+
+
+def test_keys_of_a_prompt_that_begins_like_another_are_those_of_the_chain() -> None:
+    chosen = random.Random(0)
+    recent = PromptKeys(4, max_blocks=40)
+    prompts = [[chosen.randrange(3) for _ in range(80)] for _ in range(3)]
+    for _ in range(300):
+        known = chosen.choice(prompts)
+        prompt = known[: chosen.randrange(80)] + [chosen.randrange(3) for _ in range(20)]
+        prompt = prompt[: len(prompt) // 4 * 4]
+        seed = seed_digest("salt", chosen.choice("ab"))
+        expected, parent = [], seed
+        for start in range(0, len(prompt), 4):
+            expected.append(block_key(parent, prompt[start : start + 4]))
+            parent = expected[-1].digest
+        assert recent.of(seed, prompt) == expected
+        assert recent._num_blocks == sum(len(keys) for _, keys in recent._recent.values()) <= 40
+
+
+def test_keys_of_a_known_prefix_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, compute = [], prefix._key
+    monkeypatch.setattr(prefix, "_key", lambda *args: computed.append(args) or compute(*args))
+    recent, prompt = PromptKeys(4), list(range(400))
+    assert len(recent.of(ROOT, prompt)) == len(computed) == 100
+    computed.clear()
+    assert len(recent.of(ROOT, [*prompt[:200], *range(900, 908)])) == 52
+    assert len(computed) == 3  # the first block, and the two new blocks
 
 
 def test_equal_digests_with_other_tokens_are_no_hit() -> None:

@@ -88,6 +88,7 @@ def test_prompts_with_the_same_marks_share_their_first_blocks() -> None:
     assert not set(other) & set(first + second)
 
 
+@pytest.mark.full
 def test_shared_beginnings_need_fewer_engines() -> None:
     marks = ["a64", "a128", "a256"]
     alone = asked(60.0, {"data_parallel_size": 1})

@@ -171,6 +171,7 @@ def test_a_report_has_pictures_of_the_plan(
         assert title in page
 
 
+@pytest.mark.full
 def test_speculation_and_offload_hits_are_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

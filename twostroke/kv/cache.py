@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.eviction import Eviction
-from twostroke.kv.prefix import BlockKey, block_key
+from twostroke.kv.prefix import BlockKey, PromptKeys, block_key
 from twostroke.kv.tiers.tiers import Found, Tiers, TierStatus
 from twostroke.kv.transfer import ReceiverFullError
 from twostroke.kv.usage import KVUsage
@@ -91,6 +91,7 @@ class KVCache:
         fetched after the pool has evicted them."""
         assert eviction is None or [group.window for group in groups] == [None]
         self.block_size = block_size
+        self._prompt_keys = PromptKeys(block_size)
         self.eviction = eviction
         self.windows = tuple(group.window for group in groups)
         self.tiers = tiers
@@ -464,6 +465,8 @@ class KVCache:
     def _extend_keys(self, seq: KVSequence, tokens: Sequence[int], count: int) -> None:
         size, keys = self.block_size, seq.keys
         assert seq.seed is not None
+        if not keys:
+            keys.extend(self._prompt_keys.of(seq.seed, tokens[: count * size]))
         for n in range(len(keys), count):
             parent = keys[-1].digest if keys else seq.seed
             keys.append(block_key(parent, tokens[n * size : (n + 1) * size]))

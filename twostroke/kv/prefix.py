@@ -12,6 +12,7 @@ lose a hit, but cannot return a wrong block. The index names blocks; `blocks.py`
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -34,8 +35,56 @@ def seed_digest(*parts: str) -> bytes:
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> BlockKey:
-    packed = array("I", tokens).tobytes()
+    return _key(parent, array("I", tokens).tobytes())
+
+
+def _key(parent: bytes, packed: bytes) -> BlockKey:
     return BlockKey(blake2b(parent + packed, digest_size=DIGEST_BYTES).digest(), packed)
+
+
+class PromptKeys:
+    """The keys of recent prompts. A prompt that begins like one of them reuses its keys: comparing
+    32,000 tokens takes 0.05 ms, and computing their keys takes several milliseconds."""
+
+    def __init__(self, block_size: int, max_blocks: int = 1 << 15) -> None:
+        """`max_blocks`: of all prompts that are kept; about 300 bytes each."""
+        self._block_bytes, self._max_blocks = 4 * block_size, max_blocks
+        # By the digest of the first block: the tokens of the last prompt with this block, its keys.
+        self._recent: OrderedDict[bytes, tuple[bytes, list[BlockKey]]] = OrderedDict()
+        self._num_blocks = 0
+
+    def of(self, seed: bytes, tokens: Sequence[int]) -> list[BlockKey]:
+        """Return the keys of all blocks of `tokens`, which are whole blocks."""
+        packed, size = array("I", tokens).tobytes(), self._block_bytes
+        if not packed:
+            return []
+        first = _key(seed, packed[:size])
+        known, known_keys = self._recent.pop(first.digest, (b"", []))
+        self._num_blocks -= len(known_keys)
+        keys = known_keys[: common_prefix(packed, known) // size] or [first]
+        for start in range(len(keys) * size, len(packed), size):
+            keys.append(_key(keys[-1].digest, packed[start : start + size]))
+        if len(keys) <= self._max_blocks:
+            self._recent[first.digest] = packed, list(keys)
+            self._num_blocks += len(keys)
+        while self._num_blocks > self._max_blocks:
+            _, (_, dropped) = self._recent.popitem(last=False)
+            self._num_blocks -= len(dropped)
+        return keys
+
+
+def common_prefix(one: bytes, other: bytes) -> int:
+    """Return the number of equal bytes at the start."""
+    equal, end = 0, min(len(one), len(other))
+    if one[:end] == other[:end]:
+        return end
+    while end - equal > 1:
+        middle = (equal + end) // 2
+        if one[equal:middle] == other[equal:middle]:
+            equal = middle
+        else:
+            end = middle
+    return equal
 
 
 class PrefixIndex:

@@ -15,6 +15,7 @@ from tests.kernels import cuda_cases as cases
 from tests.kernels import definitions
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from tests.kernels.interpreted.combinations import crossed
+from twostroke.kernels.cuda import prefill
 from twostroke.kernels.records import AttentionRule, DecodeWork, KVView, PrefillWork, Rope
 
 CPU = torch.device("cpu")
@@ -60,6 +61,29 @@ def test_prefill_attention_with_a_window_and_a_softcap(
     heads = Heads(4, 2, dim, window=window, softcap=softcap)
     error = cases.check_prefill(heads, [(0, 70), (250, 40), (127, 1)], CPU, SINGLE)
     assert error < BOUNDS[SINGLE]
+
+
+@pytest.mark.parametrize(
+    ("heads", "chunks"),
+    [
+        (Heads(4, 1, 64), [(300, 20)]),
+        (Heads(4, 2, 80, 32), [(0, 33), (300, 20), (40, 7), (257, 1)]),  # contexts of all lengths
+        (Heads(4, 1, 64, window=150, sinks=True), [(300, 40)]),
+        (Heads(4, 1, 64, 32, window=200, softcap=2.0), [(400, 90)]),  # rows without keys in a split
+        (Heads(2, 1, 64, kv_dtype=torch.int8), [(300, 20), (200, 3)]),
+    ],
+)
+def test_the_context_of_a_short_chunk_is_split_between_programs(
+    heads: Heads, chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, count = [], prefill.num_splits
+    monkeypatch.setattr(prefill, "MIN_SPLIT_KEYS", 64)
+    monkeypatch.setattr(
+        prefill, "num_splits", lambda *args: counts.append(count(*args)) or counts[-1]
+    )
+    bound = BOUNDS[SINGLE] if heads.kv_dtype is None else heads.bound(SINGLE)
+    assert cases.check_prefill(heads, chunks, CPU, SINGLE) < bound
+    assert max(counts) >= 2
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])

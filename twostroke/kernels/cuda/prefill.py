@@ -11,8 +11,12 @@ are read once for the group and little of a tile lies beyond the causal edge.
 
 A first chunk begins its sequence at cache index 0. All that it may see is among the step's own keys
 and values, which lie side by side: the hardware fetches whole tiles of them (TMA). Continued chunks
-walk the pages. A step that has both kinds is two launches, each of which skips the other's chunks.
+read the pages. A step that has both kinds has two launches, each of which skips the other's chunks.
 Cached elements are converted to the queries' type.
+
+A short chunk over a long context has too few tiles of queries for all multiprocessors. So the keys
+of each tile are split between programs, as in decode attention, and the last program of a tile
+merges the results of its splits.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from twostroke.kernels.cuda.kv_dtypes import operand_of, scale_at, to_operand
 from twostroke.kernels.cuda.launch import Launch, Variant
 from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
+from twostroke.kernels.cuda.splits import num_sms
 from twostroke.kernels.kv_dtypes import is_8_bit
 from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
 from twostroke.kernels.reference import Attend
@@ -59,6 +64,35 @@ def tuning(dim: int, itemsize: int, first: bool) -> PrefillTuning:
 
 
 ALL, FIRST, CONTINUED = 0, 1, 2  # the chunks of a launch
+
+MAX_SPLITS, MIN_SPLIT_KEYS = 32, 512  # of one tile of queries; cached positions of a split
+
+
+def num_splits(programs: int, visible: int, device: torch.device) -> int:
+    """Return the number of splits that gives each multiprocessor one program. `programs`: their
+    number without splits; `visible`: the most cached positions that a chunk sees."""
+    return max(1, min(MAX_SPLITS, num_sms(device) // programs, visible // MIN_SPLIT_KEYS))
+
+
+class PrefillScratch(NamedTuple):
+    """Memory for the results of splits. L is the number of query tiles, for each KV head."""
+
+    partial: torch.Tensor  # [L, splits, Q, D] fp32: the attention of each split
+    lse: torch.Tensor  # [L, splits, Q] fp32: log2 of the softmax denominator of each split
+    arrived: torch.Tensor  # [L] int32: finished splits; zero between launches
+
+
+NO_SCRATCH = (None, None, None)
+
+
+def prefill_scratch(
+    lines: int, splits: int, queries: int, dim: int, device: torch.device
+) -> PrefillScratch:
+    return PrefillScratch(
+        torch.empty(lines, splits, queries, dim, dtype=torch.float32, device=device),
+        torch.empty(lines, splits, queries, dtype=torch.float32, device=device),
+        torch.zeros(lines, dtype=torch.int32, device=device),
+    )
 
 
 def prefill_attention(
@@ -165,8 +199,18 @@ def _launch(
         fetched = TensorDescriptor(own, size, [own.stride(0), 1], [tuned.keys, dim])
         keys, values = own[:, :num_kv_heads], own[:, num_kv_heads:]  # for tiles at the edge
         strides = (0, *own.stride())
+    num_chunks, tiles = work.rows.shape[0], ceil_div(chunks.longest, tuned.queries // group)
+    lines, splits, scratch = tiles * num_kv_heads * num_chunks, 1, NO_SCRATCH
+    if chunks.which != FIRST:
+        visible = max((end for _, end in work.spans), default=0)
+        if rule.window is not None:
+            visible = min(visible, rule.window + chunks.longest)
+        splits = num_splits(lines, visible, q.device)
+    if splits > 1:
+        scratch = prefill_scratch(lines, splits, tuned.queries, dim, q.device)
     shape = _PrefillShape(
         chunks.which,
+        splits > 1,
         group,
         num_kv_heads,
         dim,
@@ -178,9 +222,9 @@ def _launch(
     where = (kv.tables, work.rows, work.starts, work.cu_tokens)
     return Launch(
         _variant(shape, tuned),
-        (ceil_div(chunks.longest, tuned.queries // group), num_kv_heads, work.rows.shape[0]),
-        (q, keys, values, rule.sinks, *where, out),
-        (fetched, rule.window or 0),
+        (tiles * splits, num_kv_heads, num_chunks),
+        (q, keys, values, rule.sinks, *where, out, *scratch),
+        (fetched, rule.window or 0, splits),
         (
             float(rule.scale),
             float(rule.softcap),
@@ -196,6 +240,7 @@ class _PrefillShape(NamedTuple):
     """The sizes and features that the kernel is compiled for, besides its tuning."""
 
     chunks: int
+    split: bool
     group: int  # query heads of a KV head
     num_kv_heads: int
     dim: int
@@ -220,13 +265,14 @@ def _variant(shape: _PrefillShape, tuned: PrefillTuning) -> Variant:
         SOFTCAP=shape.softcap,
         SINKS=shape.sinks,
         CHUNKS=shape.chunks,
+        SPLIT=shape.split,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )
 
 
 @triton.jit(
-    do_not_specialize=["window"],
+    do_not_specialize=["window", "splits"],
     do_not_specialize_on_alignment=["sinks", "chunk_rows", "chunk_starts", "cu_tokens"],
 )
 def _prefill(
@@ -239,8 +285,12 @@ def _prefill(
     chunk_starts,
     cu_tokens,
     out,
+    partial,
+    lse,
+    arrived,
     fetched,
     window,
+    splits,
     scale,
     softcap,
     q_stride,
@@ -262,16 +312,47 @@ def _prefill(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     TOKENS: tl.constexpr = QUERIES // GROUP
     # The last tiles see the most keys: they start first, and the short ones fill the gaps.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head, chunk = tl.program_id(1), tl.program_id(2)
+    if SPLIT:
+        tiles = tl.num_programs(0) // splits
+        split, tile = tile // tiles, tile % tiles
+    else:
+        tiles = tl.num_programs(0)
+        split = 0
     first_token = tl.load(cu_tokens + chunk).to(tl.int32)
     size = tl.load(cu_tokens + chunk + 1).to(tl.int32) - first_token
     start = tl.load(chunk_starts + chunk).to(tl.int32)
+
+    # Keys [edge, open_end) are seen by every query of the tile; each bound is whole tiles of keys.
+    first_query = start + tile * TOKENS
+    end = start + tl.minimum(size, (tile + 1) * TOKENS)
+    first_key = 0
+    begin = 0
+    edge = 0
+    open_end = (first_query + 1) // KEYS * KEYS
+    if WINDOW:
+        first_key = tl.maximum(first_query - window + 1, 0)
+        begin = first_key // KEYS * KEYS
+        open_end = tl.maximum(open_end, begin)
+        edge = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
+        edge = tl.minimum(tl.maximum(edge, begin), open_end)
+    stop = end
+    active = 1  # splits that have keys
+    if SPLIT:
+        tiles_of_keys = tl.cdiv(end - begin, KEYS)
+        share = tl.cdiv(tiles_of_keys, splits)
+        active = tl.cdiv(tiles_of_keys, share)
+        begin += split * share * KEYS
+        stop = tl.minimum(begin + share * KEYS, end)
+        edge = tl.minimum(tl.maximum(edge, begin), stop)
+        open_end = tl.minimum(tl.maximum(open_end, begin), stop)
     mine = CHUNKS == 0 or (start == 0) == (CHUNKS == 1)
-    if mine and tile * TOKENS < size:
+    if mine and tile * TOKENS < size and split < active:
         table = tables + tl.load(chunk_rows + chunk).to(tl.int64) * table_stride
         key_scales = scale_at(keys, kv_head, 0, NUM_KV_HEADS, DIM, PAGE)
         value_scales = scale_at(values, kv_head, 0, NUM_KV_HEADS, DIM, PAGE)
@@ -289,31 +370,18 @@ def _prefill(
         query = operand_of(tl.load(q + q_at, mask=real, other=0.0), keys)
         position = start + token
 
-        # Keys [edge, open_end) are seen by every query of the tile; each bound is whole tiles.
-        first_query = start + tile * TOKENS
-        end = start + tl.minimum(size, (tile + 1) * TOKENS)
-        first_key = 0
-        begin = 0
-        edge = 0
-        open_end = (first_query + 1) // KEYS * KEYS
-        if WINDOW:
-            first_key = tl.maximum(first_query - window + 1, 0)
-            begin = first_key // KEYS * KEYS
-            open_end = tl.maximum(open_end, begin)
-            edge = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
-            edge = tl.minimum(tl.maximum(edge, begin), open_end)
         best = tl.full([QUERIES], float("-inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
         if SINKS:
-            best, total = sink_of(sinks + head, row < TOKENS * GROUP)
+            best, total = sink_of(sinks + head, (row < TOKENS * GROUP) & (split == 0))
         for part in tl.static_range(0 if WINDOW else 1, 3):
             best, total, sums = _visit(
                 best,
                 total,
                 sums,
                 begin if part == 0 else (edge if part == 1 else open_end),
-                edge if part == 0 else (open_end if part == 1 else end),
+                edge if part == 0 else (open_end if part == 1 else stop),
                 query,
                 position,
                 first_key,
@@ -339,14 +407,62 @@ def _prefill(
                 CHUNKS == 1,
                 part != 1,
                 WINDOW,
+                SPLIT,
                 SOFTCAP,
                 q.dtype.element_ty == tl.bfloat16,
             )
+        if SPLIT:
+            total = tl.where(best == float("-inf"), 1.0, total)
         result = sums / total[:, None]
         if keys.dtype.element_ty == tl.int8:
             result = result * 0.0078125
         out_at = line[:, None] * out_stride + head[:, None] * out_head_stride + channel[None, :]
-        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real)
+        if SPLIT:
+            tile_line = (chunk * NUM_KV_HEADS + kv_head) * tiles + tile
+            split_0 = tile_line.to(tl.int64) * splits * QUERIES + row
+            own = split_0 + split * QUERIES
+            tl.store(lse + own, best + tl.log2(total))
+            inside = (channel < DIM)[None, :]
+            tl.store(partial + own[:, None] * DIM + channel[None, :], result, mask=inside)
+            # The stores of all threads must come before the count that publishes them.
+            tl.debug_barrier()
+            if tl.atomic_add(arrived + tile_line, 1, sem="acq_rel") == active - 1:
+                tl.store(arrived + tile_line, 0)
+                result = _merged(partial, lse, split_0, active, DIM, BLOCK_DIM, QUERIES)
+                tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real)
+        else:
+            tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _merged(
+    partial,
+    lse,
+    split_0,
+    active,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Return the attention of a tile over all its splits. `split_0`: the rows of split 0 in `lse`.
+    Loads bypass the L1 cache, because this cache may hold values of an earlier launch."""
+    channel = tl.arange(0, BLOCK_DIM)
+    inside = (channel < DIM)[None, :]
+    best = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, BLOCK_DIM], tl.float32)
+    for split in tl.range(0, active):
+        of_split = split_0 + split * QUERIES
+        other = tl.load(lse + of_split, cache_modifier=".cg")
+        rows = partial + of_split[:, None] * DIM + channel[None, :]
+        result = tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
+        above = tl.maximum(best, other)
+        floor = tl.where(above == float("-inf"), 0.0, above)
+        weight, fade = tl.exp2(other - floor), tl.exp2(best - floor)
+        total = total * fade + weight
+        sums = sums * fade[:, None] + result * weight[:, None]
+        best = above
+    return sums / total[:, None]
 
 
 @triton.jit
@@ -381,6 +497,7 @@ def _visit(
     IS_FIRST: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -439,7 +556,8 @@ def _visit(
             score = tl.where(visible, score, float("-inf"))
         above = tl.maximum(best, tl.max(score, axis=1) * unit)
         floor = above
-        if MASKED and WINDOW:  # a query may see nothing of the window's first tiles
+        # A query may see nothing of the window's first tiles, or of a split.
+        if MASKED and (WINDOW or SPLIT):
             floor = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(score * unit - floor[:, None])
         fade = tl.exp2(best - floor)
