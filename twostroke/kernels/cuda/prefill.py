@@ -30,8 +30,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from twostroke.kernels.cuda import prefill_hopper
 from twostroke.kernels.cuda.kv_dtypes import operand_of, scale_at, to_operand
 from twostroke.kernels.cuda.launch import Launch, Variant
+from twostroke.kernels.cuda.prefill_hopper import HopperLaunch
 from twostroke.kernels.cuda.scores import capped, sink_of, unit_of
 from twostroke.kernels.cuda.sizes import ceil_div, power_of_two
 from twostroke.kernels.cuda.splits import num_sms
@@ -146,10 +148,13 @@ def make_launches(
     out: torch.Tensor,
     chunk_kv: torch.Tensor | None,
     tuned: PrefillTuning | None = None,
-) -> tuple[Launch | None, Launch | None]:
+) -> tuple[Launch | HopperLaunch | None, Launch | HopperLaunch | None]:
     """Build the launch over the step's own keys and values, and the launch over the cache."""
 
-    def launch(which: int, longest: int, own: torch.Tensor | None = None) -> Launch:
+    def launch(which: int, longest: int, own: torch.Tensor | None = None) -> Launch | HopperLaunch:
+        hopper = prefill_hopper.choose(longest, q, kv, own) if tuned is None else None
+        if hopper is not None:
+            return HopperLaunch(hopper, which, longest, q, kv, rule, work, out, own)
         return _launch(_Chunks(which, longest, own), q, kv, rule, work, out, tuned)
 
     if chunk_kv is None or not _can_fetch(chunk_kv, kv.keys):

@@ -1,0 +1,208 @@
+"""Prefill attention at the rate of Hopper's matrix units, for long chunks.
+
+    first chunks       read the step's own keys and values, which lie side by side
+    continued chunks   read the pages of the cache, each page fetched on its own
+
+A program has a multiprocessor for itself and takes one tile of queries after another, the longest
+ones of a KV head first: while it stores one tile, keys of the next are under way. Programs take
+their tiles from a counter.
+
+`prefill_hopper_kernels.py` has the program, `prefill.py` the kernel for everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from twostroke.kernels.cuda.launch import ALIGNED, Variant
+from twostroke.kernels.cuda.sizes import ceil_div
+from twostroke.kernels.cuda.stream_k import GLUON_IS_TESTED, is_hopper, num_multiprocessors
+from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
+
+if GLUON_IS_TESTED:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from twostroke.kernels.cuda import prefill_hopper_kernels as kernels
+
+ROWS = 64  # of queries: tokens × heads of a group, of a consumer
+PIECE = 64  # channels that are fetched of a page at one time
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTuning:
+    keys: int  # of a tile
+    stages: int  # tiles of keys and of values in shared memory
+    consumers: int = 2  # warpgroups
+    in_turns: int = 1  # consumers take turns, by 1: barriers in memory, 2: the hardware's own
+    hold: bool = True  # weights are made before products are waited for
+    persistent: bool = True  # programs take several tiles
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+
+class HopperShape(NamedTuple):
+    """The sizes and features that the kernel is compiled for, besides its tuning."""
+
+    chunks: int
+    group: int
+    num_kv_heads: int
+    dim: int
+    page: int  # 0: keys and values lie side by side
+    window: bool
+    softcap: bool
+
+
+# By head size; measured on an H200.
+TUNINGS = {128: HopperTuning(128, 2)}
+MIN_TOKENS = 1024  # of the longest chunk: below, `prefill.py` has more tiles to share out
+
+
+def choose(
+    longest: int, q: torch.Tensor, kv: KVView, own: torch.Tensor | None
+) -> HopperTuning | None:
+    """Return the tuning for chunks of at most `longest` tokens, where this kernel computes their
+    attention faster than the one of `prefill.py`; None elsewhere."""
+    (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, kv.keys.shape
+    if longest < MIN_TOKENS or dim not in TUNINGS or not is_hopper():
+        return None
+    if q.itemsize != 2 or num_heads // num_kv_heads > ROWS or not _is_aligned(q):
+        return None
+    tuned = TUNINGS[dim]
+    if own is not None:
+        return tuned if own.dtype == q.dtype and _is_aligned(own) else None
+    if kv.keys.dtype != q.dtype or kv.keys.stride(2) != dim or tuned.keys % page or page < 8:
+        return None
+    return tuned if _is_aligned(kv.keys) and _is_aligned(kv.values) else None
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+    return all(offset % ALIGNED == 0 for offset in (tensor.data_ptr(), *strides))
+
+
+class _Memory(NamedTuple):
+    """Memory as the copy engine sees it."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def own_descriptor(own: torch.Tensor, dim: int, keys: int) -> Any:
+    """Return a descriptor of tiles of `own`, [T, columns]. Coordinates: the line where the chunk
+    ends; the tile's first line, counted so that the chunk's end is line T; column. Lines behind
+    the end are outside of this tensor, and come as zeros."""
+    (lines, columns), stride = own.shape, own.stride(0)
+    base = _Memory(own.data_ptr() - lines * stride * own.itemsize, own.dtype)
+    shape, strides = [lines + 1, lines, columns], [stride, stride, 1]
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    return TensorDescriptor(base, shape, strides, [1, keys, dim], layout)
+
+
+def page_descriptor(cached: torch.Tensor) -> Any:
+    """Return a descriptor of pages of the cache. Coordinates: the page; the number of its lines
+    that are in use; the first line, counted so that the first unused line is line `page`; column.
+    """
+    blocks, page, heads, dim = cached.shape
+    of_block, of_line, of_head, _ = cached.stride()
+    assert of_head == dim
+    base = _Memory(cached.data_ptr() - page * of_line * cached.itemsize, cached.dtype)
+    shape, strides = [blocks, page + 1, page, heads * dim], [of_block, of_line, of_line, 1]
+    layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    return TensorDescriptor(base, shape, strides, [1, 1, page, PIECE], layout)
+
+
+class HopperLaunch:
+    """The launch of a step's chunks: `prefill.Launch` for any layer."""
+
+    def __init__(
+        self,
+        tuned: HopperTuning,
+        chunks: int,
+        longest: int,
+        q: torch.Tensor,
+        kv: KVView,
+        rule: AttentionRule,
+        work: PrefillWork,
+        out: torch.Tensor,
+        own: torch.Tensor | None,
+    ) -> None:
+        """`chunks` and `longest`: the chunks of the launch, and the tokens of the longest. `own`:
+        their keys and values, if the launch does not read the cache."""
+        (_, num_heads, dim), num_kv_heads = q.shape, kv.keys.shape[2]
+        group = num_heads // num_kv_heads
+        tiles = ceil_div(longest, ROWS // group * tuned.consumers)
+        items = tiles * num_kv_heads * work.rows.shape[0]
+        self._programs, next_item = items, None
+        if tuned.persistent:
+            self._programs = min(items, num_multiprocessors())
+            # Each launch leaves the counters as they were.
+            next_item = torch.zeros(2, dtype=torch.int32, device=q.device)
+        self._kv, self._sinks, self._own = kv, rule.sinks, None
+        if own is not None:
+            self._own = own_descriptor(own.flatten(1), dim, tuned.keys)
+        self._variant = _variant(
+            HopperShape(
+                chunks,
+                group,
+                num_kv_heads,
+                dim,
+                0 if own is not None else kv.keys.shape[1],
+                rule.window is not None,
+                rule.softcap > 0,
+            ),
+            tuned,
+        )
+        self._tensors = (kv.tables, work.rows, work.starts, work.cu_tokens, out, next_item)
+        self._q = q
+        self._numbers = (items, tiles, rule.window or 0, 0 if own is None else own.shape[0])
+        strides = (*q.stride()[:2], *out.stride()[:2], kv.tables.stride(0))
+        self._fixed = (float(rule.scale), float(rule.softcap), *strides)
+
+    def __call__(self) -> None:
+        self.over(self._kv.keys, self._kv.values, self._sinks)
+
+    def with_sinks(self, sinks: torch.Tensor | None) -> None:
+        self.over(self._kv.keys, self._kv.values, sinks)
+
+    def over(
+        self, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        """Launch over the cache of a layer, or over the step's own keys and values, with the
+        layer's sinks."""
+        if self._own is not None:
+            fetched = (self._own, self._own)
+        else:
+            fetched = (page_descriptor(keys), page_descriptor(values))
+        sinks = self._sinks if sinks is None else sinks
+        tensors, varying = (self._q, sinks, *self._tensors), (*fetched, *self._numbers)
+        self._variant((self._programs,), tensors, varying, self._fixed)
+
+
+@cache
+def _variant(shape: HopperShape, tuned: HopperTuning) -> Variant:
+    return Variant(
+        kernels.attend,
+        GROUP=shape.group,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        DIM=shape.dim,
+        PAGE=shape.page,
+        KEYS=tuned.keys,
+        STAGES=tuned.stages,
+        CONSUMERS=tuned.consumers,
+        IN_TURNS=tuned.in_turns,
+        HOLD=tuned.hold,
+        WINDOW=shape.window,
+        SOFTCAP=shape.softcap,
+        CHUNKS=shape.chunks,
+        PRODUCER_REGISTERS=tuned.producer_registers,
+        CONSUMER_REGISTERS=tuned.consumer_registers,
+        num_warps=4,
+    )
