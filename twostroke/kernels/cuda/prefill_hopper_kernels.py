@@ -164,6 +164,7 @@ def _produce(
     DIM: gl.constexpr = sizes[2]
     KEYS: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
+    WINDOW: gl.constexpr = sizes[6]
     BYTES: gl.constexpr = KEYS * DIM * 2
     _q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, _turn = shared
     next_item, plan, plan_full, plan_empty, items = planned
@@ -180,20 +181,23 @@ def _produce(
             plan.index(turns & 1).store(gl.full([1], 0, gl.int32, line) + following)
             mbarrier.arrive(plan_full.index(turns & 1), count=1)
             turns += 1
-        kv_head, chunk, first_token, size, start, _token, low, high = _place(item, where, sizes)
+        kv_head, chunk, first_token, size, start, token, low, high = _place(item, where, sizes)
         if PAGE:
             table = tables + gl.load(chunk_rows + chunk).to(gl.int64) * table_stride
             last = start + size
+            first = 0
+            if WINDOW:  # pages before it may be anyone's by now
+                first = gl.maximum(start + token - where[3] + 1, 0)
         for n in range(high - low):
             at = (high - 1 - n) * KEYS
             stage, phase = (done + n) % STAGES, ((done + n) // STAGES & 1) ^ 1
             if PAGE:
-                ids = _pages_of(table, at, last, KEYS, PAGE)
+                ids = _pages_of(table, at, first, last, KEYS, PAGE)
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), BYTES)
             if PAGE:
                 column = kv_head * DIM
-                _fetch_pages(keys, ids, at, last, column, k_full, k_tiles, stage, KEYS, PAGE, DIM)
+                _fetch_pages(keys, ids, column, k_full, k_tiles, stage, KEYS, PAGE, DIM)
             else:
                 place = [first_token + size, bound - size + at, kv_head * DIM]
                 fetch(keys, place, k_full.index(stage), _as_box(k_tiles.index(stage)))
@@ -201,7 +205,7 @@ def _produce(
             mbarrier.expect(v_full.index(stage), BYTES)
             if PAGE:
                 column = kv_head * DIM
-                _fetch_pages(values, ids, at, last, column, v_full, v_tiles, stage, KEYS, PAGE, DIM)
+                _fetch_pages(values, ids, column, v_full, v_tiles, stage, KEYS, PAGE, DIM)
             else:
                 place = [first_token + size, bound - size + at, (NUM_KV_HEADS + kv_head) * DIM]
                 fetch(values, place, v_full.index(stage), _as_box(v_tiles.index(stage)))
@@ -221,20 +225,24 @@ def _as_box(tile):
 
 
 @gluon.jit
-def _pages_of(table, at, last, KEYS: gl.constexpr, PAGE: gl.constexpr):
-    found = ()
+def _pages_of(table, at, first, last, KEYS: gl.constexpr, PAGE: gl.constexpr):
+    """Return the pages of a tile, and how many of each one's lines are of [first, last): none, or
+    all up to `last`."""
+    pages = ()
+    lines = ()
     for n in gl.static_range(KEYS // PAGE):
         row = at + n * PAGE
-        found += (gl.load(table + row // PAGE, mask=row < last, other=0),)  # type: ignore[assignment]
-    return found
+        left = gl.minimum(gl.maximum(last - row, 0), PAGE)
+        left = gl.where(row + PAGE > first, left, 0)
+        pages += (gl.load(table + row // PAGE, mask=left > 0, other=0),)  # type: ignore[assignment]
+        lines += (left,)  # type: ignore[assignment]
+    return pages, lines
 
 
 @gluon.jit
 def _fetch_pages(
     cached,
-    pages,
-    at,
-    last,
+    ids,
     column,
     full,
     tiles,
@@ -250,10 +258,10 @@ def _fetch_pages(
     count: gl.constexpr = tiles.shape[0] * PIECES * PAGES
     boxes = tiles._reinterpret(tiles.dtype, [count, 1, 1, PAGE, PIECE], layout)
     for n in gl.static_range(PAGES):
-        left = gl.minimum(gl.maximum(last - at - n * PAGE, 0), PAGE)
+        page, left = ids[0][n], ids[1][n]
         for piece in gl.static_range(PIECES):
             to = boxes.index((stage * PIECES + piece) * PAGES + n)
-            place = [pages[n], left, PAGE - left, column + piece * PIECE]
+            place = [page, left, PAGE - left, column + piece * PIECE]
             fetch(cached, place, full.index(stage), to)
 
 
