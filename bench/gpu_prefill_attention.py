@@ -2,61 +2,55 @@
 Triton kernel and cuDNN.
 
     python -m bench.gpu_prefill_attention [--only NAME …] [--json FILE]
+    python -m bench.gpu_prefill_attention --memcheck
+    python -m bench.gpu_prefill_attention --model llama-3.1-8b
 
 Each way is a process of its own: first all of them compile at the same time, then one after another
 checks its results and takes its times. A way that fails, hangs or is wrong does not stop the
-others. Times are medians; TFLOP/s count the products below the causal edge.
+others. Times are medians, of launches in a graph; TFLOP/s count the products below the causal edge.
+
+`--memcheck` runs small chunks under compute-sanitizer, every tensor in an allocation of its own.
+`--model` measures prefill of a whole model, without and with this kernel, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from queue import Empty, Queue
+from shutil import which
 from statistics import median
+from subprocess import STDOUT
+from tempfile import TemporaryFile
 from threading import Thread
 from time import monotonic
 from typing import Any
 
-COMPILE_S, RUN_S, TOTAL_S = 130.0, 30.0, 235.0  # limits of a way, and of all
-DEFAULT: dict[str, Any] = {"keys": 128, "stages": 2}
-# Ways to run the kernel, by name: what differs from DEFAULT.
-WAYS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "no turns": {"in_turns": 0},
-    "hardware turns": {"in_turns": 2},
-    "late weights": {"hold": False},
-    "late weights, hardware turns": {"hold": False, "in_turns": 2},
-    "a tile a program": {"persistent": False},
-    "3 stages": {"stages": 3},
-    "larger producer": {"consumer_registers": 232, "producer_registers": 40},
-    "64 keys": {"keys": 64, "stages": 4},
-    "3 consumers": {
-        "keys": 64,
-        "stages": 4,
-        "consumers": 3,
-        "consumer_registers": 160,
-        "producer_registers": 24,
-    },
-}
-LIBRARIES = ("Triton", "cuDNN")
-# Of other head sizes.
-OTHER_DIMS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dim 64": (64, {"keys": 128, "stages": 4}),
-    "dim 64, hardware turns": (64, {"keys": 128, "stages": 4, "in_turns": 2}),
-    "dim 64, 3 consumers": (
-        64,
-        {"stages": 4, "consumers": 3, "consumer_registers": 160, "producer_registers": 24},
+COMPILE_S, RUN_S, TOTAL_S = 90.0, 20.0, 150.0  # limits of a way, and of all
+MEMCHECK_S = 40.0
+# Ways to run the kernel, by name: the head size, and what differs from its tuning.
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (128, {}),
+    "no turns": (128, {"in_turns": False}),
+    "3 stages": (128, {"stages": 3}),
+    "3 consumers": (
+        128,
+        {"keys": 64, "stages": 4, "consumers": 3, "consumer_registers": 160},
     ),
-    "dim 64, Triton": (64, {}),
-    "dim 256": (256, {"keys": 64, "stages": 2}),
-    "dim 256, Triton": (256, {}),
+    "dim 64": (64, {}),
+    "dim 64, early weights": (64, {"hold": True}),
+    "dim 64, 2 consumers": (64, {"consumers": 2, "consumer_registers": 240}),
+    "dim 256": (256, {}),
+    "dim 256, early weights": (256, {"hold": True}),
 }
+LIBRARIES = {"Triton": 128, "dim 64, Triton": 64, "dim 256, Triton": 256, "cuDNN": 128}
 FEATURES = "features"
 
 
@@ -73,11 +67,14 @@ class Workload:
 
 
 WORKLOADS = [
+    Workload(1, 256),
+    Workload(1, 512),
     Workload(1, 1024),
     Workload(1, 2048),
     Workload(1, 4096),
     Workload(1, 16384),
     Workload(1, 32768),
+    Workload(8, 512),
     Workload(8, 2048),
     Workload(1, 2048, 30000),
     Workload(1, 8192, 30000),
@@ -102,15 +99,13 @@ def run_way(name: str, checks_only: bool) -> None:
 
     device = torch.device("cuda")
     torch.manual_seed(1)
-    dim, given = OTHER_DIMS.get(name, (128, WAYS.get(name, {})))
+    dim, given = WAYS.get(name, (LIBRARIES.get(name, 128), {}))
     is_triton = name.endswith("Triton")
-    tuned = replace(prefill_hopper.HopperTuning(**DEFAULT), **given)
+    tuned = replace(prefill_hopper.TUNINGS[dim], **given)
 
     def choose(_: int, q: Any, kv: Any, own: Any) -> Any:
-        fits = kv.keys.dtype == q.dtype and tuned.keys % kv.keys.shape[1] == 0
-        if is_triton or q.shape[2] != dim or (own is None and not fits) or q.itemsize != 2:
-            return None
-        return tuned
+        fits = prefill_hopper.can_attend(tuned, q, kv, own)
+        return tuned if fits and not is_triton and q.shape[2] == dim else None
 
     prefill_hopper.choose = choose  # type: ignore[assignment]
     plain = Heads(32, 8, dim) if dim < 256 else Heads(16, 8, dim)
@@ -154,57 +149,69 @@ def run_way(name: str, checks_only: bool) -> None:
     print(json.dumps(result), flush=True)
     if name == FEATURES or checks_only:
         return
-    for work in WORKLOADS:
-        if work.start and name == "cuDNN":
-            continue
-        make = _cudnn if name == "cuDNN" else _call
-        call = make(work, plain.num_heads, plain.num_kv_heads, dim, prefill)
-        result["times"][work.name] = _measure(call)
-        print(json.dumps(result), flush=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for work in WORKLOADS:
+            if work.start and name == "cuDNN":
+                continue
+            if name == "cuDNN":
+                call = _cudnn(work, plain.num_heads, plain.num_kv_heads, dim)
+            else:
+                step = _Step(work, plain.num_heads, plain.num_kv_heads, dim)
+                call = step.launches()
+                if not is_triton:  # at this size
+                    call()
+                    found = step.out.clone()
+                    step.launches(prefill.tuning(dim, 2, first=not work.start))()
+                    result["errors"][work.name] = cases.worst(found, step.out)
+                    del found
+            result["times"][work.name] = _measure(call, stream)
+            print(json.dumps(result), flush=True)
 
 
-def _call(
-    work: Workload, num_heads: int, num_kv_heads: int, dim: int, prefill: Any
-) -> Callable[[], object]:
-    import torch
+class _Step:
+    """A step of such chunks, with random queries, keys and values."""
 
-    from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
+    def __init__(self, work: Workload, num_heads: int, num_kv_heads: int, dim: int) -> None:
+        import torch
 
-    device, page, bf16 = torch.device("cuda"), 16, torch.bfloat16
-    blocks = -(-(work.start + work.size) // page)
-    used = work.chunks * blocks if work.start else 1
-    pool = torch.randn(used, 2, page, num_kv_heads, dim, device=device, dtype=bf16)
-    tables = torch.randperm(used, device=device).int()
-    tables = tables.view(work.chunks, -1) if work.start else tables.expand(work.chunks, 1).clone()
-    tokens = work.chunks * work.size
-    wide = num_heads + 2 * num_kv_heads
-    qkv = torch.randn(tokens, wide, dim, device=device, dtype=bf16)
-    out = torch.empty_like(qkv[:, :num_heads])
-    rows = torch.arange(work.chunks, device=device, dtype=torch.int32)
-    starts = torch.full_like(rows, work.start)
-    ends = torch.arange(work.chunks + 1, device=device, dtype=torch.int32) * work.size
-    longest = (0, work.size) if work.start else (work.size, 0)
-    spans = [(work.start, work.start + work.size)] * work.chunks
-    step = PrefillWork(rows, starts, ends, tokens, *longest, spans)
-    keys, values = pool[:, 0], pool[:, 1]
-    rule, view = AttentionRule(dim**-0.5), KVView(keys, values, tables, rows)
-    q, own = qkv[:, :num_heads], qkv[:, num_heads:]
-    launches = [
-        launch
-        for launch in prefill.make_launches(q, view, rule, step, out, own)
-        if launch is not None
-    ]
+        from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
 
-    def call() -> None:
-        for launch in launches:
-            launch()
+        device, page, bf16 = torch.device("cuda"), 16, torch.bfloat16
+        blocks = -(-(work.start + work.size) // page)
+        used = work.chunks * blocks if work.start else 1
+        pool = torch.randn(used, 2, page, num_kv_heads, dim, device=device, dtype=bf16)
+        order = torch.randperm(used, device=device).int()
+        tables = order.view(work.chunks, -1) if work.start else order.repeat(work.chunks, 1)
+        tokens = work.chunks * work.size
+        wide = num_heads + 2 * num_kv_heads
+        qkv = torch.randn(tokens, wide, dim, device=device, dtype=bf16)
+        self.q, self.own = qkv[:, :num_heads], qkv[:, num_heads:]
+        self.out = torch.empty_like(self.q)
+        rows = torch.arange(work.chunks, device=device, dtype=torch.int32)
+        starts = torch.full_like(rows, work.start)
+        ends = torch.arange(work.chunks + 1, device=device, dtype=torch.int32) * work.size
+        longest = (0, work.size) if work.start else (work.size, 0)
+        spans = [(work.start, work.start + work.size)] * work.chunks
+        self.work = PrefillWork(rows, starts, ends, tokens, *longest, spans)
+        self.rule = AttentionRule(dim**-0.5)
+        self.view = KVView(pool[:, 0], pool[:, 1], tables, rows)
 
-    return call
+    def launches(self, tuned: Any = None) -> Callable[[], object]:
+        """`tuned`: of the Triton kernel, which then computes all."""
+        from twostroke.kernels.cuda import prefill
+
+        given = (self.q, self.view, self.rule, self.work, self.out, self.own)
+        made = [launch for launch in prefill.make_launches(*given, tuned) if launch is not None]
+
+        def call() -> None:
+            for launch in made:
+                launch()
+
+        return call
 
 
-def _cudnn(
-    work: Workload, num_heads: int, num_kv_heads: int, dim: int, _: Any
-) -> Callable[[], object]:
+def _cudnn(work: Workload, num_heads: int, num_kv_heads: int, dim: int) -> Callable[[], object]:
     import torch
     import torch.nn.functional as F
 
@@ -219,22 +226,104 @@ def _cudnn(
     return call
 
 
-def _measure(call: Callable[[], object]) -> float:
-    """Return the median seconds of a call, one behind another."""
+def _measure(call: Callable[[], object], stream: Any) -> float:
+    """Return the median seconds of a call, one behind another, without what launches cost the
+    host."""
     import torch
 
-    def timed(count: int) -> float:
+    def timed(run: Callable[[], object], count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        for _ in range(count):
-            call()
+        run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / count
 
-    timed(2)
-    count = max(2, min(50, int(0.05 / timed(1))))
-    return median(timed(count) for _ in range(5))
+    call()
+    timed(call, 1)
+    count = max(2, min(50, int(0.03 / timed(call, 1))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(count):
+            call()
+    timed(graph.replay, count)
+    return median(timed(graph.replay, count) for _ in range(5))
+
+
+# ── under compute-sanitizer ─────────────────────────────────────────────────────────────────
+
+
+SMALL = (Workload(3, 300), Workload(1, 256, 3840))
+
+
+def run_small() -> None:
+    import torch
+
+    from twostroke.kernels import cuda
+    from twostroke.kernels.cuda import prefill_hopper
+
+    prefill_hopper.choose = lambda *_: prefill_hopper.TUNINGS[128]  # type: ignore[assignment]
+    steps = {work.name: _Step(work, 32, 8, 128) for work in SMALL}
+    calls = {name: step.launches() for name, step in steps.items()}
+    cuda.compile_ahead(lambda: [call() for call in calls.values()], "small")
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        print(f"{name}: {'finite' if steps[name].out.isfinite().all() else 'NOT FINITE'}")
+
+
+def memcheck() -> None:
+    """Print what compute-sanitizer finds, the first lines of it."""
+    tool = which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    how = ["--tool", "memcheck", "--target-processes", "application-only"]
+    command = [tool, *how, sys.executable, "-m", "bench.gpu_prefill_attention", "--small"]
+    given = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    begun = monotonic()
+    with TemporaryFile("w+") as said:
+        try:
+            subprocess.run(command, env=given, stdout=said, stderr=STDOUT, timeout=MEMCHECK_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            print(error)
+        said.seek(0)
+        lines = said.read().splitlines()
+    print(*lines[:40], *lines[40:][-2:], sep="\n")
+    print(f"memcheck: {len(lines)} lines, {monotonic() - begun:.0f} s")
+
+
+# ── a whole model ───────────────────────────────────────────────────────────────────────────
+
+
+def run_model(shape: str, path: Path | None) -> None:
+    """Milliseconds of the device for a prompt: of the Triton kernel, of this one for first chunks,
+    and for continued ones too. Steps have up to 16,640 tokens, so a longer prompt has both."""
+    from bench.gpu_parts import Bench
+    from twostroke.kernels.cuda import prefill_hopper
+
+    usual = prefill_hopper.choose
+
+    def also_pages(longest: int, q: Any, kv: Any, own: Any) -> Any:
+        tuned = prefill_hopper.TUNINGS.get(q.shape[2])
+        if own is not None or tuned is None or longest < tuned.min_tokens:
+            return usual(longest, q, kv, own)
+        return tuned if prefill_hopper.can_attend(tuned, q, kv, None) else None
+
+    ways = {"Triton": lambda *_: None, "first chunks": usual, "pages too": also_pages}
+    bench = Bench(shape, True, {"max_model_len": 33000})
+    found: dict[str, dict[str, float]] = {}
+    for size in (4096, 16384, 32768):
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for turn, (name, choose) in product(range(5), ways.items()):
+            prefill_hopper.choose = choose  # type: ignore[assignment]
+            bench.core.records.steps.clear()
+            bench.write([bench.prompt(size)], 1)
+            if turn:
+                taken = sum(step.device_s for step in bench.core.records.steps)
+                times[name].append(1e3 * taken)
+        found[str(size)] = {name: median(each) for name, each in times.items()}
+        row = (f"{name} {median(each):.2f} ({min(each):.2f})" for name, each in times.items())
+        print(f"{shape}, prefill of {size}, ms (the least): {', '.join(row)}", flush=True)
+        if path is not None:
+            path.write_text(json.dumps({shape: found}, indent=1), encoding="utf-8")
 
 
 # ── all ways ────────────────────────────────────────────────────────────────────────────────
@@ -298,12 +387,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of ways")
     parser.add_argument("--checks-only", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--memcheck", action="store_true", help="only this")
+    parser.add_argument("--model", metavar="SHAPE", help="only this")
     parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way is not None:
         run_way(args.way, args.checks_only)
         return
-    names = args.only or [*LIBRARIES, *WAYS, FEATURES, *OTHER_DIMS]
+    if args.small:
+        run_small()
+        return
+    if args.memcheck:
+        memcheck()
+        return
+    if args.model is not None:
+        run_model(args.model, args.json)
+        return
+    names = args.only or [*WAYS, FEATURES, *LIBRARIES]
     begun = monotonic()
     ways = [Way(name, args.checks_only) for name in names]
     ready = [way for way in ways if way.compile(begun + COMPILE_S)]
@@ -321,7 +422,7 @@ def main() -> None:
             print(f"{way.name} says: {way.result['stderr'][-500:]}")
     print("TFLOP/s".ljust(30), *(work.name.rjust(16) for work in WORKLOADS), "   error")
     for way in ways:
-        dim, _ = OTHER_DIMS.get(way.name, (128, {}))
+        dim, _ = WAYS.get(way.name, (LIBRARIES.get(way.name, 128), {}))
         times = way.result.get("times", {})
         cells = []
         for work in WORKLOADS:

@@ -17,6 +17,7 @@ import sys
 from functools import reduce
 from pathlib import Path
 from time import perf_counter
+from unittest.mock import patch
 
 import torch
 import triton
@@ -27,6 +28,8 @@ from tests.kernels import cuda_cases as cases
 from tests.kernels.cuda_cases import BOUNDS, Heads
 from tests.kernels.definitions import DEPENDENT
 from twostroke.kernels import cuda
+from twostroke.kernels.cuda import prefill_hopper
+from twostroke.kernels.cuda.stream_k import is_hopper
 from twostroke.kernels.records import DEFAULT_CONTEXT
 
 # On a GPU fp32 products are three of tf32, and exponentials are approximate.
@@ -35,8 +38,11 @@ SPLIT_CHUNKS = [(9000, 16), (3000, 41), (0, 5), (700, 1)]
 PLAIN = (Heads(32, 8, 128), Heads(9, 3, 64))  # for every dtype; other shapes in bf16
 
 
+CHUNKS = [(0, 1), (0, 300), (129, 127), (1000, 33), (63, 65), (0, 64), (512, 512)]
+
+
 def check_all(report: Report) -> None:
-    chunks = [(0, 1), (0, 300), (129, 127), (1000, 33), (63, 65), (0, 64), (512, 512)]
+    chunks = CHUNKS
     lengths = [1, 0, 63, 64, 65, 127, 129, 1000, 2049, 0, 16]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         kind = str(dtype).removeprefix("torch.")
@@ -167,9 +173,43 @@ def check_all(report: Report) -> None:
         )
     for count in (0, 20):
         report.check(f"log-probabilities, {count} best", 1e-5, lambda n=count: check_logprobs(n))
+    if is_hopper():
+        check_hopper_prefill(report)
     report.check("decode again and again", 1e-9, check_repeats)
     report.check("decode, graph, lengths changed", ALLOWED[torch.bfloat16], check_graph)
     report.check("dependent launches in a graph", ALLOWED[torch.bfloat16], check_pdl)
+
+
+def check_hopper_prefill(report: Report) -> None:
+    """Chunks that are too short for `prefill_hopper.choose`, and continued ones, by that kernel."""
+    for heads, dtype in (
+        (Heads(32, 8, 128), torch.bfloat16),
+        (Heads(32, 8, 128), torch.float16),
+        (Heads(28, 4, 128, 32, window=100), torch.bfloat16),
+        (Heads(8, 8, 128, 64, softcap=5.0), torch.float16),
+        (Heads(8, 4, 128, window=70, softcap=5.0, sinks=True), torch.bfloat16),
+        (Heads(64, 8, 64), torch.bfloat16),
+        (Heads(64, 8, 64, window=128, sinks=True), torch.float16),
+        (Heads(8, 4, 256), torch.bfloat16),
+        (Heads(8, 4, 256, window=70, softcap=5.0), torch.float16),
+    ):
+        name = f"Hopper's prefill {str(dtype).removeprefix('torch.')} {heads}"
+        report.check(name, ALLOWED[dtype], lambda h=heads, d=dtype: hopper_prefill(h, d))
+
+
+def hopper_prefill(heads: Heads, dtype: torch.dtype) -> float:
+    asked: list[int] = []
+    tuned = prefill_hopper.TUNINGS[heads.dim]
+
+    def choose(longest: int, *given: object) -> object:
+        asked.append(longest)
+        assert prefill_hopper.can_attend(tuned, *given)  # type: ignore[arg-type]
+        return tuned
+
+    with patch.object(prefill_hopper, "choose", choose):
+        error = cases.check_prefill(heads, CHUNKS, CUDA, dtype)
+    assert len(asked) == 3  # of all chunks over the cache; then of first ones, and of continued
+    return error
 
 
 def check_logprobs(count: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -90,6 +91,7 @@ def forget_compiled() -> None:
 VARIANTS = {
     "decode": ["_variant"],
     "prefill": ["_variant"],
+    "prefill_hopper": ["_variant"],
     "rope_store": ["_variant"],
     "latent": ["_store_variant", "_decode_variant", "_merge_variant"],
     "latent_prefill": ["_variant", "_gather_variant"],
@@ -173,6 +175,35 @@ def _without_scratch(launch: tuple[Any, ...]) -> tuple[Any, ...]:
     slots_only = HOOKS.start + 8
     is_slots = launch[2] == 32
     return launch[:slots_only] + launch[slots_only + 3 :] if is_slots else launch
+
+
+@pytest.mark.full
+def test_descriptors_of_another_layer_are_given_with_its_cache(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.kernels.cuda import prefill_hopper, stream_k
+
+    if not stream_k.GLUON_IS_TESTED:
+        pytest.skip("another Gluon")
+    tuned = prefill_hopper.TUNINGS[128]
+    monkeypatch.setattr(prefill_hopper, "choose", lambda *_: tuned)
+    step, first, second = Step(), pool(8, 128), pool(8, 128)
+    chunks = step.bind(*first)[1]
+    assert seen.of(partial(chunks, *first))[1] == 2  # first chunks, continued chunks
+    (own, repeated), dispatched = seen.of(partial(chunks, *second))
+    assert dispatched == 0
+    assert seen.of(partial(chunks, *second))[0] == [own, repeated]
+    forget_compiled()
+    (also_own, wanted), dispatched = seen.of(partial(step.bind(*second)[1], *second))
+    assert dispatched == 2
+    # All but the counters, which are the launch's own.
+    counters = HOOKS.start + 7
+    assert own[:counters] == also_own[:counters]
+    assert own[counters + 1 :] == also_own[counters + 1 :]
+    assert repeated[:counters] == wanted[:counters]
+    assert repeated[counters + 1 :] == wanted[counters + 1 :]
+    found = [each for each in wanted if isinstance(each, tuple) and "descriptor" in each]
+    assert [each[1] for each in found] == [str(part.data_ptr()) for part in second]
 
 
 def test_a_cache_that_is_not_aligned_goes_by_triton(seen: Seen) -> None:
@@ -445,12 +476,16 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
     from twostroke.exec.graphs import DecodeGraphs, EagerReplay, PiecewiseGraphs, piece_ladder
     from twostroke.exec.program import StepProgram
     from twostroke.exec.torch_executor import TorchExecutor
+    from twostroke.kernels.cuda import prefill_hopper
     from twostroke.kernels.cuda.backend import CudaKernels
     from twostroke.kv.pool import KVPool
     from twostroke.model.torch.decoder import Decoder
     from twostroke.model.weights.dummy import DummyWeights
 
     cpu, fp16 = torch.device("cpu"), torch.float16
+    if name == "plain":  # a chunk as long as can be has a kernel of its own
+        tuned = replace(prefill_hopper.TUNINGS[128], min_tokens=60)
+        monkeypatch.setitem(prefill_hopper.TUNINGS, 128, tuned)
     if name in MIXES:
         spec = latent_spec(name)
     else:
@@ -479,7 +514,7 @@ def test_what_a_start_compiles_ahead_is_all_that_its_steps_launch(
             return runs
 
     program = StepProgram(decoder, KVPool(spec, [0] * groups, 16, fp16, cpu), rows)
-    for plan in start.warm_plans(2, 64, 64):
+    for plan in (*start.warm_plans(2, 64, 64), *start.long_plans(64, 64)):
         executor = TorchExecutor(program)
         executor.sample(executor.forward(plan)).wait()
         rows.reset()

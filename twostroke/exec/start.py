@@ -122,7 +122,8 @@ def compile_kernels(
     executor = TorchExecutor(program, None)
 
     def run() -> None:
-        for plan in warm_plans(meta_rows.max_rows, budget, meta_rows.max_len):
+        max_len = meta_rows.max_len
+        for plan in (*warm_plans(meta_rows.max_rows, budget, max_len), *long_plans(budget, max_len)):
             executor.forward(plan)
             executor.reset()
         program.sampler.warm(program.logits, program.tokens)
@@ -165,6 +166,14 @@ def warm_plans(max_rows: int, budget: int, max_len: int) -> Iterator[StepPlan]:
             yield warm_plan(few_slots, few, longest)
     if max_len > 2:
         yield warm_plan(0, [1], max_len, start=max_len - 2)
+
+
+def long_plans(budget: int, max_len: int) -> Iterator[StepPlan]:
+    """Yield steps of one chunk as long as can be, that begins a sequence or continues one: long
+    chunks may have their own kernels."""
+    yield warm_plan(0, [min(budget, max_len - 1)], max_len)
+    if max_len > 2:
+        yield warm_plan(0, [min(budget, max_len - 2)], max_len, start=1)
 
 
 def warm_plan(

@@ -7,6 +7,12 @@ A program has a multiprocessor for itself and takes one tile of queries after an
 ones of a KV head first: while it stores one tile, keys of the next are under way. Programs take
 their tiles from a counter.
 
+Lines behind a chunk's end come as zeros, because the copy engine sees them outside of the tensor: a
+coordinate says where the end is, and lines are counted so that the end is the tensor's own end. The
+coordinates add up to 2⁶⁴ bytes too much, which is nothing. (A tensor that began as many lines
+before its memory would have these coordinates too; but the engine faults where the beginning itself
+is no memory.)
+
 `prefill_hopper_kernels.py` has the program, `prefill.py` the kernel for everything else.
 """
 
@@ -18,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twostroke.kernels.cuda.launch import ALIGNED, Variant
+from twostroke.kernels.cuda.launch import ALIGNED, Launch, Variant
 from twostroke.kernels.cuda.sizes import ceil_div
 from twostroke.kernels.cuda.stream_k import GLUON_IS_TESTED, is_hopper, num_multiprocessors
 from twostroke.kernels.records import AttentionRule, KVView, PrefillWork
@@ -38,9 +44,9 @@ class HopperTuning:
     keys: int  # of a tile
     stages: int  # tiles of keys and of values in shared memory
     consumers: int = 2  # warpgroups
-    in_turns: int = 1  # consumers take turns, by 1: barriers in memory, 2: the hardware's own
-    hold: bool = True  # weights are made before products are waited for
-    persistent: bool = True  # programs take several tiles
+    min_tokens: int = 1024  # of the longest chunk: below, `prefill.py` has more tiles to share out
+    in_turns: bool = True  # consumers take turns
+    hold: bool = False  # weights are made before products are waited for
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -58,26 +64,38 @@ class HopperShape(NamedTuple):
 
 
 # By head size; measured on an H200.
-TUNINGS = {128: HopperTuning(128, 2)}
-MIN_TOKENS = 1024  # of the longest chunk: below, `prefill.py` has more tiles to share out
+TUNINGS = {
+    64: HopperTuning(128, 4, 3, min_tokens=8192, consumer_registers=160),
+    128: HopperTuning(128, 2, min_tokens=2048),
+    256: HopperTuning(64, 2, min_tokens=1024),
+}
+# A number of lines that no chunk has. So many times FAR_STRIDE numbers of 16 bits are 2⁶⁴ bytes.
+FAR, FAR_STRIDE = 2**30, 2**33
 
 
 def choose(
     longest: int, q: torch.Tensor, kv: KVView, own: torch.Tensor | None
 ) -> HopperTuning | None:
     """Return the tuning for chunks of at most `longest` tokens, where this kernel computes their
-    attention faster than the one of `prefill.py`; None elsewhere."""
+    attention faster than the one of `prefill.py`; None elsewhere. Continued chunks are left to that
+    one: here they are checked and timed so far."""
+    tuned = TUNINGS.get(q.shape[2])
+    if own is None or tuned is None or longest < tuned.min_tokens:
+        return None
+    return tuned if can_attend(tuned, q, kv, own) else None
+
+
+def can_attend(tuned: HopperTuning, q: torch.Tensor, kv: KVView, own: torch.Tensor | None) -> bool:
+    """Return True if this kernel can compute the attention. `own`: as for `HopperLaunch`."""
     (_, num_heads, dim), (_, page, num_kv_heads, _) = q.shape, kv.keys.shape
-    if longest < MIN_TOKENS or dim not in TUNINGS or not is_hopper():
-        return None
-    if q.itemsize != 2 or num_heads // num_kv_heads > ROWS or not _is_aligned(q):
-        return None
-    tuned = TUNINGS[dim]
+    if not is_hopper() or q.itemsize != 2 or num_heads // num_kv_heads > ROWS:
+        return False
+    read = (kv.keys, kv.values) if own is None else (own,)
+    if not all(each.dtype == q.dtype and _is_aligned(each) for each in (q, *read)):
+        return False
     if own is not None:
-        return tuned if own.dtype == q.dtype and _is_aligned(own) else None
-    if kv.keys.dtype != q.dtype or kv.keys.stride(2) != dim or tuned.keys % page or page < 8:
-        return None
-    return tuned if _is_aligned(kv.keys) and _is_aligned(kv.values) else None
+        return True
+    return kv.keys.stride(2) == dim and page >= 8 and tuned.keys % page == 0
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
@@ -85,38 +103,26 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     return all(offset % ALIGNED == 0 for offset in (tensor.data_ptr(), *strides))
 
 
-class _Memory(NamedTuple):
-    """Memory as the copy engine sees it."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def own_descriptor(own: torch.Tensor, dim: int, keys: int) -> Any:
-    """Return a descriptor of tiles of `own`, [T, columns]. Coordinates: the line where the chunk
-    ends; the tile's first line, counted so that the chunk's end is line T; column. Lines behind
-    the end are outside of this tensor, and come as zeros."""
+    """Return a descriptor of tiles of `own`, [T, columns]. Coordinates: FAR; the line where the
+    chunk ends; the tile's first line, counted so that the chunk's end is line FAR; column."""
     (lines, columns), stride = own.shape, own.stride(0)
-    base = _Memory(own.data_ptr() - lines * stride * own.itemsize, own.dtype)
-    shape, strides = [lines + 1, lines, columns], [stride, stride, 1]
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    return TensorDescriptor(base, shape, strides, [1, keys, dim], layout)
+    shape, strides = [FAR + 1, lines + 1, FAR, columns], [FAR_STRIDE - stride, stride, stride, 1]
+    layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    return TensorDescriptor(own, shape, strides, [1, 1, keys, dim], layout)
 
 
 def page_descriptor(cached: torch.Tensor) -> Any:
-    """Return a descriptor of pages of the cache. Coordinates: the page; the number of its lines
-    that are in use; the first line, counted so that the first unused line is line `page`; column.
-    """
+    """Return a descriptor of pages of the cache. Coordinates: the page; FAR; FAR less the number of
+    its lines that are not in use; the first line, counted so that the first unused line is line
+    `page`; column."""
     blocks, page, heads, dim = cached.shape
     of_block, of_line, of_head, _ = cached.stride()
     assert of_head == dim
-    base = _Memory(cached.data_ptr() - page * of_line * cached.itemsize, cached.dtype)
-    shape, strides = [blocks, page + 1, page, heads * dim], [of_block, of_line, of_line, 1]
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(base, shape, strides, [1, 1, page, PIECE], layout)
+    shape = [blocks, FAR + 1, FAR + 1, page, heads * dim]
+    strides = [of_block, FAR_STRIDE - of_line, of_line, of_line, 1]
+    layout = gl.NVMMASharedLayout(128, 16, rank=5)
+    return TensorDescriptor(cached, shape, strides, [1, 1, 1, page, PIECE], layout)
 
 
 class HopperLaunch:
@@ -140,12 +146,10 @@ class HopperLaunch:
         group = num_heads // num_kv_heads
         tiles = ceil_div(longest, ROWS // group * tuned.consumers)
         items = tiles * num_kv_heads * work.rows.shape[0]
-        self._programs, next_item = items, None
-        if tuned.persistent:
-            self._programs = min(items, num_multiprocessors())
-            # Each launch leaves the counters as they were.
-            next_item = torch.zeros(2, dtype=torch.int32, device=q.device)
-        self._kv, self._sinks, self._own = kv, rule.sinks, None
+        self._programs = min(items, num_multiprocessors())
+        # What programs take next, and how many have ended: each launch leaves zeros.
+        taken = torch.zeros(2, dtype=torch.int32, device=q.device)
+        self._q, self._kv, self._sinks, self._own = q, kv, rule.sinks, None
         if own is not None:
             self._own = own_descriptor(own.flatten(1), dim, tuned.keys)
         self._variant = _variant(
@@ -160,11 +164,11 @@ class HopperLaunch:
             ),
             tuned,
         )
-        self._tensors = (kv.tables, work.rows, work.starts, work.cu_tokens, out, next_item)
-        self._q = q
-        self._numbers = (items, tiles, rule.window or 0, 0 if own is None else own.shape[0])
+        self._tensors = (kv.tables, work.rows, work.starts, work.cu_tokens, out, taken)
+        self._numbers = (items, tiles, rule.window or 0)
         strides = (*q.stride()[:2], *out.stride()[:2], kv.tables.stride(0))
         self._fixed = (float(rule.scale), float(rule.softcap), *strides)
+        self._launch: Launch | None = None  # over the step's own keys and values
 
     def __call__(self) -> None:
         self.over(self._kv.keys, self._kv.values, self._sinks)
@@ -177,13 +181,19 @@ class HopperLaunch:
     ) -> None:
         """Launch over the cache of a layer, or over the step's own keys and values, with the
         layer's sinks."""
-        if self._own is not None:
-            fetched = (self._own, self._own)
-        else:
-            fetched = (page_descriptor(keys), page_descriptor(values))
+        if self._own is None:
+            self._over(page_descriptor(keys), page_descriptor(values), sinks)()
+        elif sinks is not None:
+            self._over(self._own, self._own, sinks)()
+        else:  # the same for every layer
+            if self._launch is None:
+                self._launch = self._over(self._own, self._own, None)
+            self._launch()
+
+    def _over(self, keys: Any, values: Any, sinks: torch.Tensor | None) -> Launch:
         sinks = self._sinks if sinks is None else sinks
-        tensors, varying = (self._q, sinks, *self._tensors), (*fetched, *self._numbers)
-        self._variant((self._programs,), tensors, varying, self._fixed)
+        tensors, varying = (self._q, sinks, *self._tensors), (keys, values, *self._numbers)
+        return Launch(self._variant, (self._programs,), tensors, varying, self._fixed)
 
 
 @cache
