@@ -149,7 +149,7 @@ def run_way(name: str, checks_only: bool) -> None:
     print(json.dumps(result), flush=True)
     if name == FEATURES or checks_only:
         return
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for work in WORKLOADS:
             if work.start and name == "cuDNN":
@@ -262,7 +262,7 @@ def run_small() -> None:
     from twostroke.kernels import cuda
     from twostroke.kernels.cuda import prefill_hopper
 
-    prefill_hopper.choose = lambda *_: prefill_hopper.TUNINGS[128]  # type: ignore[assignment]
+    prefill_hopper.choose = lambda *_: prefill_hopper.TUNINGS[128]
     steps = {work.name: _Step(work, 32, 8, 128) for work in SMALL}
     calls = {name: step.launches() for name, step in steps.items()}
     cuda.compile_ahead(lambda: [call() for call in calls.values()], "small")
@@ -313,7 +313,7 @@ def run_model(shape: str, path: Path | None) -> None:
     for size in (4096, 16384, 32768):
         times: dict[str, list[float]] = {name: [] for name in ways}
         for turn, (name, choose) in product(range(5), ways.items()):
-            prefill_hopper.choose = choose  # type: ignore[assignment]
+            prefill_hopper.choose = choose
             bench.core.records.steps.clear()
             bench.write([bench.prompt(size)], 1)
             if turn:
