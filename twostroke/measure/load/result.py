@@ -13,7 +13,12 @@ from typing import Any
 from twostroke import __version__
 from twostroke.measure.load.definitions import DEFINITIONS, Goals, Sample, goodput
 from twostroke.measure.load.load_run import LoadRun
-from twostroke.measure.load.stats import min_samples, percentile, percentile_interval, summary_statistics
+from twostroke.measure.load.stats import (
+    min_samples,
+    percentile,
+    percentile_interval,
+    summary_statistics,
+)
 
 SCHEMA = 1
 METRICS = ("ttft", "tpot", "itl", "e2el")
