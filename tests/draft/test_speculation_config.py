@@ -63,7 +63,10 @@ def test_several_methods_may_be_active(method: Any) -> None:
         ({"model": ""}, "model must be the path"),
         ({"model": "m", "draft_tensor_parallel_size": 2}, "a draft model runs in one process"),
         ({"model": "m", "quantization": "int8"}, "its weights keep the format of their file"),
-        ({"model": "m", "draft_sample_method": "greedy"}, "uses the sampling parameters of each request"),
+        (
+            {"model": "m", "draft_sample_method": "greedy"},
+            "uses the sampling parameters of each request",
+        ),
         ({"model": "m", "draft_model_min_token_prob": 2}, "a number from 0 to 1"),
         (
             {"method": "eagle3"},
@@ -81,7 +84,10 @@ def test_several_methods_may_be_active(method: Any) -> None:
         ({"prompt_lookup_min": 100}, "prompt_lookup_min must be a whole number from 1 to 64"),
         ({"prompt_lookup_max": 100}, "prompt_lookup_max must be a whole number from 1 to 64"),
         ({"num_speculativ_tokens": 4}, "no key 'num_speculativ_tokens'"),
-        ({"rejection_sample_method": "synthetic"}, "drafts never change the distribution of the tokens"),
+        (
+            {"rejection_sample_method": "synthetic"},
+            "drafts never change the distribution of the tokens",
+        ),
         ({"num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, "is not needed"),
         ({"enable_adaptive_verification": 1}, "must be true or false"),
         ({"suffix_decoding_min_token_prob": 1.5}, "a number from 0 to 1"),

@@ -14,7 +14,12 @@ from twostroke.measure.load.arrivals import arrival_times, check_rate, ramp_time
 from twostroke.measure.load.definitions import Goals, Sample, goodput
 from twostroke.measure.load.load_run import LoadRun
 from twostroke.measure.load.result import problems, result
-from twostroke.measure.load.stats import min_samples, percentile, percentile_interval, summary_statistics
+from twostroke.measure.load.stats import (
+    min_samples,
+    percentile,
+    percentile_interval,
+    summary_statistics,
+)
 from twostroke.measure.load.workload import PromptGenerator, random_lengths
 
 
