@@ -74,7 +74,8 @@ def read_speculative_config(settings: Mapping[str, Any]) -> SpeculationConfig:
         if key in UNSUPPORTED_DRAFT_MODEL_KEYS:
             raise ConfigError(
                 f"{NAME}: {key} cannot be set for the draft model: its weights keep the format of "
-                f"their file, and its other settings are those of the model; leave {key} out"
+                "their file, and the engine's other settings apply to both models; leave "
+                f"{key} out"
             )
         if key == "draft_sample_method":
             raise ConfigError(
