@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.request import Request, urlopen
 
-from twostroke.measure.load.stats import percentile, spread
+from twostroke.measure.load.stats import percentile, summary_statistics
 
 Json = dict[str, Any]
 PERCENTILES = (45.0, 55.0, 90.0, 99.0)
@@ -88,7 +88,7 @@ def request_figures(requests: Iterable[Json]) -> Json:
     figures["output_throughput"] = tokens / (last - first)
     figures["request_throughput"] = len(found) / (last - first)
     figures["metrics"] = {
-        name: {key: 1e3 * value for key, value in spread(seconds, PERCENTILES).items()}
+        name: {key: 1e3 * value for key, value in summary_statistics(seconds, PERCENTILES).items()}
         for name, seconds in values.items()
     }
     return figures

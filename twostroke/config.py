@@ -252,7 +252,7 @@ class EngineConfig(StrictSettings):
         return None if given is None else read_speculative_config(given)
 
     def _check_draft_model(self, speculation: SpeculationConfig) -> None:
-        if speculation.model is None:
+        if speculation.draft_model is None:
             return
         if self.tensor_parallel_size > 1:
             raise ConfigError(

@@ -62,8 +62,11 @@ def test_several_methods_may_be_active(method: Any) -> None:
         ({"method": "draft_model"}, "model must be the path or the Hugging Face id"),
         ({"model": ""}, "model must be the path"),
         ({"model": "m", "draft_tensor_parallel_size": 2}, "a draft model runs in one process"),
-        ({"model": "m", "quantization": "int8"}, "kept as its file has it"),
-        ({"model": "m", "draft_sample_method": "greedy"}, "samples as the request does"),
+        ({"model": "m", "quantization": "int8"}, "its weights keep the format of their file"),
+        (
+            {"model": "m", "draft_sample_method": "greedy"},
+            "uses the sampling parameters of each request",
+        ),
         ({"model": "m", "draft_model_min_token_prob": 2}, "a number from 0 to 1"),
         (
             {"method": "eagle3"},
@@ -78,8 +81,13 @@ def test_several_methods_may_be_active(method: Any) -> None:
         ({"num_speculative_tokens": True}, "a whole number"),
         ({"min_speculative_tokens": 9, "num_speculative_tokens": 4}, "is above"),
         ({"prompt_lookup_min": 6, "prompt_lookup_max": 4}, "prompt_lookup_min 6 is above"),
+        ({"prompt_lookup_min": 100}, "prompt_lookup_min must be a whole number from 1 to 64"),
+        ({"prompt_lookup_max": 100}, "prompt_lookup_max must be a whole number from 1 to 64"),
         ({"num_speculativ_tokens": 4}, "no key 'num_speculativ_tokens'"),
-        ({"rejection_sample_method": "synthetic"}, "samples always keep the distribution"),
+        (
+            {"rejection_sample_method": "synthetic"},
+            "drafts never change the distribution of the tokens",
+        ),
         ({"num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, "is not needed"),
         ({"enable_adaptive_verification": 1}, "must be true or false"),
         ({"suffix_decoding_min_token_prob": 1.5}, "a number from 0 to 1"),
@@ -93,11 +101,11 @@ def test_a_bad_setting_is_refused_by_name(given: dict[str, Any], message: str) -
 
 def test_a_model_alone_drafts_alone_and_with_methods_beside_them() -> None:
     alone = read_speculative_config({"model": "m", "num_speculative_tokens": 4})
-    assert (alone.methods, alone.model, alone.max_depth) == (("draft_model",), "m", 4)
+    assert (alone.methods, alone.draft_model, alone.max_depth) == (("draft_model",), "m", 4)
     given = {"method": "draft_model,suffix", "model": "m", "draft_model_min_token_prob": 0.5}
     both = read_speculative_config(given | {"draft_tensor_parallel_size": 1})
     assert both.methods == ("draft_model", "suffix")
-    assert both.model_min_prob == 0.5
+    assert both.draft_model_min_prob == 0.5
 
 
 def test_eviction_and_drafts_exclude_each_other() -> None:

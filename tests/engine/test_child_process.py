@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke import child_process
+from twostroke import child_process, owned_folder
 from twostroke.owned_folder import LOCK, OwnedFolder
 
 PATIENCE_S = 240
@@ -153,3 +155,49 @@ def test_a_new_folder_that_another_process_takes_for_a_left_one_is_made_again(
     assert held == [held[0]]
     assert os.path.dirname(held[0]) != folder.path
     folder.remove()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_gives_one_folder_that_other_processes_leave_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def flock(file: int, operation: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        patch.setattr(fcntl, "flock", flock)
+        folder = OwnedFolder(parent=str(tmp_path))
+        assert [str(path) for path in tmp_path.iterdir()] == [folder.path]
+        OwnedFolder(parent=str(tmp_path)).remove()
+    OwnedFolder(parent=str(tmp_path)).remove()  # a process for which locks work
+    assert Path(folder.path).exists()
+    folder.remove()
+    folder.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_needs_neither_locks_nor_flags_that_windows_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owned_folder, "fcntl", None)
+    for name in ("O_CLOEXEC", "O_NOFOLLOW", "getuid"):
+        monkeypatch.delattr(os, name)
+    folder = OwnedFolder(parent=str(tmp_path))
+    file = folder._file
+    assert file is not None
+    is_closed = []
+
+    def rmtree(path: str, ignore_errors: bool) -> None:  # Windows does not remove open files
+        with contextlib.suppress(OSError):
+            os.fstat(file)
+            return
+        is_closed.append(True)
+        os.remove(os.path.join(path, LOCK))
+        os.rmdir(path)
+
+    monkeypatch.setattr(owned_folder.shutil, "rmtree", rmtree)
+    folder.remove()
+    folder.remove()
+    assert is_closed == [True]
+    assert not list(tmp_path.iterdir())

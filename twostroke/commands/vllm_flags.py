@@ -44,7 +44,7 @@ REFUSED: Table = table(
         "answers do not contain the experts of a token; leave the option out": (
             "--enable-return-routed-experts --aux-output-config="
         ),
-        "samples always keep the distribution of the model; leave the option out": (
+        "drafts never change the distribution of the tokens; leave the option out": (
             "--spec-decoding-acceptance-method="
         ),
         "LoRA adapters are not supported yet; merge the adapter into the model": "--enable-lora "

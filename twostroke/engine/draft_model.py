@@ -47,11 +47,11 @@ class DraftRunner:
 def draft_config(config: EngineConfig) -> EngineConfig | None:
     """Return the settings of the draft model; None without a draft model."""
     speculation = config.speculation()
-    if speculation is None or speculation.model is None:
+    if speculation is None or speculation.draft_model is None:
         return None
     return replace(
         config,
-        model=speculation.model,
+        model=speculation.draft_model,
         tokenizer=None,
         revision=None,
         load_format="dummy" if config.load_format == "dummy" else "auto",
@@ -171,5 +171,5 @@ def make_drafter(
 ) -> ModelDrafter:
     """Make a drafter of the executor of a draft model. `limits`: of the model's steps."""
     assert limits.speculation is not None
-    runner, min_prob = DraftRunner(executor), limits.speculation.model_min_prob
+    runner, min_prob = DraftRunner(executor), limits.speculation.draft_model_min_prob
     return ModelDrafter(draft_limits, runner, vocabularies, min_prob)

@@ -213,7 +213,7 @@ class OutputProcessor:
         detokenizer = None
         if params.detokenize and self._tokenizer is not None:
             skip = params.skip_special_tokens
-            detokenizer = self._tokenizer.detokenizer(skip, after=request.prompt_token_ids)
+            detokenizer = self._tokenizer.detokenizer(skip, preceding_ids=request.prompt_token_ids)
         stops = StopStrings(tuple(params.stop or ()), params.include_stop_str_in_output)
         return CompletionState(engine_request_id, output, detokenizer, stops)
 

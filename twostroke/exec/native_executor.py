@@ -1,6 +1,7 @@
-"""`NativeExecutor`: runs plans on the native decoder, with two or three native calls per step.
+"""`NativeExecutor`: runs plans on the native decoder. This module imports no torch.
 
-This module imports no torch.
+A step has one native call for the forward and one for sampling. Log-probabilities, the logits of
+prompt tokens and attention shares need further calls.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class FinishedStep:
 
 
 class NativeExecutor:
-    """A synchronous executor. The decoder keeps the hidden states of the last step."""
+    """A synchronous executor. `sample` may compute the logits of more tokens of the last step, so
+    a step must be sampled before the next forward."""
 
     max_in_flight = 1
 
@@ -66,10 +68,10 @@ class NativeExecutor:
         state: HostRows,
         attention_shares: bool = False,
     ) -> None:
-        """`attention_shares`: results include the attention shares of segments of the cache."""
+        """`attention_shares`: each result has `StepResult.shares`, for KV eviction."""
         self._decoder, self._state, self._native = decoder, state, cpu.module()
         self._tokens, self._tables, self._caches = state.tokens, state.tables, pool.data
-        self.on_chunk_logits: ChunkLogits | None = None
+        self.on_chunk_logits: ChunkLogits | None = None  # see `Executor`
         self._attention_shares = attention_shares
         if attention_shares:
             decoder.model.keep_shares()
@@ -82,19 +84,21 @@ class NativeExecutor:
         self._bans.forget(plan.retired)
         decode, chunks = decode_tokens(plan.decode), plan.prefill
         samples = samples_of(decode, chunks)
-        spans, every_logit = NO_CHUNKS, False
+        chunk_inputs, keep_all = NO_CHUNKS, False
         if chunks:  # row, position of the first token, number of tokens
-            spans = self._with_index(*np.array([c[:3] for c in chunks], np.int64).T)
-            every_logit = self.on_chunk_logits is not None
-            every_logit |= wants_prompt_logprobs(plan, self._state.rows)
-        slots = self._with_index(decode.rows, decode.positions)
-        inputs = slots, spans, samples.tokens.astype(np.int32), every_logit
+            chunk_inputs = self._with_index(*np.array([c[:3] for c in chunks], np.int64).T)
+            keep_all = self.on_chunk_logits is not None  # keep the hidden states of all tokens
+            keep_all |= wants_prompt_logprobs(plan, self._state.rows)
+        decode_inputs = self._with_index(decode.rows, decode.positions)
+        token_indices = samples.tokens.astype(np.int32)  # the tokens of the step that are sampled
+        inputs = decode_inputs, chunk_inputs, token_indices, keep_all
         self._inputs_s += monotonic() - started
         logits = self._decoder.forward(self._tokens, self._tables, self._caches, *inputs)
         return NativeForwardHandle(plan, samples.rows, samples.positions, logits, started)
 
     def _with_index(self, rows: Ints, positions: Ints, *more: Ints) -> npt.NDArray[np.int32]:
-        """Return [n, (row, position, …, cache index)]. The index is the same in every KV group."""
+        """Return an array with the columns row, position, `more`, and cache index. All KV groups
+        have the same cache index: only models with one group evict entries."""
         indices = self._state.indices(0, rows, positions)
         return np.stack([rows, positions, *more, indices], axis=1).astype(np.int32)
 
@@ -108,34 +112,35 @@ class NativeExecutor:
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for start in range(0, len(rows), size):
-            part = slice(start, start + size)
-            with_logprobs = np.flatnonzero(num_best[part] >= 0).tolist() if any_logprobs else []
-            raw = logits[part][with_logprobs] if with_logprobs else None
-            self._ban(logits[part], rows[part], positions[part], start, masks or {})
-            drawn = self._draw(logits[part], rows[part], positions[part])
+            batch = slice(start, start + size)
+            with_logprobs = np.flatnonzero(num_best[batch] >= 0).tolist() if any_logprobs else []
+            original = logits[batch][with_logprobs] if with_logprobs else None
+            self._ban(logits[batch], rows[batch], positions[batch], start, masks or {})
+            drawn = self._draw(logits[batch], rows[batch], positions[batch])
             tokens += drawn
-            if raw is not None:
-                counts = num_best[part][with_logprobs].tolist()
-                found = self._top_logprobs(raw, [max(0, drawn[n]) for n in with_logprobs], counts)
-                for n, lines, entry in zip(with_logprobs, raw, found, strict=True):
+            if original is not None:
+                num_top = num_best[batch][with_logprobs].tolist()
+                own = [max(0, drawn[n]) for n in with_logprobs]
+                entries = self._top_logprobs(original, own, num_top)
+                for n, sample_logits, entry in zip(with_logprobs, original, entries, strict=True):
                     token_ids = self._state.rows[int(rows[start + n])].params.logprob_token_ids
                     if token_ids:
-                        entry = _requested_logprobs(lines, entry, token_ids)
+                        entry = _requested_logprobs(sample_logits, entry, token_ids)
                     logprobs[start + n] = entry
         prompts = self._prompt_logprobs(handle.plan) if handle.plan.prefill else {}
         if self.on_chunk_logits is not None:
-            for start, stop, first in chunk_slices(handle.plan):
-                lines = self._decoder.logits(first + np.arange(stop - start, dtype=np.int32))
-                self.on_chunk_logits(start, lines)
-        counts = None
+            for start, stop, first_token in chunk_slices(handle.plan):
+                token_indices = first_token + np.arange(stop - start, dtype=np.int32)
+                self.on_chunk_logits(start, self._decoder.logits(token_indices))
+        tokens_per_slot = None
         kept = keep_accepted(handle.plan, tokens)
         if kept is not None:
-            counts = kept.counts
+            tokens_per_slot = kept.counts
             tokens, logprobs = kept.of(tokens, logprobs)
         device_s = monotonic() - handle.started_s
         shares = self._decoder.model.shares().tolist() if self._attention_shares else ()
         return FinishedStep(
-            StepResult(tokens, logprobs, prompts, device_s, counts=counts, shares=shares)
+            StepResult(tokens, logprobs, prompts, device_s, counts=tokens_per_slot, shares=shares)
         )
 
     def stage_seconds(self) -> dict[str, float]:
@@ -147,42 +152,49 @@ class NativeExecutor:
         self._bans.clear()
 
     def _top_logprobs(
-        self, logits: npt.NDArray[np.float32], tokens: list[int], counts: list[int]
+        self, logits: npt.NDArray[np.float32], tokens: list[int], num_top: list[int]
     ) -> list[TokenLogprobs]:
-        """Return for each row of logits the log-probabilities of its token and the best tokens."""
-        rows, width = len(tokens), 1 + max(counts)
+        """Return for each row of logits the log-probabilities of its token and of the `num_top`
+        most probable tokens."""
+        rows, width = len(tokens), 1 + max(num_top)
         ids, ranks = np.empty((rows, width), np.int32), np.empty(rows, np.int32)
         values = np.empty((rows, width), np.float32)
         own = np.array(tokens, np.int32)
         decoder = self._decoder
         self._native.top_logprobs(logits, own, ids, values, ranks, decoder.isa, decoder.model)
-        each = zip(ids.tolist(), values.tolist(), ranks.tolist(), counts, strict=True)
-        return [TokenLogprobs(tuple(i[: 1 + n]), tuple(v[: 1 + n]), rank) for i, v, rank, n in each]
+        columns = zip(ids.tolist(), values.tolist(), ranks.tolist(), num_top, strict=True)
+        return [
+            TokenLogprobs(tuple(row_ids[: 1 + n]), tuple(row_values[: 1 + n]), rank)
+            for row_ids, row_values, rank, n in columns
+        ]
 
     def _ban(
         self,
         logits: npt.NDArray[np.float32],
         rows: Ints,
         positions: Ints,
-        first: int,
+        first_sample: int,
         masks: Masks,
     ) -> None:
-        """Apply masks, bans and biases. `first`: the index of the first sample in the step."""
-        banned = positions < self._state.plain_from[rows]
-        if not masks and not banned.any():
+        """Apply masks, bans and biases to the logits of some samples of the step, beginning with
+        the sample `first_sample`."""
+        has_bans = positions < self._state.plain_from[rows]
+        if not masks and not has_bans.any():
             return
         for n, (row, at) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            if banned[n] or first + n in masks:
+            mask = masks.get(first_sample + n)
+            if has_bans[n] or mask is not None:
                 request = self._state.rows[row]
                 bans = self._bans.bans_of(row, request, logits.shape[1])
-                bans.apply(logits[n], request, at, self._tokens[row], masks.get(first + n))
+                bans.apply(logits[n], request, at, self._tokens[row], mask)
 
     def _draw(self, logits: npt.NDArray[np.float32], rows: Ints, positions: Ints) -> list[int]:
-        """Return the sampled tokens, -1 where the logits are NaN or infinite. Write the tokens to
-        the rows. The logits are overwritten."""
+        """Sample a token from each row of logits, and write the tokens to the rows of their
+        requests. Return the tokens; a token is -1 if its logits were NaN or infinite. The logits
+        are overwritten."""
         state = self._state
         params, keys = state.sampling[rows], np.zeros((len(rows), 2), np.uint32)
-        for n in params[:, 0].nonzero()[0]:  # not those with temperature 0
+        for n in params[:, 0].nonzero()[0]:  # the samples with a temperature above 0
             keys[n] = stream_key(int(state.seed[rows[n]]), int(positions[n]))
         places = np.stack([rows, state.num_prompt[rows], positions], axis=1)
         chosen = np.empty(len(rows), np.int32)
@@ -203,19 +215,20 @@ class NativeExecutor:
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
         """Return the log-probability of each prompt token after the first."""
         found: dict[int, list[TokenLogprobs]] = {}
-        for part in prompt_slices(plan, self._state.rows):
-            entries, size = found.setdefault(part.row, []), part.stop - part.start
+        for row, num_best, start, stop, first_token in prompt_slices(plan, self._state.rows):
+            entries, size = found.setdefault(row, []), stop - start
             if size:
-                lines = self._decoder.logits(part.first + np.arange(size, dtype=np.int32))
-                targets = self._tokens[part.row, part.start + 1 : part.stop + 1].tolist()
-                entries += self._top_logprobs(lines, targets, [part.num_best] * size)
+                logits = self._decoder.logits(first_token + np.arange(size, dtype=np.int32))
+                next_tokens = self._tokens[row, start + 1 : stop + 1].tolist()
+                entries += self._top_logprobs(logits, next_tokens, [num_best] * size)
         return found
 
 
 def _requested_logprobs(
     logits: npt.NDArray[np.float32], entry: TokenLogprobs, token_ids: Sequence[int]
 ) -> TokenLogprobs:
-    """Return the entry of the sampled token with `token_ids` in place of the best tokens."""
+    """Return `entry` with the log-probabilities of `token_ids` instead of the most probable
+    tokens. The first token of an entry is the sampled token."""
     own, own_logprob = entry.token_ids[0], entry.logprobs[0]
     values = logits[list(token_ids)] - logits[own] + own_logprob
     return TokenLogprobs((own, *token_ids), (own_logprob, *values.tolist()), entry.rank)

@@ -14,7 +14,12 @@ from twostroke.measure.load.arrivals import arrival_times, check_rate, ramp_time
 from twostroke.measure.load.definitions import Goals, Sample, goodput
 from twostroke.measure.load.load_run import LoadRun
 from twostroke.measure.load.result import problems, result
-from twostroke.measure.load.stats import min_samples, percentile, percentile_interval, spread
+from twostroke.measure.load.stats import (
+    min_samples,
+    percentile,
+    percentile_interval,
+    summary_statistics,
+)
 from twostroke.measure.load.workload import PromptGenerator, random_lengths
 
 
@@ -43,7 +48,7 @@ def test_percentiles_are_numpys() -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
     for share in (1, 25, 50, 90, 99, 100):
         assert percentile(values, share) == pytest.approx(float(numpy.percentile(values, share)))
-    found = spread(values, [50, 99.9])
+    found = summary_statistics(values, [50, 99.9])
     assert found["median"] == found["p50"] == 3.5
     assert "p99.9" in found
     assert percentile([], 99) == 0.0
@@ -51,10 +56,23 @@ def test_percentiles_are_numpys() -> None:
 
 def test_a_p99_needs_381_values() -> None:
     assert [min_samples(share) for share in (50, 90, 99)] == [4, 35, 381]
-    for share in (50, 90, 99):
-        enough = min_samples(share)
-        assert percentile_interval([float(n) for n in range(2 * enough)], share) is not None
-        assert percentile_interval([float(n) for n in range(enough // 2)], share) is None
+    for share in (0.1, *range(1, 100), 99.9):
+        values = [float(n) for n in range(min_samples(share))]
+        interval = percentile_interval(values, share)
+        assert interval is not None
+        assert interval[0] <= percentile(values, share) <= interval[1]
+        assert percentile_interval(values[1:], share) is None
+    assert percentile_interval(values, 100) is None
+
+
+def test_the_interval_of_a_percentile_holds_the_percentile_in_95_percent_of_the_samples() -> None:
+    # P(interval) = P(low <= number of values below the percentile < high), a binomial.
+    for count, share in ((381, 99), (381, 50), (500, 95), (800, 90)):
+        interval = percentile_interval([float(n + 1) for n in range(count)], share)
+        assert interval is not None
+        p, (low, high) = share / 100, map(int, interval)
+        chances = (math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(low, high))
+        assert sum(chances) == pytest.approx(0.95, abs=0.012)
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

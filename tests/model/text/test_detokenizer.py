@@ -129,8 +129,10 @@ def test_a_space_at_the_beginning_is_kept_only_where_a_text_goes_on() -> None:
     tokenizer = sentencepiece_with_prefix()
     prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in ("the", "of"))
     assert streamed(tokenizer.detokenizer(), answer) == "of"
-    assert streamed(tokenizer.detokenizer(after=prompt), answer) == " of"
-    assert streamed(tokenizer.detokenizer(after=[1]), answer) == "of"  # only <s>, which is unseen
+    assert streamed(tokenizer.detokenizer(preceding_ids=prompt), answer) == " of"
+    assert (
+        streamed(tokenizer.detokenizer(preceding_ids=[1]), answer) == "of"
+    )  # only <s>, which is unseen
     assert tokenizer.decode(prompt + answer) == "the of"
 
 
@@ -177,7 +179,7 @@ def test_a_window_holds_half_a_character_and_goes_on_after_a_prompt() -> None:
     )
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     tokenizer = Tokenizer(backend)
-    detokenizer = tokenizer.detokenizer(after=[3])
+    detokenizer = tokenizer.detokenizer(preceding_ids=[3])
     assert [detokenizer.push([n]) for n in (3, 0, 1, 2)] == [" the", "", "", "€"]
     assert detokenizer.push([3, 0]) == " the"
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"

@@ -53,7 +53,7 @@ def test_a_text_is_written_as_it_is_asked_for(name: str) -> None:
             ids.append(pick.choice(allowed))
             assert matcher.try_consume_tokens(ids[-1:]) == 1, (texts, ids)
         assert not special & set(ids)
-        detokenizer = tokenizer.detokenizer(after=tokenizer.encode("so:"))
+        detokenizer = tokenizer.detokenizer(preceding_ids=tokenizer.encode("so:"))
         assert detokenizer.push(ids) + detokenizer.flush() in texts
 
 

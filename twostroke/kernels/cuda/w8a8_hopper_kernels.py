@@ -1,6 +1,11 @@
-"""The kernel of `w8a8_hopper.py`, in Gluon. A producer warp fetches blocks of x and of the weight
-with TMA. Two consumer warpgroups multiply the blocks in shared memory with WGMMA. The parts of a
-tile are added up as in `stream_k_kernels.py`.
+"""The kernel of `w8a8_hopper.py`, in Gluon: products of e4m3 activations and weights, on Hopper.
+
+K is split into parts. A program computes one part of one tile of the output. The programs with the
+later parts write their sums to `partial`. The program with the first part waits for these sums,
+adds them to its own sums, scales the result and stores the tile.
+
+A program has three partitions of warps: a producer fetches blocks of x and of the weight with TMA,
+and two consumers, with half of the tile's columns each, multiply the blocks with WGMMA.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from twostroke.kernels.cuda.stream_k_kernels import (
 BLOCK = gl.constexpr(128)  # elements of K in one step
 
 
-@gluon.jit(do_not_specialize=["num_rows", "row_tiles", "parts", "each"])
+@gluon.jit(do_not_specialize=["num_rows", "row_tiles", "parts", "blocks_per_part"])
 def multiply_in_parts(
     x_scale,
     scale,
@@ -39,32 +44,35 @@ def multiply_in_parts(
     num_rows,
     row_tiles,
     parts,
-    each,
+    blocks_per_part,
     N: gl.constexpr,
     BLOCKS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    # A program has `each` blocks of K of one tile; the last part of a tile may have fewer.
+    # The last part of K may have fewer than `blocks_per_part` blocks.
     tile, part = gl.program_id(0) // parts, gl.program_id(0) % parts
-    start = part * each
-    count = gl.minimum(each, BLOCKS - start)
+    start = part * blocks_per_part
+    count = gl.minimum(blocks_per_part, BLOCKS - start)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, BLOCK], x.layout)
     w_tiles = gl.allocate_shared_memory(
         weight.dtype, [2 * STAGES, WEIGHT_ROWS, BLOCK], weight.layout
     )
-    tiles = (x_tiles, w_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    # `full`: the producer has filled a stage. `empty`: both consumers have multiplied its blocks.
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    buffers = (x_tiles, w_tiles, full, empty)
     if DEPENDENT:
         gdc_launch_dependents()
+    # The tile's number, first row of x and first column of the output (a row of the weight).
     place = (tile, tile % row_tiles * ROWS, tile // row_tiles * (2 * WEIGHT_ROWS))
-    to = (x_scale, scale, out, partial, arrived, num_rows)
+    epilogue = (x_scale, scale, out, partial, arrived, num_rows)
     sizes: gl.constexpr = (N, ROWS, STAGES, DEPENDENT)
     gl.warp_specialize(
         [
-            (_consume, (tiles, to, place, part, parts, count, sizes, 0)),
-            (_consume, (tiles, to, place, part, parts, count, sizes, 1)),
-            (_produce, (x, weight, tiles, place, start, count, sizes)),
+            (_consume, (buffers, epilogue, place, part, parts, count, sizes, 0)),
+            (_consume, (buffers, epilogue, place, part, parts, count, sizes, 1)),
+            (_produce, (x, weight, buffers, place, start, count, sizes)),
         ],
         [4, 1],
         [240, 24],
@@ -72,19 +80,19 @@ def multiply_in_parts(
 
 
 @gluon.jit
-def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
+def _produce(x, weight, buffers, place, start, count, sizes: gl.constexpr):
     ROWS: gl.constexpr = sizes[1]
     STAGES: gl.constexpr = sizes[2]
     DEPENDENT: gl.constexpr = sizes[3]
-    x_tiles, w_tiles, full, empty = tiles
-    _, row, line = place
+    x_tiles, w_tiles, full, empty = buffers
+    _, row, column = place
     ahead = 0
     if DEPENDENT:
         # No earlier launch writes the weight, so fill all stages with it before waiting for x.
         ahead = gl.minimum(count, STAGES)
         for n in range(ahead):
             mbarrier.expect(full.index(n), BLOCK * (ROWS + 2 * WEIGHT_ROWS))
-            _fetch_lines(weight, line, (start + n) * BLOCK, n, w_tiles, full)
+            _fetch_weight(weight, column, (start + n) * BLOCK, n, w_tiles, full)
         gdc_wait()
         for n in range(ahead):
             fetch(x, [row, (start + n) * BLOCK], full.index(n), x_tiles.index(n))
@@ -92,33 +100,35 @@ def _produce(x, weight, tiles, place, start, count, sizes: gl.constexpr):
         stage, at = n % STAGES, (start + n) * BLOCK
         mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(stage), BLOCK * (ROWS + 2 * WEIGHT_ROWS))
-        _fetch_lines(weight, line, at, stage, w_tiles, full)
+        _fetch_weight(weight, column, at, stage, w_tiles, full)
         fetch(x, [row, at], full.index(stage), x_tiles.index(stage))
 
 
 @gluon.jit
-def _fetch_lines(weight, line, at, stage, w_tiles, full):
+def _fetch_weight(weight, column, at, stage, w_tiles, full):
     for consumer in gl.static_range(2):
-        to = w_tiles.index(2 * stage + consumer)
-        fetch(weight, [line + consumer * WEIGHT_ROWS, at], full.index(stage), to)
+        w_tile = w_tiles.index(2 * stage + consumer)
+        fetch(weight, [column + consumer * WEIGHT_ROWS, at], full.index(stage), w_tile)
 
 
 @gluon.jit
-def _consume(tiles, to, place, part, parts, count, sizes: gl.constexpr, CONSUMER: gl.constexpr):
+def _consume(
+    buffers, epilogue, place, part, parts, count, sizes: gl.constexpr, CONSUMER: gl.constexpr
+):
     N: gl.constexpr = sizes[0]
     ROWS: gl.constexpr = sizes[1]
     STAGES: gl.constexpr = sizes[2]
-    x_tiles, w_tiles, full, empty = tiles
-    x_scale, scale, out, partial, arrived, num_rows = to
-    tile, row, line = place
-    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    sums = gl.zeros([WEIGHT_ROWS, ROWS], gl.float32, result)
+    x_tiles, w_tiles, full, empty = buffers
+    x_scale, scale, out, partial, arrived, num_rows = epilogue
+    tile, row, column = place
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    sums = gl.zeros([WEIGHT_ROWS, ROWS], gl.float32, layout)
     for n in range(count):
         stage = n % STAGES
         mbarrier.wait(full.index(stage), n // STAGES & 1)
-        of_x = x_tiles.index(stage).permute((1, 0))
-        sums = warpgroup_mma(w_tiles.index(2 * stage + CONSUMER), of_x, sums, is_async=True)
-        # The previous product has ended, so its stage can be filled again.
+        x_tile = x_tiles.index(stage).permute((1, 0))
+        sums = warpgroup_mma(w_tiles.index(2 * stage + CONSUMER), x_tile, sums, is_async=True)
+        # Wait for the previous product, whose stage can then be filled again.
         sums = warpgroup_mma_wait(1, deps=(sums,))
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
     sums = warpgroup_mma_wait(0, deps=(sums,))
@@ -133,9 +143,9 @@ def _consume(tiles, to, place, part, parts, count, sizes: gl.constexpr, CONSUMER
             for other in range(1, parts):
                 sums += gl.load(at_slot(sums, slot + other * SLOT))
     if part == 0:
-        column = line + CONSUMER * WEIGHT_ROWS
-        columns = column + gl.arange(0, WEIGHT_ROWS, layout=gl.SliceLayout(1, result))
-        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, result))
+        first_column = column + CONSUMER * WEIGHT_ROWS
+        columns = first_column + gl.arange(0, WEIGHT_ROWS, layout=gl.SliceLayout(1, layout))
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         sums *= gl.load(scale + gl.minimum(columns, N - 1))[:, None]
         sums *= gl.load(x_scale + gl.minimum(rows, num_rows - 1))[None, :]
-        store_tile(sums, out, row, column, num_rows, N, False, "")
+        store_tile(sums, out, row, first_column, num_rows, N, False, "")

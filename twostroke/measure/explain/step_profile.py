@@ -1,5 +1,8 @@
 """Profiles the steps of a running server, and shows the profile as a table, an HTML page and a
-timeline."""
+timeline.
+
+A profile has one of two kinds: "stages" (of the native decoder) or "kernels" (of torch).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ MAX_SECONDS = 60.0
 STOP_TIMEOUT_S = 120.0  # torch's profiler takes long to summarise
 SHOWN_KERNELS = 8
 DEFINITIONS = {
-    "step": "on a CPU the time from the start of the plan to the end of the commit, on torch the "
-    "time on the device; steps with prefill, with decode and with both (mixed) are separate",
+    "step": "with the native kernels the time from the start of the plan to the end of the commit, "
+    "with torch the time on the device; steps with prefill, with decode and with both (mixed) are "
+    "separate",
     "mean, median": "time of the stage in a step",
-    "share": "share of the time of all steps of the phase",
+    "share": "part of the stage in the time of all steps of the phase",
     "GFLOP/s, GB/s": "operations of the stage and the bytes it must read, divided by its time",
     "of roofline": "the shortest possible time at the machine's measured ceilings, divided by the "
     "time",
@@ -59,6 +63,8 @@ async def profile_server(url: str, api_key: str | None, seconds: float) -> tuple
 
 
 def perfetto_trace(profile: Json, records: Json) -> Json:
+    """Return the timeline. A profile of kernels has its own events; a profile of stages is drawn
+    over the step and request records."""
     if profile["kind"] == "stages":
         return timeline(records, profile)
     return {
@@ -97,7 +103,8 @@ def medians(profile: Json, phase: str) -> dict[str, float]:
 
 
 def stage_rows(phase: Json, server: Json, step_medians: dict[str, float]) -> list[list[str]]:
-    """Return a row for each stage and a row for the step, with the columns of `HEAD`."""
+    """Return a row for each stage, a row for the step, and rows for the time outside the stages,
+    with the columns of `HEAD`."""
     steps, total = phase["steps"], phase["step_s"]
     rows = []
     for name, stage in phase["stages"].items():
@@ -115,7 +122,7 @@ def stage_rows(phase: Json, server: Json, step_medians: dict[str, float]) -> lis
         )
     whole = _per_step(step_medians["step"], 1) if step_medians else ""
     rows.append(["step", _per_step(total, steps), whole, "100.0%", "", "", ""])
-    # Torch's profile has several times of the host, which may overlap with the device's.
+    # A profile of kernels has several times of the host, which may overlap with the device's time.
     outside = phase["host_s"] if "host_s" in phase else {"between steps": phase["between_s"]}
     return rows + [[name, _per_step(s, steps), *[""] * 5] for name, s in outside.items()]
 
@@ -196,7 +203,8 @@ def _show(console: Console, head: list[str], rows: list[list[str]]) -> None:
 
 # Phase → name of a color in `report/html.py`.
 COLORS = {"prefill": "prefill", "decode": "decode", "mixed": "queue"}
-STAGE_COLORS = {  # stages that belong to neither phase
+# These stages have the same color in all phases. All other stages have the color of the phase.
+STAGE_COLORS = {
     **dict.fromkeys(("plan", "commit", "call", "inputs", "unaccounted"), "host"),
     "sampling": "preemption",
 }

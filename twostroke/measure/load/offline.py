@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.measure.load.definitions import DEFINITIONS, Sample, engine_sample
 from twostroke.measure.load.result import SCHEMA, environment, values_ms
-from twostroke.measure.load.stats import percentile, spread
+from twostroke.measure.load.stats import percentile, summary_statistics
 from twostroke.measure.load.workload import PromptGenerator, random_lengths
 from twostroke.observe.record import RequestRecord
 from twostroke.request import SamplingParams
@@ -103,7 +103,7 @@ def _by_phase(samples: Sequence[Sample]) -> dict[str, Any]:
     values = values_ms(samples)
     found: dict[str, Any] = {}
     for name in ("ttft", "tpot", "itl"):
-        for key, value in spread(values[name], (90.0, 99.0)).items():
+        for key, value in summary_statistics(values[name], (90.0, 99.0)).items():
             found[f"{key}_{name}_ms"] = value
     return found | {"ttfts_ms": values["ttft"], "tpots_ms": values["tpot"]}
 

@@ -13,7 +13,12 @@ from typing import Any
 from twostroke import __version__
 from twostroke.measure.load.definitions import DEFINITIONS, Goals, Sample, goodput
 from twostroke.measure.load.load_run import LoadRun
-from twostroke.measure.load.stats import min_samples, percentile, percentile_interval, spread
+from twostroke.measure.load.stats import (
+    min_samples,
+    percentile,
+    percentile_interval,
+    summary_statistics,
+)
 
 SCHEMA = 1
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -127,7 +132,7 @@ def result(
     }
     intervals: dict[str, list[float] | None] = {}
     for name, values in values_ms(samples).items():
-        for key, value in spread(values, percentiles).items():
+        for key, value in summary_statistics(values, percentiles).items():
             found[f"{key}_{name}_ms"] = value
         for share in percentiles:
             interval = percentile_interval(values, share)

@@ -19,27 +19,31 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def min_samples(share: float) -> int:
-    """Return the number of values that a percentile's interval needs: 381 for a p99, 35 for a
-    p90. With fewer values the largest one may lie below the percentile."""
+    """Return the smallest number of values with a `percentile_interval`: 381 for p99, 35 for p90.
+    With fewer values, all of them may be below (or all above) the percentile with a probability of
+    more than 2%."""
     p = share / 100
-    return math.floor(3.8416 * p / (1 - p)) + 1 if p < 1 else 1
+    return math.floor(1.96**2 * max(p / (1 - p), (1 - p) / p)) + 1 if 0 < p < 1 else 1
 
 
 def percentile_interval(values: Sequence[float], share: float) -> tuple[float, float] | None:
-    """Return the 95% confidence interval of a percentile from order statistics, or None with too
-    few values."""
+    """Return the 95% confidence interval of a percentile, or None with too few values.
+
+    The ends are order statistics (Conover, Practical Nonparametric Statistics): counted from 1,
+    the values with the numbers n p ± 1.96 √(n p (1 − p)), rounded up.
+    """
     count, p = len(values), share / 100
-    if not count:
+    if not 0 < p < 1:
         return None
-    spread = 1.96 * math.sqrt(count * p * (1 - p))
-    low, high = math.floor(count * p - spread), math.ceil(count * p + spread)
+    half_width = 1.96 * math.sqrt(count * p * (1 - p))
+    low, high = math.ceil(count * p - half_width) - 1, math.ceil(count * p + half_width) - 1
     if low < 0 or high >= count:
         return None
     ordered = sorted(values)
     return ordered[low], ordered[high]
 
 
-def spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+def summary_statistics(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     """Return mean, median, standard deviation and percentiles, under vLLM's names."""
     found = {
         "mean": statistics.fmean(values) if values else 0.0,

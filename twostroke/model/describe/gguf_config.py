@@ -1,12 +1,14 @@
-"""GGUF metadata → `ModelSpec`. Unsupported models are refused by name. No torch.
+"""Makes the `ModelSpec` of a GGUF file from its metadata, without torch. Refuses unsupported models
+with an error that names the architecture, setting or tensor.
 
-An architecture is an entry of ARCHITECTURES: a function that reads its settings, its tensor names,
-and the settings and tensors that only this architecture reads (docs/ADDING_A_FAMILY.md).
-`gguf_names.py` has the names, `gguf_parts.py` the shared parts.
+`ARCHITECTURES` has an entry for each supported architecture: the function that makes the spec, the
+tensor names, and the settings and tensors that only some architectures have
+(docs/ADDING_A_FAMILY.md). The tensor names are in `gguf_names.py`; functions that several
+architectures share are in `gguf_parts.py`.
 
-For features without metadata (biases, tied embeddings, Llama 3's rope factors), the presence of
-tensors decides. Conversely every tensor must have a place in the spec: an unknown tensor belongs to
-mathematics that would silently be omitted.
+The metadata does not mention some features: biases, tied embeddings, Llama 3's rope factors. The
+tensors of the file say whether a model has them. A tensor that the spec does not use is refused,
+because the operation that needs it would be left out.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ from twostroke.model.describe.tensor_names import TensorNames
 from twostroke.model.fields import REQUIRED, Fields, shown
 from twostroke.model.gguf.gguf_file import GGUFFile
 
-# A field of the spec → its metadata key, under the architecture's prefix. For other fields the
-# presence of tensors decides.
+# A field of the spec → its metadata key, without the architecture's prefix. If a tensor has a wrong
+# shape, the error names the keys of the fields that determine the shape (`check_weights`).
 FIELDS = {"num_layers": "block_count", "num_heads": "attention.head_count"}
 FIELDS |= {"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
 FIELDS |= {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
@@ -66,7 +68,7 @@ FIELDS |= {"value_dim": "attention.value_length or value_length_mla"}
 
 
 def _llama(settings: GGUFSettings) -> ModelSpec:
-    """Llama and others; with experts, Mixtral."""
+    """Llama, Mixtral (with experts) and other models with Llama's layers."""
     spec = _plain(settings)
     if not settings.integer(parts.EXPERT_COUNT, 0, EXPERTS[1], default=0):
         return spec
@@ -74,14 +76,15 @@ def _llama(settings: GGUFSettings) -> ModelSpec:
 
 
 def _mistral3(settings: GGUFSettings) -> ModelSpec:
-    """Ministral 3 and, in later conversions, Mistral Small 3.1 and 3.2, whose queries have no
-    scales. As in llama.cpp, one scale covers as many positions as the original context."""
+    """Ministral 3, and Mistral Small 3.1 and 3.2 in later conversions. Ministral 3 multiplies
+    queries by a factor that grows with the position. As in llama.cpp, the factor changes after
+    every `original_context` positions. The queries of Mistral Small have no factor (beta is 0)."""
     beta = parts.multiplier(settings, parts.TEMPERATURE_SCALE)
     return with_query_scales(_plain(settings), beta, parts.original_context(settings))
 
 
 def _qwen2_moe(settings: GGUFSettings) -> ModelSpec:
-    """Qwen2-MoE. The default width of the shared expert is that of the dense MLP."""
+    """Qwen2-MoE. The default width of the shared expert is the width of a dense MLP."""
     experts = parts.experts(settings, normalised=False)
     inner = settings.integer("feed_forward_length", *WIDTH, default=5632)
     width = settings.integer("expert_shared_feed_forward_length", *WIDTH, default=inner)
@@ -91,7 +94,7 @@ def _qwen2_moe(settings: GGUFSettings) -> ModelSpec:
 
 
 def _qwen3_moe(settings: GGUFSettings) -> ModelSpec:
-    """Qwen3-MoE. Routing weights are normalised, which files do not say."""
+    """Qwen3-MoE. Routing weights are normalised. The metadata does not say so."""
     experts = parts.experts(settings, normalised=True)
     return with_layers(_plain(settings, qk_norm="head"), mlp=experts)
 
@@ -102,8 +105,8 @@ def _olmoe(settings: GGUFSettings) -> ModelSpec:
 
 
 def _gpt_oss(settings: GGUFSettings) -> ModelSpec:
-    """gpt-oss. Files do not contain the pattern of windows, the activation, and that yarn is not
-    truncated (llama.cpp truncates it)."""
+    """gpt-oss. These properties are not in the metadata: every second layer has a window, experts
+    use a clamped SwiGLU, and yarn's range of channels is not rounded (llama.cpp rounds it)."""
     experts = parts.experts(settings, normalised=True)
     expert = replace(experts.expert, activation=ClampedSwiglu(), bias=True)
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
@@ -121,14 +124,14 @@ def _qwen3(settings: GGUFSettings) -> ModelSpec:
 
 
 def _smollm3(settings: GGUFSettings) -> ModelSpec:
-    """SmolLM3. Every fourth layer has no rope, which files do not say."""
+    """SmolLM3. Every fourth layer has no rope. The metadata does not say so."""
     spec = _plain(settings)
     return without_rope(spec, range(3, spec.num_layers, 4))
 
 
 def _granite(settings: GGUFSettings) -> ModelSpec:
     spec = _plain(settings)
-    if not settings.boolean("rope.scaling.finetuned", True):  # how files mark a model without rope
+    if not settings.boolean("rope.scaling.finetuned", True):  # false marks a model without rope
         spec = without_rope(spec, range(spec.num_layers))
     # 0 means the default.
     scale = parts.multiplier(settings, parts.ATTENTION_SCALE) or spec.layers[0].attention.scale
@@ -145,7 +148,8 @@ def _granite(settings: GGUFSettings) -> ModelSpec:
 
 
 def _granite_moe(settings: GGUFSettings) -> ModelSpec:
-    """Granite 3 with experts, and Granite 4.0 without mamba layers, which has a shared MLP, too."""
+    """Granite 3 with experts, and Granite 4.0 without mamba layers, which also has a shared
+    expert."""
     experts = parts.experts(settings, "feed_forward_length", normalised=True)
     width = settings.integer("expert_shared_feed_forward_length", 0, WIDTH[1], default=0)
     shared = replace(experts.expert, intermediate_size=width) if width else None
@@ -154,12 +158,13 @@ def _granite_moe(settings: GGUFSettings) -> ModelSpec:
 
 def _glm4(settings: GGUFSettings) -> ModelSpec:
     if "rope.dimension_sections" in settings:
-        settings.refuse("rope.dimension_sections", "absent in a GLM-4 model without images")
+        expected = "absent in a GLM-4 model without images"
+        settings.refuse("rope.dimension_sections", expected)
     return with_layers(_plain(settings), post_norm=True)
 
 
 def _exaone4(settings: GGUFSettings) -> ModelSpec:
-    """EXAONE 4. In a model with windows only layers with a window have rope."""
+    """EXAONE 4. If any layer has a window, layers without a window have no rope."""
     spec = _plain(settings, qk_norm="head", period=4)
     windows = [layer.attention.window for layer in spec.layers]
     full = [n for n, window in enumerate(windows) if window is None and any(windows)]
@@ -173,15 +178,15 @@ def _command_r(settings: GGUFSettings) -> ModelSpec:
 
 
 def _cohere2(settings: GGUFSettings) -> ModelSpec:
-    """Command R7B. Only layers with a window have rope."""
+    """Command R7B. Layers without a window have no rope."""
     spec = _command_r(settings)
     windows = [layer.attention.window for layer in spec.layers]
     return without_rope(spec, [n for n, window in enumerate(windows) if window is None])
 
 
 def _stablelm(settings: GGUFSettings) -> ModelSpec:
-    """StableLM. Attention and MLP are parallel if there is no second norm; `use_parallel_residual`
-    is true in all files."""
+    """StableLM. Attention and MLP are parallel if layers have no `mlp_norm`. The setting
+    `use_parallel_residual` does not tell: it is true in all files."""
     spec = _with_layer_norms(settings, _plain(settings, eps=parts.LAYER_NORM_EPS))
     return with_layers(spec, parallel=not settings.in_any_layer("mlp_norm"))
 
@@ -191,9 +196,10 @@ def _starcoder2(settings: GGUFSettings) -> ModelSpec:
 
 
 def _gptneox(settings: GGUFSettings) -> ModelSpec:
-    """Pythia. Files do not say which gelu: its models have the exact one."""
+    """Pythia. The metadata does not name the variant of gelu; Pythia uses the exact gelu."""
     spec = _without_gate(settings, "gelu")
     parallel = settings.boolean("use_parallel_residual", True)
+    # If attention and MLP are parallel, each has its own norm (`two_norms`).
     return with_layers(spec, parallel=parallel, two_norms=parallel)
 
 
@@ -226,7 +232,7 @@ def _with_layer_norms(settings: GGUFSettings, spec: ModelSpec) -> ModelSpec:
 def _plain(
     settings: GGUFSettings, qk_norm: QKNorm = "none", period: int = 0, eps: str = parts.RMS_NORM_EPS
 ) -> ModelSpec:
-    """Return a model like Llama. `period`: see `parts.windows`."""
+    """Return a model with Llama's layers. `period`: see `parts.windows`."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     attention = parts.attention(settings, rope, qk_norm)
     mlp = parts.mlp(settings)
@@ -255,14 +261,14 @@ def _gemma2(settings: GGUFSettings) -> ModelSpec:
 
 
 def _gemma3(settings: GGUFSettings) -> ModelSpec:
-    parts.theta(settings, default=REQUIRED)  # required: the usual default would be wrong
+    parts.theta(settings, default=REQUIRED)  # Gemma 3's theta is not the default of `parts.theta`
     rope, _ = parts.rope(settings, parts.heads(settings)[2])
     sliding = RopeSpec(parts.theta(settings, "rope.freq_base_swa"), rope.dim)
     return _gemma_2_or_3(
         settings,
         windows=parts.windows(settings, period=6),
         ropes=(sliding, rope),
-        max_context=parts.context_length(settings),  # includes the rope scaling
+        max_context=parts.context_length(settings),  # the context after rope scaling
         layers_of_27b=62,
         logit_softcap=parts.softcap(settings, parts.LOGIT_SOFTCAP, 0.0),
         qk_norm="head",
@@ -276,15 +282,15 @@ def _gemma_2_or_3(
     max_context: int,
     layers_of_27b: int,
     logit_softcap: float,
-    **different: Any,
+    **attention_fields: Any,
 ) -> ModelSpec:
-    """Return a model of Gemma 2 or 3. `ropes`: the rope of layers with a window, then of layers
-    without. `different`: fields of the attention."""
+    """Return a model of Gemma 2 or 3. `ropes`: the rope of layers with a window, and the rope of
+    layers without a window. `attention_fields`: changed fields of `AttentionSpec`."""
     sliding, full = ropes
-    attention = replace(parts.attention(settings, full), **different)
+    attention = replace(parts.attention(settings, full), **attention_fields)
     if len(windows) == layers_of_27b:
-        # Files do not contain the scale. It follows from the head size in all models but the
-        # largest, which its number of layers identifies, as in llama.cpp.
+        # The metadata has no scale. It is 1/√head_dim except in the largest model, which is
+        # recognised by its number of layers, as in llama.cpp.
         hidden: int = settings.integer("embedding_length", *WIDTH)
         attention = replace(attention, scale=(hidden // attention.num_heads) ** -0.5)
     mlp = parts.mlp(settings, "gelu_tanh")
@@ -312,7 +318,7 @@ def _phi3(settings: GGUFSettings) -> ModelSpec:
 
 
 def _olmo2(settings: GGUFSettings) -> ModelSpec:
-    """OLMo 2 and, with windows, OLMo 3, whose rope scaling applies to layers without a window."""
+    """OLMo 2, and OLMo 3, which has windows. Only layers without a window have rope scaling."""
     rope, max_context = parts.rope(settings, parts.heads(settings)[2])
     full = parts.attention(settings, rope, qk_norm="full")
     mlp, sliding = parts.mlp(settings), RopeSpec(rope.theta, rope.dim)
@@ -336,7 +342,8 @@ def _deepseek2(settings: GGUFSettings) -> ModelSpec:
 
 
 def _minicpm3(settings: GGUFSettings) -> ModelSpec:
-    """MiniCPM3. The factors of embedding, residuals and logits are those of llama.cpp."""
+    """MiniCPM3. The metadata has no factors of embedding, residuals and logits; these values are
+    llama.cpp's."""
     attention, max_context = parts.latent_attention(settings)
     layers = [LayerSpec(attention, parts.mlp(settings))] * parts.num_layers(settings)
     spec = parts.model(settings, layers, max_context)
@@ -345,11 +352,13 @@ def _minicpm3(settings: GGUFSettings) -> ModelSpec:
 
 
 class Architecture(NamedTuple):
-    spec: Callable[[GGUFSettings], ModelSpec]
+    make_spec: Callable[[GGUFSettings], ModelSpec]
     names: TensorNames | Callable[[GGUFFile], TensorNames] = NAMES
-    settings: tuple[str, ...] = ()  # entries of NEUTRAL_SETTINGS that it reads
-    tensors: tuple[str, ...] = ()  # tensors that it reads besides weights
-    copies: tuple[str, ...] = ()  # endings of tensors that are copies of weights in some files
+    # The settings in `gguf_parts.NEUTRAL_SETTINGS` that `make_spec` reads. In a file of another
+    # architecture, a value of these settings that has an effect is refused.
+    settings: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()  # tensors that `make_spec` reads; they are not weights
+    copies: tuple[str, ...] = ()  # endings of the names of tensors that repeat weights; ignored
 
 
 _CAPS = (parts.ATTENTION_SOFTCAP, parts.LOGIT_SOFTCAP)
@@ -358,7 +367,7 @@ _EXPERTS = (parts.EXPERT_COUNT,)
 _ROPE_FACTORS = (parts.ROPE_FACTORS_LONG, parts.ROPE_FACTORS_SHORT)
 _LATENTS = ("attention.kv_lora_rank", parts.YARN_LOG_MULTIPLIER)
 _SPLIT = (NAMES.layer["k_b"], NAMES.layer["v_b"])
-# SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x have the architecture llama
+# SmolLM2, Mistral, Mixtral, Falcon 3, InternLM 3 and Llama 3.x have the architecture "llama".
 ARCHITECTURES = {
     "llama": Architecture(_llama, LLAMA_NAMES, _EXPERTS, tensors=(parts.ROPE_FACTORS,)),
     "qwen2moe": Architecture(_qwen2_moe, settings=_EXPERTS, tensors=(parts.ROPE_FACTORS,)),
@@ -400,56 +409,55 @@ ARCHITECTURES = {
 
 
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
-    arch = _architecture(file)
-    known = ARCHITECTURES[arch]
-    settings = GGUFSettings(file, arch, names_in_gguf(file))
-    settings.refuse_unsupported(known.settings)
-    spec = known.spec(settings)
-    _refuse_unknown_tensors(file, spec, known)
+    name = _architecture_name(file)
+    architecture = ARCHITECTURES[name]
+    settings = GGUFSettings(file, name, names_in_gguf(file))
+    settings.refuse_unsupported(architecture.settings)
+    spec = architecture.make_spec(settings)
+    _refuse_unknown_tensors(file, spec, architecture)
     return spec
 
 
 def names_in_gguf(file: GGUFFile) -> TensorNames:
     """Return the file's tensor names."""
-    names = ARCHITECTURES[_architecture(file)].names
+    names = ARCHITECTURES[_architecture_name(file)].names
     names = names if isinstance(names, TensorNames) else names(file)
     return names.resolve(file.tensors)
 
 
-def _architecture(file: GGUFFile) -> str:
+def _architecture_name(file: GGUFFile) -> str:
     general = Fields(str(file.path), file.metadata)
     kind = general.string("general.type", "model")
     if kind != "model":
         raise ModelError(
-            f"{file.path}: holds a GGUF {shown(kind)}, not a model (general.type). Give the model "
-            "itself."
+            f"{file.path}: holds a GGUF {shown(kind)}, not a model (general.type). Give the path "
+            "of the model itself."
         )
-    arch = general.value("general.architecture")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+    name = general.value("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ModelError(
-            f"{file.path}: the architecture {shown(arch)} is not supported. "
+            f"{file.path}: the architecture {shown(name)} is not supported. "
             f"Supported: {', '.join(ARCHITECTURES)} (general.architecture)."
         )
-    return arch
+    return name
 
 
-def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, arch: Architecture) -> None:
+def _refuse_unknown_tensors(file: GGUFFile, spec: ModelSpec, architecture: Architecture) -> None:
     places = names_in_gguf(file).places(spec).values()
-    known = {place.tensor for place in places} | set(arch.tensors)
-    unknown = [
-        name for name in file.tensors if name not in known and not name.endswith(arch.copies)
-    ]
-    beyond = {f"blk.{n}" for n in range(spec.num_layers, LAYERS[1])}
-    layers = {name for name in unknown if ".".join(name.split(".")[:2]) in beyond}
-    if layers:
+    known = {place.tensor for place in places} | set(architecture.tensors)
+    copies = architecture.copies
+    unknown = [name for name in file.tensors if name not in known and not name.endswith(copies)]
+    extra_layers = {f"blk.{n}" for n in range(spec.num_layers, LAYERS[1])}
+    extra = {name for name in unknown if ".".join(name.split(".")[:2]) in extra_layers}
+    if extra:
         raise ModelError(
             f"{file.path}: {spec.family}.block_count is {spec.num_layers}, but the file has "
-            f"{len(layers)} tensors of further layers, such as {shown(min(layers))}. It is damaged "
-            "or was put together from two models; download it again."
+            f"{len(extra)} tensors of further layers, such as {shown(min(extra))}. The file is "
+            "damaged or was put together from two models; download it again."
         )
     if unknown:
         raise ModelError(
             f"{file.path}: the tensor {shown(unknown[0])} is not part of a {spec.family} model "
-            "(general.architecture) as this version supports it. Without the tensor the results "
-            "would be wrong. Use another conversion of the model."
+            "(general.architecture) in this version of twostroke. The model would compute wrong "
+            "results without this tensor. Use another conversion of the model."
         )

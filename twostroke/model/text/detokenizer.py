@@ -1,17 +1,16 @@
 """Detokenizers: convert token ids to text incrementally.
 
 The texts of all `push` calls, joined with the text of `flush`, equal the text that `tokenizers`
-decodes from the whole sequence. No step looks back further than the current character.
+decodes from the whole sequence. There are three detokenizers:
 
-Most vocabularies allow a table from an id to its text:
-
-- byte-level BPE: bytes, which an incremental UTF-8 decoder turns into characters;
-- SentencePiece-like: text (`▁` is a space), or one raw byte (`<0xE2>`). `tokenizers` decodes a run
-  of raw bytes as a whole: text if the run is UTF-8, otherwise one `�` per byte. Therefore the run
-  is held until it ends.
-
-Any other decoder decodes a short window of ids. The result is exact unless an id changes the text
-of earlier ids, as an invalid byte after valid ones may.
+- `ByteDetokenizer`, for byte-level BPE: a table maps each id to bytes, and an incremental UTF-8
+  decoder turns the bytes into characters.
+- `PieceDetokenizer`, for SentencePiece-like vocabularies: a table maps each id to a text (`▁` is a
+  space) or to one raw byte (`<0xE2>`). `tokenizers` decodes a run of raw bytes as a whole: to text
+  if the run is valid UTF-8, otherwise to one `�` per byte. So a run is held until it ends.
+- `WindowDetokenizer`, for all other vocabularies: calls `tokenizers` to decode the last few ids.
+  The result is exact unless an id changes the text of earlier ids, as an invalid byte after valid
+  bytes may.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ import tokenizers
 
 SPACE_MARK: Final = "▁"
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-# Ids before the next id that are decoded with it. One id tells the decoder that the text has begun;
-# the others are for decoders whose result depends on neighbours.
+# Number of earlier ids that are decoded with a new id. Decoders need at least one, to see that
+# the new id does not begin the text. Some decoders need more, because the text of an id depends on
+# its neighbours.
 WINDOW_CONTEXT: Final = 4
-# A character has at most four bytes: a longer run of ids without a character never becomes valid.
-# Emitting the run keeps the window short.
+# Number of ids after which an incomplete character is returned as `�`, to keep the window short. A
+# character has at most four bytes, so after 16 ids the character is certainly invalid.
 WINDOW_MAX_PENDING: Final = 16
 
 
 class Detokenizer(ABC):
-    """The text of one token stream. Made by `Tokenizer.detokenizer`."""
+    """Converts the ids of one stream to text. Made by `Tokenizer.detokenizer`."""
 
     @abstractmethod
     def push(self, ids: Sequence[int]) -> str:
@@ -105,16 +105,19 @@ class PieceDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """A detokenizer for any decoder: decodes a few ids with and without the new id, and returns
-    the difference."""
+    """A detokenizer for any decoder: decodes the last few ids with and without the new id, and
+    returns the difference."""
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, hidden: frozenset[int], after: Sequence[int]
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        hidden: frozenset[int],
+        preceding_ids: Sequence[int],
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
-        # self._ids = [context: its text has been returned | pending: its text has not]
-        self._ids = [n for n in after if n not in hidden][-WINDOW_CONTEXT:]
+        # [context ids, whose text has been returned | pending ids, whose text has not]
+        self._ids = [n for n in preceding_ids if n not in hidden][-WINDOW_CONTEXT:]
         self._num_context = len(self._ids)
         self._context_text = self._decode(self._ids)
 
@@ -147,7 +150,7 @@ class WindowDetokenizer(Detokenizer):
 
 
 class TokenTable:
-    """The text of every id of one tokenizer. All its detokenizers share the table."""
+    """The texts of all ids of a tokenizer. All detokenizers of the tokenizer share the table."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -155,19 +158,20 @@ class TokenTable:
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(n for n, token in added.items() if token.special)
 
-    def detokenizer(self, skip_special_tokens: bool, after: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool, preceding_ids: Sequence[int]) -> Detokenizer:
+        """Return a detokenizer. `preceding_ids`: see `Tokenizer.detokenizer`."""
         if self.is_byte_level:
             return ByteDetokenizer(self._visible_bytes if skip_special_tokens else self._bytes)
         if self.is_sentencepiece:
             pieces = self._visible_pieces if skip_special_tokens else self._pieces
             size = len(pieces)
-            begun = any(0 <= n < size and pieces[n] is not None for n in after)
-            return PieceDetokenizer(pieces, drop_leading_space=self._strips and not begun)
+            has_begun = any(0 <= n < size and pieces[n] is not None for n in preceding_ids)
+            return PieceDetokenizer(pieces, drop_leading_space=self._strips and not has_begun)
         hidden = self.special_ids if skip_special_tokens else frozenset()
-        return WindowDetokenizer(self._tokenizer, hidden, after)
+        return WindowDetokenizer(self._tokenizer, hidden, preceding_ids)
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes of one token in the middle of a text; None for an id without a token."""
+        """Return the bytes of one token, with its leading space; None for an id without a token."""
         token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return None
@@ -178,7 +182,7 @@ class TokenTable:
         return _piece_bytes(sentencepiece_piece(token))
 
     def all_bytes(self) -> list[bytes]:
-        """Return the bytes of every id in the middle of a text, empty for an id without a token.
+        """Return the bytes of every id, with leading spaces; empty for an id without a token.
 
         Only for byte-level and SentencePiece-like tokenizers.
         """
@@ -193,7 +197,7 @@ class TokenTable:
 
     @cached_property
     def is_sentencepiece(self) -> bool:
-        """Return whether the decoder's steps are those of SentencePiece."""
+        """Return whether the decoder has the steps of a SentencePiece decoder."""
         mark_to_space = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
         steps = [mark_to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
         return self._steps[:3] == steps and (self._strips or len(self._steps) == 3)
@@ -225,16 +229,18 @@ class TokenTable:
 
 
 def decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """Return the decoder's steps in the form of tokenizer.json, with sequences flattened."""
+    """Return the decoder's steps as in tokenizer.json: the members of a "Sequence", or the decoder
+    itself as the only step."""
     if tokenizer.decoder is None:
         return []
-    # The pickle state is this JSON, without the vocabulary.
+    # The pickle state of a decoder is its JSON (a tokenizer's JSON also has the vocabulary).
     config = json.loads(tokenizer.decoder.__getstate__())
     return config["decoders"] if config["type"] == "Sequence" else [config]
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Return character → byte of byte-level BPE: printable Latin-1, then characters from U+0100."""
+    """Return the map from character to byte of byte-level BPE. Bytes that are printable Latin-1
+    characters have these characters; the other bytes have characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {byte: byte for byte in printable}

@@ -160,14 +160,15 @@ class Tokenizer:
         return self._table.token_bytes(token_id) or b""
 
     def detokenizer(
-        self, skip_special_tokens: bool = True, after: Sequence[int] = ()
+        self, skip_special_tokens: bool = True, preceding_ids: Sequence[int] = ()
     ) -> Detokenizer:
         """Return a detokenizer for one stream of ids.
 
-        `after`: the ids that the text continues, such as the prompt of a completion. With them the
-        space before the first word is kept; at the beginning of a text it is dropped.
+        `preceding_ids`: the ids of the text that the stream continues, such as the prompt of a
+        completion. The space before the first word is kept after such ids, and dropped without
+        them.
         """
-        return self._table.detokenizer(skip_special_tokens, after)
+        return self._table.detokenizer(skip_special_tokens, preceding_ids)
 
     def close(self) -> None:
         """End the helper process, if there is one; the next text starts another."""

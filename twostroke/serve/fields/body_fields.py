@@ -31,8 +31,9 @@ TokenIds = list[int]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # Fields to drop once the prompt and `SamplingParams` have been made, to release their memory.
-    INPUT: ClassVar[tuple[str, ...]] = ()
+    # Fields that may be large, and are not needed once the prompt and `SamplingParams` have been
+    # made. `drop_large_fields` then releases their memory.
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = ()
     # Require the header Content-Type: application/json. False for APIs some of whose clients do not
     # send it.
     REQUIRES_JSON_CONTENT_TYPE: ClassVar[bool] = True
@@ -50,8 +51,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         # Types are converted, as in vLLM: "0.7" is a number, "true" a boolean and 1.0 an integer.
         return msgspec.json.decode(body, type=cls, strict=False)
 
-    def drop_input(self) -> None:
-        for name in self.INPUT:
+    def drop_large_fields(self) -> None:
+        for name in self.LARGE_FIELDS:
             setattr(self, name, None)
 
 
@@ -72,8 +73,8 @@ class StructuredFields(Body, kw_only=True):
 class EngineFields(Body, kw_only=True):
     """vLLM's fields for sampling and scheduling, accepted by all APIs."""
 
-    # The fields below that subclasses add to `Body.INPUT`.
-    ENGINE_INPUT: ClassVar[tuple[str, ...]] = (
+    # The large fields of this class, which subclasses include in their `LARGE_FIELDS`.
+    LARGE_ENGINE_FIELDS: ClassVar[tuple[str, ...]] = (
         "stop_token_ids",
         "allowed_token_ids",
         "bad_words",

@@ -1,8 +1,10 @@
-"""Request types: OpenAI's fields, with additions of vLLM and llama.cpp.
+"""The request types of OpenAI's routes and of twostroke's own routes.
 
-Fields of other servers are in the tables of `foreign_fields.py`. Any other field is unknown: the
-server ignores it and adds a warning to the response, or refuses it (`--strict-fields`). `null`
-means: not set. `SamplingParams` checks the ranges of sampling values.
+A request type has OpenAI's fields and the fields of vLLM and llama.cpp that change an answer. The
+tables of `foreign_fields.py` list further fields of these and other servers, which are translated,
+ignored or refused. A field in neither place is unknown: the server ignores it and adds a warning to
+the response, or refuses it (`--strict-fields`). A field with the value `null` is not set.
+`SamplingParams` checks the ranges of sampling values.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class Tool(msgspec.Struct, kw_only=True):
 class GenerateRequest(AccountFields, kw_only=True):
     """The fields of every route that generates text."""
 
-    INPUT: ClassVar[tuple[str, ...]] = (
-        *EngineFields.ENGINE_INPUT,
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *EngineFields.LARGE_ENGINE_FIELDS,
         "stop",
         "logit_bias",
         "logprob_token_ids",
@@ -89,7 +91,10 @@ class GenerateRequest(AccountFields, kw_only=True):
 class ConversationRequest(GenerateRequest, kw_only=True):
     """The fields of the routes that answer a conversation."""
 
-    INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "chat_template_kwargs")
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *GenerateRequest.LARGE_FIELDS,
+        "chat_template_kwargs",
+    )
 
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None  # vLLM's: include reasoning in the answer; default true
@@ -118,8 +123,8 @@ class PredictedContent(Body, kw_only=True):
 
 class ChatRequest(ConversationRequest, kw_only=True):
     FOREIGN: ClassVar[ForeignTable] = foreign_fields.CHAT
-    INPUT: ClassVar[tuple[str, ...]] = (
-        *ConversationRequest.INPUT,
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *ConversationRequest.LARGE_FIELDS,
         "messages",
         "chat_template",
         "documents",
@@ -131,7 +136,8 @@ class ChatRequest(ConversationRequest, kw_only=True):
     )
 
     messages: list[dict[str, Any]]
-    # The answer begins with the last message, if the role of that message is the answer's role.
+    # Begin the answer with the text of the last message, if the role of this message is the role of
+    # the answer ("assistant").
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -166,13 +172,17 @@ class BatchChatRequest(ChatRequest, kw_only=True):
 
 class CompletionRequest(GenerateRequest, kw_only=True):
     FOREIGN: ClassVar[ForeignTable] = foreign_fields.COMPLETION
-    INPUT: ClassVar[tuple[str, ...]] = (*GenerateRequest.INPUT, "prompt", "response_format")
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *GenerateRequest.LARGE_FIELDS,
+        "prompt",
+        "response_format",
+    )
 
     prompt: str | list[str | int | TokenIds]  # a text, token ids, or a list of either
     n: int | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
-    echo: bool | None = None
+    echo: bool | None = None  # begin the answer with the prompt
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
@@ -230,8 +240,8 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 class ResponsesRequest(ConversationRequest, kw_only=True):
     FOREIGN: ClassVar[ForeignTable] = foreign_fields.RESPONSES
-    INPUT: ClassVar[tuple[str, ...]] = (
-        *ConversationRequest.INPUT,
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *ConversationRequest.LARGE_FIELDS,
         "input",
         "instructions",
         "text",
@@ -309,7 +319,8 @@ class LearnRunRequest(Body, kw_only=True):
 
 
 class LearnPredictRequest(Body, kw_only=True):
-    """Requests that arrive together at an idle engine."""
+    """A request for a prediction: the times of `streams` equal requests that arrive together at an
+    idle engine."""
 
     prompt_tokens: Annotated[int, Meta(ge=1, le=2048)] = 256
     output_tokens: Annotated[int, Meta(ge=2, le=128)] = 32

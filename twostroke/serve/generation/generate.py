@@ -183,7 +183,7 @@ class GenerateRoute:
             with generation.holding_stored(), http.ended_by_disconnect():
                 requests = await make(fields, num_bytes, generation.prepare)
         requests = [replace(request, owner=http.key_number) for request in requests]
-        fields.drop_input()
+        fields.drop_large_fields()
         request_id = _request_id(http) or fields.request_id
         head = service.response_head(generation.id_prefix, request_id, fields.model)
         http.response_id = head.id

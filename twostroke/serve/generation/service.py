@@ -74,7 +74,7 @@ class Service:
         prompt has been made."""
         async with self.bodies.read(http, request_type) as (request, num_bytes):
             yield request, num_bytes
-            request.drop_input()
+            request.drop_large_fields()
 
     def apply_settings(self, http: HttpRequest, request: GenerateRequest) -> None:
         """Apply the server's settings that override the request."""

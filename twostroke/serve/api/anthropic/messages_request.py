@@ -113,8 +113,8 @@ class CountTokensRequest(EngineFields, kw_only=True):
     prompt, and fields without effect."""
 
     FOREIGN: ClassVar[ForeignTable] = foreign_fields.MESSAGES
-    INPUT: ClassVar[tuple[str, ...]] = (
-        *EngineFields.ENGINE_INPUT,
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *EngineFields.LARGE_ENGINE_FIELDS,
         "messages",
         "system",
         "tools",
@@ -159,7 +159,7 @@ class CountTokensRequest(EngineFields, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (*CountTokensRequest.INPUT, "stop_sequences")
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (*CountTokensRequest.LARGE_FIELDS, "stop_sequences")
 
     max_tokens: int
     stream: bool | None = None

@@ -20,8 +20,8 @@ NEVER = -100.0  # the lowest `logit_bias`, for llama.cpp's `false`: the token is
 
 
 class LlamaRequest(LlamaSampling, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (
-        *EngineFields.ENGINE_INPUT,
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *EngineFields.LARGE_ENGINE_FIELDS,
         "stop",
         "logit_bias",
     )
@@ -47,7 +47,7 @@ class LlamaRequest(LlamaSampling, kw_only=True):
 
 
 class LlamaCompletionRequest(LlamaRequest, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (*LlamaRequest.INPUT, "prompt")
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (*LlamaRequest.LARGE_FIELDS, "prompt")
 
     prompt: str | list[str | int | TokenIds]
 
@@ -62,8 +62,8 @@ class ExtraFile(msgspec.Struct):
 
 
 class InfillRequest(LlamaRequest, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (
-        *LlamaRequest.INPUT,
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *LlamaRequest.LARGE_FIELDS,
         "input_prefix",
         "input_suffix",
         "input_extra",

@@ -26,8 +26,8 @@ class Options(LlamaSampling, kw_only=True):
 
 
 class OllamaRequest(EngineFields, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (
-        *EngineFields.ENGINE_INPUT,
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *EngineFields.LARGE_ENGINE_FIELDS,
         "format",
         "options",
         "think",
@@ -71,14 +71,19 @@ class OllamaMessage(msgspec.Struct):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (*OllamaRequest.INPUT, "messages", "tools")
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (*OllamaRequest.LARGE_FIELDS, "messages", "tools")
 
     messages: list[OllamaMessage] | None = None
     tools: list[Tool] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
-    INPUT: ClassVar[tuple[str, ...]] = (*OllamaRequest.INPUT, "prompt", "system", "suffix")
+    LARGE_FIELDS: ClassVar[tuple[str, ...]] = (
+        *OllamaRequest.LARGE_FIELDS,
+        "prompt",
+        "system",
+        "suffix",
+    )
     FOREIGN: ClassVar[ForeignTable] = foreign_fields.OLLAMA_GENERATE
 
     prompt: str | None = None

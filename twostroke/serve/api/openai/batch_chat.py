@@ -59,7 +59,7 @@ class BatchChatGeneration(Generation[BatchChatRequest]):
     def begin(self, head: ResponseHead, requests: Sequence[EngineRequest]) -> None:
         super().begin(head, requests)
         for chat in self._chats:
-            chat.request.drop_input()
+            chat.request.drop_large_fields()
 
     def stream_writer(self) -> StreamWriter:
         raise NotImplementedError  # `stream` is refused
