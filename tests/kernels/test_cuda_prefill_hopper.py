@@ -26,7 +26,7 @@ from tests.kernels.test_cuda_compiles import (  # noqa: E402, F401
 from tests.kernels.test_cuda_stream_k import product_loops  # noqa: E402
 from twostroke.kernels import cuda  # noqa: E402
 from twostroke.kernels.cuda import prefill_hopper, stream_k  # noqa: E402
-from twostroke.kernels.cuda.prefill_hopper import FAR, TUNINGS, choose  # noqa: E402
+from twostroke.kernels.cuda.prefill_hopper import FAR, MIN_CONTINUED, TUNINGS, choose  # noqa: E402
 from twostroke.kernels.records import PrefillWork  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not stream_k.GLUON_IS_TESTED, reason="another Gluon")
@@ -99,14 +99,16 @@ def test_strides_are_those_that_the_engine_takes() -> None:
 # ── which chunks it is for ──────────────────────────────────────────────────────────────────
 
 
-def test_long_first_chunks_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_chunks_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_hopper, "is_hopper", lambda: True)
     for dim, tuned in TUNINGS.items():
         least, case = tuned.min_tokens, Case(32, 8, dim)
         q, view, own = case.queries(1), case.view(1), case.qkv(1)[:, 32:]
         assert choose(least, q, view, own) == tuned
         assert choose(least - 1, q, view, own) is None
-        assert choose(2 * least, q, view, None) is None  # pages
+        continued = min(least, MIN_CONTINUED)
+        assert choose(continued, q, view, None) == tuned
+        assert choose(continued - 1, q, view, None) is None
         assert choose(least, q.float(), view, own.float()) is None
         assert choose(least, q, view, own.half()) is None
         assert choose(least, q, view, own.flatten(1)[:, 1:-1].unsqueeze(1)) is None  # unaligned

@@ -123,7 +123,10 @@ def compile_kernels(
 
     def run() -> None:
         max_len = meta_rows.max_len
-        for plan in (*warm_plans(meta_rows.max_rows, budget, max_len), *long_plans(budget, max_len)):
+        for plan in (
+            *warm_plans(meta_rows.max_rows, budget, max_len),
+            *long_plans(budget, max_len),
+        ):
             executor.forward(plan)
             executor.reset()
         program.sampler.warm(program.logits, program.tokens)

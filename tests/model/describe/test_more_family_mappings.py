@@ -208,7 +208,7 @@ def test_granite_4_has_rope_and_experts_where_it_says_so() -> None:
 
 
 MAMBA = {"layer_types": [*["mamba"] * 9, "attention"] * 4, "position_embedding_type": "nope"}
-HYBRID = "mamba layers are not supported, and {} of the 40 layers are such .layer_types; without"
+HYBRID = "mamba layers are not supported, and {} of the 40 layers have mamba .layer_types; without"
 
 
 def test_glm_turns_half_of_the_channels_and_glm4_has_norms_after() -> None:

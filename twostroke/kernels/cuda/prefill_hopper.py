@@ -69,6 +69,7 @@ TUNINGS = {
     128: HopperTuning(128, 2, min_tokens=2048),
     256: HopperTuning(64, 2, min_tokens=1024),
 }
+MIN_CONTINUED = 2048  # tokens of the longest continued chunk
 # A number of lines that no chunk has. So many times FAR_STRIDE numbers of 16 bits are 2⁶⁴ bytes.
 FAR, FAR_STRIDE = 2**30, 2**33
 
@@ -77,10 +78,13 @@ def choose(
     longest: int, q: torch.Tensor, kv: KVView, own: torch.Tensor | None
 ) -> HopperTuning | None:
     """Return the tuning for chunks of at most `longest` tokens, where this kernel computes their
-    attention faster than the one of `prefill.py`; None elsewhere. Continued chunks are left to that
-    one: here they are checked and timed so far."""
+    attention faster than the one of `prefill.py`; None elsewhere. Pages cost that one more than this
+    one, so that continued chunks (`own` is None) gain at fewer tokens."""
     tuned = TUNINGS.get(q.shape[2])
-    if own is None or tuned is None or longest < tuned.min_tokens:
+    if tuned is None:
+        return None
+    min_tokens = tuned.min_tokens if own is not None else min(tuned.min_tokens, MIN_CONTINUED)
+    if longest < min_tokens:
         return None
     return tuned if can_attend(tuned, q, kv, own) else None
 
