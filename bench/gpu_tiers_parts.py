@@ -1,6 +1,7 @@
 """The parts of `gpu_tiers.py`, each in a process of its own.
 
-    python -m bench.gpu_tiers_parts link|host|disk [--shape llama-3.1-8b] [--device cpu] [--quick]
+    python -m bench.gpu_tiers_parts link|host|overlap|disk [--shape llama-3.1-8b] [--device cpu]
+                                    [--quick]
 
 Prints `RESULT {name: figures}` as soon as figures are known.
 """
@@ -10,21 +11,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import statistics
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
+from bench.gpu_tiers_alone import disk_alone, file_system, link
+from bench.gpu_tiers_common import (
+    Sizes,
+    each,
+    grown_memory,
+    settings,
+    spread,
+    tell,
+    wait_for_stores,
+)
 from bench.gpu_workloads import SHAPES, Prompts
 from bench.tiers import leave_the_cache, pieces, plain_reads
 from twostroke import LLM, SamplingParams
@@ -32,182 +38,19 @@ from twostroke.config import GIB, EngineConfig
 from twostroke.engine import build_torch
 from twostroke.engine.open_tiers import tiers_of
 from twostroke.engine.remote import RemoteEngine
-from twostroke.exec.memory import available_memory_bytes, host_memory_bytes
-from twostroke.kv.device_memory import DeviceBlocks
-from twostroke.kv.pinned_memory import PinnedMemory
+from twostroke.exec.memory import available_memory_bytes
 from twostroke.kv.tiers import disk
-from twostroke.kv.tiers.disk import DiskFolder, DiskTier
-from twostroke.kv.tiers.host import HostTier
-from twostroke.kv.tiers.piece_file import PieceLayout, identity_of
-from twostroke.kv.tiers.tier import Load, Store, Tier
-from twostroke.observe.record import RequestRecord
+from twostroke.observe.record import RequestRecord, StepRecord
 from twostroke.request import EngineRequest
 
-MIB = 1 << 20
-BLOCK_BYTES = (2 * MIB, MIB, MIB // 4)  # the first are those of an 8B in bf16
-GROWTH_S = 40.0  # that the machine may take to give us its memory
 WRITES_S = 45.0  # that a disk may take for a conversation
-
-
-def tell(name: str, figures: Any) -> None:
-    print("RESULT " + json.dumps({name: figures}), flush=True)
-
-
-def each(name: str, work: Callable[[], Any]) -> None:
-    """Run one measurement; if it fails the others follow."""
-    try:
-        tell(name, work())
-    except Exception as error:
-        traceback.print_exc()
-        tell(name, {"error": f"{type(error).__name__}: {error}"[:800]})
-
-
-class Sizes:
-    def __init__(self, device: str, quick: bool) -> None:
-        self.device, self.quick = torch.device(device), quick
-        self.copied = 64 * MIB if quick else 2 * GIB
-        self.conversation, self.count = (500, 6) if quick else (16_000, 24)
-        self.pool_bytes = 2 * MIB if quick else 16 * GIB
-        self.host_bytes = 80 * MIB if quick else int(49.5 * GIB)
-        self.long = 800 if quick else 32_000
-        self.rounds = 2 if quick else 12
-        self.prompts, self.prompt, self.written = (2, 200, 8) if quick else (8, 4096, 64)
-
-
-# ── the link ────────────────────────────────────────────────────────────────────────────────
-
-
-def link(sizes: Sizes) -> None:
-    device, total = sizes.device, sizes.copied
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-    memory_bytes = {"host": host_memory_bytes(), "available": available_memory_bytes()}
-    tell("machine", {"device": name, "torch": torch.__version__, "cpus": os.cpu_count()})
-    tell("memory", memory_bytes)
-    start = perf_counter()
-    memory = PinnedMemory(total, device)
-    tell("pin", {"bytes": total, "seconds": perf_counter() - start})
-    there = torch.zeros(total, dtype=torch.uint8, device=device)
-    each("copies", lambda: copies(memory.data, there))
-    memory.close()
-    for size in BLOCK_BYTES:
-        each(f"tier_{size}", partial(tier_alone, there, size))
-
-
-def seconds_of(device: torch.device, work: Callable[[], object], times: int = 5) -> float:
-    """The median of several, after one that does not count."""
-    taken = []
-    for _ in range(times + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(perf_counter() - start)
-    return statistics.median(taken[1:])
-
-
-def copies(here: torch.Tensor, there: torch.Tensor) -> dict[str, Any]:
-    device, found = there.device, dict[str, Any]()
-    for size in (len(here), *BLOCK_BYTES):
-        parts = (torch.split(memory, size) for memory in (here, there))
-        pairs = list(zip(*parts, strict=True))
-
-        def to_device(pairs: list[tuple[torch.Tensor, torch.Tensor]] = pairs) -> None:
-            for one, other in pairs:
-                other.copy_(one, non_blocking=True)
-
-        def to_host(pairs: list[tuple[torch.Tensor, torch.Tensor]] = pairs) -> None:
-            for one, other in pairs:
-                one.copy_(other, non_blocking=True)
-
-        label = "whole" if size == len(here) else str(size)
-        found[f"to_device_{label}"] = len(here) / seconds_of(device, to_device)
-        found[f"to_host_{label}"] = len(here) / seconds_of(device, to_host)
-    return found
-
-
-def tier_alone(memory: torch.Tensor, size: int) -> dict[str, float]:
-    """Bytes a second of the host tier without an engine, one block a piece."""
-    data = memory.view(-1, size)
-    count = len(data) - 1
-    blocks = DeviceBlocks([data], 16)
-    start = perf_counter()
-    tier = HostTier(blocks, 1, count * size)
-    opened_s = perf_counter() - start
-    stores = []
-    for _ in range(3):
-        start = perf_counter()
-        store_all(tier, count)
-        stores.append(perf_counter() - start)
-    fetches = [fetch_all(tier, count) for _ in range(3)]
-    probed = tier.speed.bytes_per_s
-    tier.close(1.0)
-    return {
-        "opened_s": opened_s,
-        "stored_per_s": count * size / statistics.median(stores),
-        "fetched_per_s": count * size / statistics.median(fetches),
-        "probed_per_s": probed,
-    }
-
-
-def name_of(number: int) -> bytes:
-    return number.to_bytes(4, "little")
-
-
-def store_all(tier: Tier, count: int) -> None:
-    for n in range(count):
-        store = Store(tier.name_of(name_of(n)), name_of(n), [[1 + n]])
-        store.slot = n
-        tier.store(store)
-    ended = tier.finished()
-    while len(ended) < count:
-        tier.wait(1.0)
-        ended += tier.finished()
-    assert all(one.ok for one in ended), "a store failed"
-
-
-def fetch_all(tier: Tier, count: int) -> float:
-    loads = [Load(tier.name_of(name_of(n)), n, name_of(n), ((0, 0, 1 + n),)) for n in range(count)]
-    start = perf_counter()
-    read = tier.fetch(loads)
-    while not read.poll():
-        tier.wait(1.0)
-    return perf_counter() - start
 
 
 # ── host memory ─────────────────────────────────────────────────────────────────────────────
 
 
-def settings(shape: str, sizes: Sizes, **more: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "load_format": "dummy",
-        "device": sizes.device.type,
-        "max_num_seqs": 64,
-        "max_model_len": sizes.conversation + 600,
-        "max_num_batched_tokens": 8192,
-        "kv_cache_memory_bytes": sizes.pool_bytes,
-    }
-    if sizes.device.type == "cpu":
-        given |= {"kernels": "reference", "dtype": "float32"}
-    return given | more
-
-
-def grown_memory(wanted: int) -> dict[str, float]:
-    """Some virtual machines get their memory as they use it: use it once, a part at a time."""
-    before, start = available_memory_bytes(), monotonic()
-    while available_memory_bytes() < wanted and monotonic() - start < GROWTH_S:
-        parts: list[torch.Tensor] = []
-        with contextlib.suppress(RuntimeError, MemoryError):
-            while available_memory_bytes() > 3 * GIB and len(parts) * GIB < wanted:
-                parts.append(torch.ones(GIB, dtype=torch.uint8))
-        sleep(0.2)
-        del parts
-    return {"before": before, "available": available_memory_bytes(), "s": monotonic() - start}
-
-
-def host(shape: str, sizes: Sizes) -> None:
+def host(shape: str, sizes: Sizes, whole: bool = True) -> None:
+    """`whole`: also measure the cost of prompts that find nothing."""
     spare = GIB if sizes.quick else 8 * GIB
     tell("memory", grown_memory(sizes.host_bytes + spare))
     host_bytes = min(sizes.host_bytes, available_memory_bytes() - spare)
@@ -217,7 +60,8 @@ def host(shape: str, sizes: Sizes) -> None:
     bench = HostBench(llm, sizes)
     each("returns", bench.returns)
     each("overlap", bench.overlap)
-    each("cost", lambda: bench.cost(shape))
+    if whole:
+        each("cost", lambda: bench.cost(shape))
     tell("audit", audit(llm))
 
 
@@ -253,10 +97,14 @@ class HostBench:
             computed.append(record.ttft_s)
             answers.append(tokens)
         before = tiers.status()[0]
-        records, same = [], 0
+        records, same, stayed, compared = [], 0, 0, 0
         for prompt, answer in zip(self.conversations, answers, strict=True):
             record, tokens = self.ask(prompt)
             records.append(record)
+            again, its_tokens = self.ask(prompt)  # the prefix is in the KV cache now
+            if record.num_fetched and again.num_cached == record.num_cached:
+                compared += 1
+                stayed += its_tokens == tokens
             same += tokens == answer
         after = tiers.status()[0]
         fetches = [one.tier_fetch for one in records if one.tier_fetch is not None]
@@ -284,44 +132,32 @@ class HostBench:
             "store_bytes_per_s": after.stored_bytes / max(1e-9, after.store_s),
             "stores_dropped": after.dropped_stores,
             "stores_failed": after.failed_stores,
-            "same_answers": same,
+            # The prefix that came back and the prefix that stayed: all must be equal.
+            "compared_to_stayed": compared,
+            "answers_equal_to_stayed": stayed,
+            # Computing a prompt in one step rounds differently from computing its last tokens: with
+            # random weights, the best two tokens are often nearly equal.
+            "answers_equal_to_computed": same,
         }
 
     def overlap(self) -> dict[str, Any]:
-        """Decode steps of streams, alone and while a conversation is fetched."""
+        """Decode steps of streams: alone, while a conversation is fetched, and while the same
+        conversation returns with its prefix in the KV cache."""
         core, found = self.core, []
         streams = 2 if self.sizes.quick else 16
         for n in range(streams):
-            core.add(request(f"s{n}", self.prompt(64), 400))
+            core.add(request(f"s{n}", self.prompt(64), 500))
         for _ in range(30):
             core.step()
-        for n in range(2):
+        for n in range(3):
             core.records.steps.clear()
             for _ in range(30):
                 core.step()
             alone = [one for one in core.records.steps if not one.prefill.tokens]
-            core.records.steps.clear()
-            core.add(request(f"return{n}", self.conversations[n], 2))
-            start = monotonic()
-            record = None
-            while record is None and monotonic() - start < 20:
-                for update in core.step():
-                    if update.request_id == f"return{n}" and update.record is not None:
-                        record = update.record
-            assert record is not None, "the conversation did not return"
-            beside = [one for one in core.records.steps if not one.prefill.tokens]
-            fetch = record.tier_fetch
+            fetched = self.beside_a_return(f"return{n}", self.conversations[n])
+            stayed = self.beside_a_return(f"stayed{n}", self.conversations[n])
             found.append(
-                {
-                    "streams": streams,
-                    "alone_step_ms": spread([one.device_s for one in alone]),
-                    "alone_host_gap_ms": spread([one.host_gap_s for one in alone]),
-                    "beside_step_ms": spread([one.device_s for one in beside]),
-                    "beside_host_gap_ms": spread([one.host_gap_s for one in beside]),
-                    "beside_steps": len(beside),
-                    "ttft_ms": 1e3 * (record.token_s[0] - start),
-                    "fetch": None if fetch is None else fetch._asdict(),
-                }
+                {"streams": streams, "alone": times(alone), "fetched": fetched, "stayed": stayed}
             )
         for name in list(core.scheduler._requests):
             core.abort(name)
@@ -329,6 +165,40 @@ class HostBench:
             core.step()
         self.rest()
         return {"rounds": found}
+
+    def beside_a_return(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        """Run the streams until a conversation has returned, and a little longer."""
+        core, record = self.core, None
+        core.records.steps.clear()
+        start = monotonic()
+        core.add(request(name, prompt, 2))
+        while record is None and monotonic() - start < 20:
+            for update in core.step():
+                if update.request_id == name and update.record is not None:
+                    record = update.record
+        assert record is not None, "the conversation did not return"
+        for _ in range(5):
+            core.step()
+        steps = list(core.records.steps)
+        fetch = record.tier_fetch
+        return {
+            "ttft_ms": round(1e3 * (record.token_s[0] - start), 3),
+            "fetch": None if fetch is None else fetch._asdict(),
+            "decode_steps": times([one for one in steps if not one.prefill.tokens]),
+            "prefill_steps": times([one for one in steps if one.prefill.tokens]),
+            # ms since the request: planned, launched, committed; then device and gap before it
+            "each": [
+                [
+                    *(round(1e3 * (s - start), 2) for s in (one.planned_s, one.launched_s)),
+                    round(1e3 * (one.committed_s - start), 2),
+                    round(1e3 * one.device_s, 2),
+                    round(1e3 * one.host_gap_s, 2),
+                    one.prefill.tokens,
+                    one.decode.rows,
+                ]
+                for one in steps
+            ],
+        }
 
     def cost(self, shape: str) -> dict[str, Any]:
         """The arms take turns, and each round the other one begins."""
@@ -365,27 +235,20 @@ class HostBench:
         return found
 
 
+def times(steps: list[StepRecord]) -> dict[str, Any]:
+    return {
+        "steps": len(steps),
+        "device_ms": spread([one.device_s for one in steps]),
+        "host_gap_ms": spread([one.host_gap_s for one in steps]),
+    }
+
+
 OUTCOMES = ("fetched", "computed", "failed")
-
-
-def wait_for_stores(llm: LLM) -> None:
-    tiers = llm.engine.core.scheduler.kv.tiers
-    while tiers is not None and tiers.is_storing:
-        tiers.wait(0.1)
-        tiers.take_finished()
 
 
 def request(name: str, prompt: list[int], outputs: int) -> EngineRequest:
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=outputs)
     return EngineRequest(name, tuple(prompt), params, seed=1, received_s=monotonic())
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds."""
-    if not seconds:
-        return {}
-    names = {"median": statistics.median(seconds), "least": min(seconds), "most": max(seconds)}
-    return {name: round(1e3 * value, 3) for name, value in names.items()}
 
 
 # ── a disk ──────────────────────────────────────────────────────────────────────────────────
@@ -396,49 +259,6 @@ def disk_part(shape: str, sizes: Sizes, folder: str | None) -> None:
         tell("file_system", file_system(name))
         each("tier_alone", lambda: disk_alone(sizes, Path(name) / "alone"))
         each("conversation", lambda: asyncio.run(conversation(shape, sizes, Path(name) / "kv")))
-
-
-def file_system(folder: str) -> str:
-    """Return the device and the type of the file system of a folder."""
-    found = max(
-        (line.split()[:3] for line in Path("/proc/mounts").read_text().splitlines()),
-        key=lambda mount: (
-            len(mount[1]) if f"{folder}/".startswith(mount[1].rstrip("/") + "/") else -1
-        ),
-    )
-    return f"{found[0]} {found[2]}"
-
-
-def disk_alone(sizes: Sizes, path: Path) -> dict[str, Any]:
-    """Bytes a second of the disk tier without an engine, by its number of reading threads, beside
-    plain reads of the same files by as many threads."""
-    size = BLOCK_BYTES[0]
-    total = sizes.copied // 2
-    data = torch.randint(255, (total,), dtype=torch.uint8, device=sizes.device).view(-1, size)
-    count, found = len(data) - 1, dict[str, Any]()
-    layout = PieceLayout(identity_of("bench"), 4, (size,), 1)
-    before = disk.READERS
-    try:
-        for readers in (before, 1, 2, 2 * before, 4 * before):
-            disk.READERS = readers  # of the tiers that are opened now
-            tier = DiskTier(DiskFolder(str(path), layout, 4 * total), DeviceBlocks([data], 16))
-            if not found:
-                start = perf_counter()
-                store_all(tier, count)
-                found["written_per_s"] = count * size / (perf_counter() - start)
-                found["direct"] = bool(tier.folder.direct)
-            leave_the_cache(path)
-            fetched = count * size / fetch_all(tier, count)
-            tier.close(5.0)
-            plain = plain_reads(path, pieces(path), readers)
-            share = fetched / plain
-            found[str(readers)] = {"fetched_per_s": fetched, "plain_per_s": plain, "share": share}
-            tell("tier_alone", found)
-    finally:
-        disk.READERS = before
-        for file in pieces(path):
-            file.unlink()
-    return found
 
 
 async def conversation(shape: str, sizes: Sizes, path: Path) -> dict[str, Any]:
@@ -539,7 +359,7 @@ def tiers_on(device: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("link", "host", "disk"))
+    parser.add_argument("part", choices=("link", "host", "overlap", "disk"))
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true")
@@ -552,6 +372,10 @@ def main() -> None:
             link(sizes)
         elif args.part == "host":
             host(shape, sizes)
+        elif args.part == "overlap":
+            sizes.count, sizes.pool_bytes = 4, min(sizes.pool_bytes, 6 * GIB)
+            sizes.host_bytes = min(sizes.host_bytes, 12 * GIB)
+            host(shape, sizes, whole=False)
         else:
             disk_part(shape, sizes, args.folder)
 

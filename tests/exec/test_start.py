@@ -22,13 +22,14 @@ from twostroke.exec.graphs import EagerReplay, Record, Run
 from twostroke.exec.memory import MemoryPlan
 from twostroke.exec.pool_sizing import PoolSizing
 from twostroke.exec.program import StepProgram
-from twostroke.exec.start import fit_pool, graph_sizes, start_executor, warm_plans
+from twostroke.exec.start import fit_pool, graph_sizes, start_executor, time_prefill, warm_plans
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.kv.pool import KVPool
 from twostroke.model.describe.cost import cost_model, dense_weight_bytes
 from twostroke.model.describe.tensor_parallel import Ranks
 from twostroke.model.torch.decoder import Decoder
 from twostroke.observe.startup_timer import StartupTimer
+from twostroke.plan import PhaseWork
 from twostroke.sched.scheduler import Scheduler
 from twostroke.sched.step import SchedulerConfig
 
@@ -175,6 +176,21 @@ def test_an_executor_started_that_way_writes_the_tokens_of_another(recorded: lis
     core = EngineCore(Scheduler(limits), executor, cost_model(spec, dense_weight_bytes(spec, 4), 4))
     plain = Decoder(spec, Loud(spec), torch.float32, CPU, 1024, CheckedKernels())
     assert_same(run(make_core(plain), PROMPTS, 8), run(core, PROMPTS, 8))
+
+
+def test_steps_at_the_start_tell_the_time_of_a_prefill(recorded: list[Run]) -> None:
+    executor, plan = started()
+    steps = list(time_prefill(executor, 96))
+    assert [step[:2] for step in steps] == [(0, 96), (0, 48), (415, 96)]
+    assert all(seconds > 0 for _, _, seconds in steps)
+    pacer = Scheduler(SchedulerConfig(4, 96, plan.max_model_len, 16, groups(64))).pacer
+    assert pacer.prefill_s(0, 100) == 0.0
+    for start_at, count, _ in steps:
+        pacer.note_start_step(start_at, count, 1e-3 * count)
+    assert pacer.prefill_s(0, 100) == pytest.approx(0.1, rel=0.05)
+    for _ in range(3):
+        pacer.times.add(PhaseWork(1, 100, 5050, 100), PhaseWork(), 0.4)
+    assert pacer.prefill_s(0, 100) == pytest.approx(0.4, rel=0.05)  # of the requests
 
 
 def out_of_memory(*_: object, **__: object) -> None:

@@ -67,6 +67,7 @@ PLACES = ("host", "disk", "host over disk")
 PROMPTS = [[(7 * n * n + 3 * n + size) % 512 for n in range(size)] for size in (72, 200)]
 PROMPTS.append([*PROMPTS[-1][:140], *((5 * n + 1) % 512 for n in range(62))])
 OUTPUT = 12
+OVERWRITTEN = -1  # a word of a block that must be written again
 # How far a log-probability may move with the size of the chunk that it is computed in.
 MOVES = {FP32: 1e-4, BF16: 0.5}
 
@@ -89,6 +90,13 @@ class Pool:
     def read(self, group: int, numbers: list[int]) -> torch.Tensor:
         return self.data[group][torch.tensor(numbers, device=self.data[0].device)].clone()
 
+    def overwrite(self, first: int) -> None:
+        """Overwrite all blocks from `first` on, and wait until that is done: a tier copies on
+        streams of its own, which do not wait for queued work."""
+        for data in self.data:
+            data[first:] = OVERWRITTEN
+        finish(self.data[0].device)
+
 
 def wait_for(tier: Tier, count: int) -> list[bool]:
     """Wait for the ends of this many stores; return whether each piece is stored."""
@@ -97,6 +105,26 @@ def wait_for(tier: Tier, count: int) -> list[bool]:
         tier.wait(1.0)
         ended += tier.finished()
     return [one.ok for one in ended]
+
+
+def finish(device: torch.device) -> None:
+    """Wait for all queued work of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return which blocks differ, and how; empty: none."""
+    words = (got != expected).sum(1)
+    blocks = words.nonzero().flatten().tolist()
+    if not blocks:
+        return ""
+    overwritten = int((got[blocks] == OVERWRITTEN).all(1).sum())
+    num_bytes = int(words.sum()) * got.element_size()
+    return (
+        f"{len(blocks)} of {len(got)} blocks ({blocks[0]} to {blocks[-1]}), {num_bytes:,} bytes; "
+        f"{overwritten} of them were not written or were overwritten"
+    )
 
 
 def busy(device: torch.device) -> None:
@@ -120,8 +148,7 @@ def check_blocks(device: torch.device, span: int, sizes: tuple[int, ...]) -> str
         store.slot = slot
         tier.store(store)
     assert all(wait_for(tier, count)), "a store failed"
-    for data in pool.data:
-        data[1:] = -1
+    pool.overwrite(1)
     # Backwards, to blocks behind those that were stored.
     loads = [
         Load(bytes([slot]), slot, b"", tuple(targets(len(sizes), span, slot, first)))
@@ -132,9 +159,12 @@ def check_blocks(device: torch.device, span: int, sizes: tuple[int, ...]) -> str
     while not read.poll():
         tier.wait(1.0)
     for group in range(len(sizes)):
-        got = pool.read(group, range_of(1 + first, first))
-        assert torch.equal(got, expected[group]), f"group {group} differs"
-        assert bool((pool.data[group][1 : 1 + first] == -1).all()), "another block was written"
+        if differs := difference(pool.read(group, range_of(1 + first, first)), expected[group]):
+            finish(device)
+            later = difference(pool.read(group, range_of(1 + first, first)), expected[group])
+            raise AssertionError(f"group {group}: {differs}; later: {later or 'none'}")
+        others = pool.data[group][1 : 1 + first]
+        assert bool((others == OVERWRITTEN).all()), "another block was written"
         assert not pool.data[group][0].any(), "the null block was written"
     tier.close(1.0)
     return f"{count} pieces of {span * sum(sizes):,} bytes"
@@ -163,13 +193,13 @@ def check_given_up(device: torch.device, size: int) -> str:
     pool.data[0][count] = 7  # the pool gives the block to a request
     given_up = tier.fetch([Load(b"", n, b"", ((0, 0, 1 + count + n),)) for n in range(count)])
     given_up.abandon()
-    pool.data[0][1 + count :] = -1
+    pool.overwrite(1 + count)
     wait_for(tier, count)
     last = tier.fetch([Load(b"", 0, b"", ((0, 0, 1 + count),))])  # after the one that was given up
     while not last.poll():
         tier.wait(1.0)
     assert torch.equal(pool.data[0][1 + count], pool.data[0][1])
-    assert bool((pool.data[0][2 + count :] == -1).all()), "an abandoned fetch has written"
+    assert bool((pool.data[0][2 + count :] == OVERWRITTEN).all()), "an abandoned fetch has written"
     assert not given_up.poll()
     tier.close(1.0)
     return "nothing was written afterwards"

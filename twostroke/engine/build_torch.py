@@ -39,7 +39,7 @@ from twostroke.exec.graphs import DecodeGraphs, EagerReplay, PiecewiseGraphs, Re
 from twostroke.exec.memory import MemoryPlan, gib, host_memory_bytes, plan_memory
 from twostroke.exec.program import StepProgram
 from twostroke.exec.ranks_executor import RanksExecutor, agree_on_memory, follow
-from twostroke.exec.start import free_share, start_executor
+from twostroke.exec.start import free_share, start_executor, time_prefill
 from twostroke.exec.torch_executor import TorchExecutor
 from twostroke.exec.torch_profile import KernelProfile, name_ranges
 from twostroke.kernels.kv_dtypes import FP8_MAX
@@ -142,6 +142,9 @@ def start(config: EngineConfig, model: OpenedModel, device: str, grammars: Gramm
     if open_tiers is not None:
         tiers = open_tiers(built.executor.program.pool.blocks(), limits, own_spec)
     scheduler = Scheduler(limits, transfer=transfer, tiers=tiers, draft_model=drafter)
+    if tiers is not None and on_gpu and config.kernels == "auto":
+        for step in time_prefill(built.executor, limits.max_num_batched_tokens):
+            scheduler.pacer.note_start_step(*step)
     profile = partial(KernelProfile, built.executor, scheduler)
     core = EngineCore(scheduler, executor, cost, grammars, profile)
     if on_gpu and config.nvtx:

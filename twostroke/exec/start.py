@@ -46,6 +46,7 @@ from twostroke.request import SamplingParams
 DRAWN = SamplingParams(temperature=0.6)
 # The sampling options with the largest memory: they read the history and sort.
 COSTLY = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
+TIMED_CHUNK = 2048  # tokens of the steps that `time_prefill` measures
 
 
 def start_executor(
@@ -199,6 +200,20 @@ def warm_plan(
         prefill_work=PhaseWork(len(chunks), sum(chunks)),
         decode_work=PhaseWork(slots, slots),
     )
+
+
+def time_prefill(executor: TorchExecutor, budget: int) -> Iterator[tuple[int, int, float]]:
+    """Yield the first position, the tokens and the seconds of a few steps with one chunk: enough to
+    tell the cost of a token from the cost of its context."""
+    rows = executor.program.rows
+    size = min(budget, TIMED_CHUNK, rows.max_len - 1)
+    chunks = [(0, size), (0, -(-size // 2)), (rows.max_len - 1 - size, size)]
+    for number, (start, count) in enumerate([chunks[0], *chunks]):
+        plan = warm_plan(0, [count], rows.max_len, start=start)
+        seconds = executor.sample(executor.forward(plan)).wait().device_s
+        executor.reset()
+        if number:  # the first step of a size may load kernels
+            yield start, count, seconds
 
 
 def _measure_steps(executor: TorchExecutor, budget: int, rows: DeviceRows) -> int:

@@ -156,7 +156,7 @@ class ReceivedQueue:
             kv.close(request.kv)
             return False
         pairs = _pairs(wanted, request.kv.tables)
-        fetch = tiers.fetch(found, request.kv.keys, pairs)
+        fetch = tiers.fetch(found, pairs)
         request.row = self._rows.pop()
         one = _Fetching(request, fetch, num_cached, 0.0, deadline_s=deadline_s)
         self._fetching.append(one)

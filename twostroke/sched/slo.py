@@ -52,6 +52,8 @@ class Pacer:
 
     def __init__(self, config: SchedulerConfig, work: AttentionWork) -> None:
         self.times = StepTimes()
+        # Of steps at the start, for `prefill_s` before requests have run
+        self._start_times = StepTimes()
         self.host_s = 0.0  # time of a step beyond its device time
         self.stretch = 1.0  # factor by which streams lengthen the prefill of a prompt
         self._itl_s = config.itl_slo_s
@@ -130,10 +132,20 @@ class Pacer:
 
         return seconds
 
+    def note_start_step(self, start: int, count: int, seconds: float) -> None:
+        """Learn from a step that the executor ran before the first request."""
+        self._start_times.add(self._chunk(start, count), NO_WORK, seconds)
+
     def prefill_s(self, start: int, count: int) -> float:
         """Return the expected time to prefill `count` tokens beside the streams; 0: unknown."""
-        work = PhaseWork(1, count, *self._work.of_chunk(start, count))
-        return self.stretch * (self.times.predict(work, NO_WORK) or 0.0)
+        work = self._chunk(start, count)
+        seconds = self.times.predict(work, NO_WORK)
+        if seconds is None:
+            seconds = self._start_times.predict(work, NO_WORK)
+        return self.stretch * (seconds or 0.0)
+
+    def _chunk(self, start: int, count: int) -> PhaseWork:
+        return PhaseWork(1, count, *self._work.of_chunk(start, count))
 
     def expected_s(self, plan: StepPlan) -> float:
         """Return the expected device time of the step of the last `allowance`; 0: unknown."""

@@ -442,19 +442,23 @@ def read_file(folder: DiskFolder, path: str, buffer: PieceBuffer) -> None:
 
 def _probe(folder: DiskFolder) -> float:
     """Measure a short sequence of reads by several threads. Return bytes per second."""
-    buffer = PieceBuffer(folder.layout)
+    buffers = [PieceBuffer(folder.layout) for _ in range(READERS)]
     path = f"{folder.own}/{TEMPORARY}{os.getpid()}-probe-{secrets.token_hex(4)}"
     count = max(READERS, min(64, PROBE_BYTES // folder.layout.file_bytes))
     paths: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
         with open(path, "wb", buffering=0) as file:
-            file.write(buffer.view)
+            file.write(buffers[0].view)
             os.fsync(file.fileno())
+        with contextlib.suppress(TransferError):
+            for buffer in buffers:  # the system provides their pages now
+                read_file(folder, path, buffer)
         for _ in range(count):
             paths.put(path)
         began_s = monotonic()
         threads = [
-            threading.Thread(target=_probe_reads, args=(folder, paths)) for _ in range(READERS)
+            threading.Thread(target=_probe_reads, args=(folder, paths, buffer))
+            for buffer in buffers
         ]
         for thread in threads:
             thread.start()
@@ -470,8 +474,7 @@ def _probe(folder: DiskFolder) -> float:
         _unlink(path)
 
 
-def _probe_reads(folder: DiskFolder, paths: queue.SimpleQueue[str]) -> None:
-    buffer = PieceBuffer(folder.layout)
+def _probe_reads(folder: DiskFolder, paths: queue.SimpleQueue[str], buffer: PieceBuffer) -> None:
     with contextlib.suppress(queue.Empty, OSError, TransferError):
         while True:
             read_file(folder, paths.get_nowait(), buffer)

@@ -4,9 +4,14 @@
     stores   pool ─▶ arena     a thread and a stream of its own
     fetches  arena ─▶ pool     another thread and stream: a fetch does not wait for stores
 
-A block is one copy. Copies are launched in batches: the threads wait for the device once for each
-batch, and a fetch has the next batch queued meanwhile. On a CPU the pool itself is host memory;
-there the tier serves tests alone.
+A block is one copy. The copies of a batch are launched together, without Python in between: the
+engine's thread needs the interpreter. The threads wait for the device once for each batch; a
+fetch has the next batch queued meanwhile. Steps copy their inputs on the same path and wait for the
+batches that are queued, so a batch is short. On a CPU the pool itself is host memory; there the
+tier serves tests alone.
+
+The streams do not wait for steps. The engine stores blocks of steps that have ended, fetches into
+blocks that no step in flight uses, and launches steps that read them when the fetch has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from twostroke.kv.tiers.tier import Load, Store, StoreResult, TierSpeed
 from twostroke.kv.transfer import TransferError
 
 PROBE_BYTES = 64 << 20
-BATCH_BYTES = 32 << 20  # 0.6 ms on PCIe 5; so long the engine may wait to cancel a copy
+BATCH_BYTES = 16 << 20  # 0.3 ms on PCIe 5; so long the engine may wait to cancel a copy
 LATENCY_S = 0.0005
 CLOSE_S = 10.0  # for the batches under way
 
@@ -58,6 +63,13 @@ class HostRead:
             self.ended = True
         if self.launched is not None:
             self.launched.synchronize()
+
+
+def launch_copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target on the current stream. The calling thread launches all copies
+    without the interpreter's lock."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 class _Arena:
@@ -89,18 +101,25 @@ class _Arena:
         """Copy pieces from the device to their slots."""
         began_s = monotonic()
         copied: list[Store] = []
+        entries: list[torch.Tensor] = []
+        blocks: list[torch.Tensor] = []
         with ExitStack() as locks, torch.inference_mode(), on_stream(self.store_stream):
             for store in stores:
                 locks.enter_context(store.lock)
                 if store.cancelled:
                     continue
-                for group, numbers in enumerate(store.blocks):
-                    words, arena = self.blocks.words[group], self.groups[group]
-                    for entry, number in enumerate(numbers, store.slot * self.span):
-                        arena[entry].copy_(words[number], non_blocking=True)
+                first = store.slot * self.span
+                for words, arena, numbers in zip(
+                    self.blocks.words, self.groups, store.blocks, strict=True
+                ):
+                    entries += [arena[entry] for entry in range(first, first + len(numbers))]
+                    blocks += [words[number] for number in numbers]
                 copied.append(store)
-            if self.store_stream is not None:
-                self.store_stream.synchronize()
+            try:
+                launch_copies(entries, blocks)
+            finally:  # the locks keep the blocks until nothing reads them
+                if self.store_stream is not None:
+                    self.store_stream.synchronize()
         each_s = (monotonic() - began_s) / max(1, len(copied))
         done = {id(store) for store in copied}
         return [
@@ -118,9 +137,11 @@ class _Arena:
             with read.lock, torch.inference_mode(), on_stream(self.fetch_stream):
                 if read.ended or self.closing:
                     return
-                self._launch(loads[first : first + self.batch])
-                if self.fetch_stream is not None:
-                    read.launched = self.fetch_stream.record_event()
+                try:
+                    self._launch(loads[first : first + self.batch])
+                finally:  # `abandon` waits for copies before an error, too
+                    if self.fetch_stream is not None:
+                        read.launched = self.fetch_stream.record_event()
             if before is not None:
                 before.synchronize()
         if read.launched is not None:
@@ -130,11 +151,14 @@ class _Arena:
         read.done = True
 
     def _launch(self, loads: Sequence[Load]) -> None:
+        entries: list[torch.Tensor] = []
+        blocks: list[torch.Tensor] = []
         for load in loads:
             first = load.slot * self.span
             for group, place, number in load.targets:
-                entry = self.groups[group][first + place]
-                self.blocks.words[group][number].copy_(entry, non_blocking=True)
+                entries.append(self.groups[group][first + place])
+                blocks.append(self.blocks.words[group][number])
+        launch_copies(blocks, entries)
 
     def unpin(self) -> None:
         for memory in self.memory:

@@ -24,14 +24,25 @@ from twostroke.kv.usage import KVUsage
 QUEUED_BYTES = 8 << 30
 MIN_QUEUED, MAX_QUEUED = 64, 4096  # pieces
 MEASURED_BYTES = 1 << 20  # shorter fetches are not used to measure the speed
-SMOOTHING = 0.3  # weight of the newest fetch in the measured speed
+SMOOTHING = 0.3  # minimum weight of the newest fetch in the measured speed
+SMOOTHED_BYTES = 1 << 30  # a fetch of this size has as much weight as all earlier fetches
 FindBlock = Callable[[int, BlockKey], int | None]  # group, key → the registered block
+
+
+class FoundPiece(NamedTuple):
+    """A stored piece of a sequence."""
+
+    tier: int
+    name: bytes
+    slot: int
+    tokens: bytes
+    number: int  # in its sequence
 
 
 class Found(NamedTuple):
     """The pieces that continue the prefix in the device's cache, in order."""
 
-    pieces: tuple[tuple[int, bytes, int], ...]  # tier, name, number of the piece in its sequence
+    pieces: tuple[FoundPiece, ...]
     end_block: int
     num_bytes: int
     seconds: float  # expected time of the fetch, including the fetches in progress
@@ -54,6 +65,11 @@ class TierStatus(NamedTuple):
     failed_fetches: int = 0
 
 
+def tokens_of(keys: Sequence[BlockKey]) -> bytes:
+    """Return the tokens of consecutive blocks."""
+    return keys[0].tokens if len(keys) == 1 else b"".join([key.tokens for key in keys])
+
+
 class TierCounts:
     def __init__(self, speed: TierSpeed) -> None:
         self.bytes_per_s = speed.bytes_per_s
@@ -64,7 +80,8 @@ class TierCounts:
 
     def measure(self, num_bytes: int, seconds: float) -> None:
         if num_bytes >= MEASURED_BYTES and seconds > 0:
-            self.bytes_per_s += SMOOTHING * (num_bytes / seconds - self.bytes_per_s)
+            weight = max(SMOOTHING, num_bytes / (num_bytes + SMOOTHED_BYTES))
+            self.bytes_per_s += weight * (num_bytes / seconds - self.bytes_per_s)
 
 
 class TierFetch:
@@ -130,16 +147,17 @@ class Tiers:
         """Queue stores of the pieces that end with these blocks of a sequence. `step`: the step
         that computes the last block."""
         span = self.span
-        for piece in range(blocks.start // span, blocks.stop // span):
-            digest, tokens = self._piece(keys, piece)
+        for end in range(blocks.start // span * span + span, blocks.stop + 1, span):
+            digest = keys[end - 1].digest
             lacking = [t for t in range(len(self.tiers)) if not self._has(t, digest)]
             if not lacking:
                 continue
-            own = keys[piece * span : (piece + 1) * span]
+            own = keys[end - span : end]
             tables = [[find(group, key) for key in own] for group in range(groups)]
             numbers = [[n for n in table if n is not None] for table in tables]
             if any(len(table) < span for table in numbers):
                 continue  # a block has left a window, or was evicted
+            tokens = tokens_of(own)
             for tier in lacking:
                 self._queue(tier, digest, tokens, numbers, step)
 
@@ -216,28 +234,29 @@ class Tiers:
     def find(self, keys: Sequence[BlockKey], num_cached: int, max_blocks: int) -> Found | None:
         """Return the stored pieces that continue the first `num_cached` blocks of a sequence, up to
         `max_blocks`. `keys`: of all full blocks."""
-        span, pieces = self.span, []
+        span, pieces = self.span, list[FoundPiece]()
         sizes = [0] * len(self.tiers)
-        for piece in range(num_cached // span, len(keys) // span):
-            digest, tokens = self._piece(keys, piece)
-            for number, (tier, index) in enumerate(zip(self.tiers, self._indexes, strict=True)):
-                name = tier.name_of(digest)
-                if index.find(name, tokens) is not None:
-                    pieces.append((number, name, piece))
-                    sizes[number] += tier.piece_bytes
-                    break
-            else:
+        for number in range(num_cached // span, len(keys) // span):
+            piece = self._find_piece(keys[number * span : (number + 1) * span], number)
+            if piece is None:
                 break
+            pieces.append(piece)
+            sizes[piece.tier] += self.tiers[piece.tier].piece_bytes
         end = min(max_blocks, (num_cached // span + len(pieces)) * span)
         if end <= num_cached:
             return None
         names = " + ".join(t.name for t, size in zip(self.tiers, sizes, strict=True) if size)
         return Found(tuple(pieces), end, sum(sizes), self._seconds(sizes), names)
 
-    def _piece(self, keys: Sequence[BlockKey], piece: int) -> tuple[bytes, bytes]:
-        """Return the digest and the tokens of a piece."""
-        own = keys[piece * self.span : (piece + 1) * self.span]
-        return own[-1].digest, b"".join(key.tokens for key in own)
+    def _find_piece(self, keys: Sequence[BlockKey], number: int) -> FoundPiece | None:
+        """Return the piece with these blocks in the fastest tier that has it."""
+        digest, tokens = keys[-1].digest, tokens_of(keys)
+        for n, tier in enumerate(self.tiers):
+            name = tier.name_of(digest)
+            slot = self._indexes[n].find(name, tokens)
+            if slot is not None:
+                return FoundPiece(n, name, slot, tokens, number)
+        return None
 
     def _seconds(self, sizes: Sequence[int]) -> float:
         """Return the expected time of a fetch. The tiers work at the same time."""
@@ -248,26 +267,18 @@ class Tiers:
                 each.append(tier.speed.latency_s + queued / max(1.0, counts.bytes_per_s))
         return max(each)
 
-    def fetch(
-        self,
-        found: Found,
-        keys: Sequence[BlockKey],
-        pairs: Sequence[Sequence[tuple[int, int]]],
-    ) -> TierFetch:
-        """Start to fill blocks. `pairs`: for each group, pairs of an index in the sequence's table
-        and the block to fill."""
+    def fetch(self, found: Found, pairs: Sequence[Sequence[tuple[int, int]]]) -> TierFetch:
+        """Start to fill blocks. `found`: the result of `find`, before any other call. `pairs`: for
+        each group, pairs of an index in the sequence's table and the block to fill."""
         parts: dict[int, list[tuple[int, int, int]]] = {}
         for group, wanted in enumerate(pairs):
             for entry, block in wanted:
                 piece, place = divmod(entry, self.span)
                 parts.setdefault(piece, []).append((group, place, block))
         loads: dict[int, list[Load]] = {}
-        for tier, name, piece in found.pieces:
-            _, tokens = self._piece(keys, piece)
-            slot = self._indexes[tier].find(name, tokens)
-            assert slot is not None, "a piece that was found is not in its tier"
-            if piece in parts:
-                loads.setdefault(tier, []).append(Load(name, slot, tokens, tuple(parts[piece])))
+        for tier, name, slot, tokens, number in found.pieces:
+            if number in parts:
+                loads.setdefault(tier, []).append(Load(name, slot, tokens, tuple(parts[number])))
         reads: dict[int, Read] = {}
         for tier, some in loads.items():
             self._indexes[tier].begin_read([load.name for load in some])
