@@ -77,9 +77,9 @@ FAR, FAR_STRIDE = 2**30, 2**33
 def choose(
     longest: int, q: torch.Tensor, kv: KVView, own: torch.Tensor | None
 ) -> HopperTuning | None:
-    """Return the tuning for chunks of at most `longest` tokens, where this kernel computes their
-    attention faster than the one of `prefill.py`; None elsewhere. Pages cost that one more than this
-    one, so that continued chunks (`own` is None) gain at fewer tokens."""
+    """Return the tuning for chunks of at most `longest` tokens, if this kernel computes their
+    attention faster than `prefill.py`; otherwise None. Continued chunks (`own` is None) gain at
+    fewer tokens, because pages cost `prefill.py` more than this kernel."""
     tuned = TUNINGS.get(q.shape[2])
     if tuned is None:
         return None
