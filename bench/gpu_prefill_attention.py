@@ -38,17 +38,14 @@ MEMCHECK_S = 40.0
 # Ways to run the kernel, by name: the head size, and what differs from its tuning.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "default": (128, {}),
-    "no turns": (128, {"in_turns": False}),
     "3 stages": (128, {"stages": 3}),
     "3 consumers": (
         128,
         {"keys": 64, "stages": 4, "consumers": 3, "consumer_registers": 160},
     ),
     "dim 64": (64, {}),
-    "dim 64, early weights": (64, {"hold": True}),
     "dim 64, 2 consumers": (64, {"consumers": 2, "consumer_registers": 240}),
     "dim 256": (256, {}),
-    "dim 256, early weights": (256, {"hold": True}),
 }
 LIBRARIES = {"Triton": 128, "dim 64, Triton": 64, "dim 256, Triton": 256, "cuDNN": 128}
 FEATURES = "features"
@@ -301,13 +298,10 @@ def run_model(shape: str, path: Path | None) -> None:
 
     usual = prefill_hopper.choose
 
-    def also_pages(longest: int, q: Any, kv: Any, own: Any) -> Any:
-        tuned = prefill_hopper.TUNINGS.get(q.shape[2])
-        if own is not None or tuned is None or longest < tuned.min_tokens:
-            return usual(longest, q, kv, own)
-        return tuned if prefill_hopper.can_attend(tuned, q, kv, None) else None
+    def only_first(longest: int, q: Any, kv: Any, own: Any) -> Any:
+        return None if own is None else usual(longest, q, kv, own)
 
-    ways = {"Triton": lambda *_: None, "first chunks": usual, "pages too": also_pages}
+    ways = {"Triton": lambda *_: None, "first chunks": only_first, "pages too": usual}
     bench = Bench(shape, True, {"max_model_len": 33000})
     found: dict[str, dict[str, float]] = {}
     for size in (4096, 16384, 32768):

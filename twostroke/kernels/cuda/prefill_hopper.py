@@ -43,10 +43,8 @@ PIECE = 64  # channels that are fetched of a page at one time
 class HopperTuning:
     keys: int  # of a tile
     stages: int  # tiles of keys and of values in shared memory
+    min_tokens: int  # of the longest chunk: below, `prefill.py` has more tiles to share out
     consumers: int = 2  # warpgroups
-    min_tokens: int = 1024  # of the longest chunk: below, `prefill.py` has more tiles to share out
-    in_turns: bool = True  # consumers take turns
-    hold: bool = False  # weights are made before products are waited for
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -65,9 +63,9 @@ class HopperShape(NamedTuple):
 
 # By head size; measured on an H200.
 TUNINGS = {
-    64: HopperTuning(128, 4, 3, min_tokens=8192, consumer_registers=160),
-    128: HopperTuning(128, 2, min_tokens=2048),
-    256: HopperTuning(64, 2, min_tokens=1024),
+    64: HopperTuning(128, 4, 4096, consumers=3, consumer_registers=160),
+    128: HopperTuning(128, 2, 2048),
+    256: HopperTuning(64, 2, 512),
 }
 MIN_CONTINUED = 2048  # tokens of the longest continued chunk
 # A number of lines that no chunk has. So many times FAR_STRIDE numbers of 16 bits are 2⁶⁴ bytes.
@@ -211,8 +209,6 @@ def _variant(shape: HopperShape, tuned: HopperTuning) -> Variant:
         KEYS=tuned.keys,
         STAGES=tuned.stages,
         CONSUMERS=tuned.consumers,
-        IN_TURNS=tuned.in_turns,
-        HOLD=tuned.hold,
         WINDOW=shape.window,
         SOFTCAP=shape.softcap,
         CHUNKS=shape.chunks,

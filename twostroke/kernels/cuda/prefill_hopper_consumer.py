@@ -56,12 +56,9 @@ def consume(
     how,
     to,
     sizes: gl.constexpr,
-    ways: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
-    SOFTCAP: gl.constexpr = ways[0]
-    IN_TURNS: gl.constexpr = ways[1]
-    HOLD: gl.constexpr = ways[2]
     GROUP: gl.constexpr = sizes[0]
     DIM: gl.constexpr = sizes[2]
     KEYS: gl.constexpr = sizes[3]
@@ -80,9 +77,8 @@ def consume(
     coalesced: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     query = q_tiles.index(CONSUMER)
     tiles = (query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty)
-    step: gl.constexpr = (KEYS, STAGES, CONSUMERS, SOFTCAP, IN_TURNS, CONSUMER, HOLD)
-    if IN_TURNS:
-        _first_turn(CONSUMERS, CONSUMER)
+    step: gl.constexpr = (KEYS, STAGES, CONSUMERS, SOFTCAP, CONSUMER)
+    _first_turn(CONSUMERS, CONSUMER)
     item = gl.program_id(0)
     turns = 0
     done = 0
@@ -177,8 +173,7 @@ def consume(
         item = gl.sum(plan.index(turns & 1).load(line_of_1), 0)
         mbarrier.arrive(plan_empty.index(turns & 1), count=1)
         turns += 1
-    if IN_TURNS:
-        _last_turn(CONSUMERS, CONSUMER)
+    _last_turn(CONSUMERS, CONSUMER)
 
 
 @gluon.jit
@@ -197,9 +192,7 @@ def _step(
     STAGES: gl.constexpr = step[1]
     CONSUMERS: gl.constexpr = step[2]
     SOFTCAP: gl.constexpr = step[3]
-    IN_TURNS: gl.constexpr = step[4]
-    CONSUMER: gl.constexpr = step[5]
-    HOLD: gl.constexpr = step[6]
+    CONSUMER: gl.constexpr = step[4]
     sums, weight, best, total = state
     query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty = tiles
     position, window, scale, softcap, high = seen
@@ -208,15 +201,13 @@ def _step(
     stage, phase = (done + n) % STAGES, (done + n) // STAGES & 1
     before, phase_before = (done + n - 1) % STAGES, (done + n - 1) // STAGES & 1
     mbarrier.wait(k_full.index(stage), phase)
-    if IN_TURNS:
-        _await_turn(CONSUMERS, CONSUMER)
+    _await_turn(CONSUMERS, CONSUMER)
     score = gl.zeros([ROWS, KEYS], gl.float32, of_scores)
     key = k_tiles.index(stage).permute((1, 0))
     score = warpgroup_mma(query, key, score, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), phase_before)
     sums = warpgroup_mma(weight, v_tiles.index(before), sums, is_async=True)
-    if IN_TURNS:
-        _give_turn(CONSUMERS, CONSUMER)
+    _give_turn(CONSUMERS, CONSUMER)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     new, best, total, fade = _softmax(
@@ -233,8 +224,6 @@ def _step(
         WINDOW,
         SOFTCAP,
     )
-    if HOLD:
-        _hold(total)
     sums, weight = warpgroup_mma_wait(0, deps=(sums, weight))
     mbarrier.arrive(v_empty.index(before), count=1)
     fade = gl.convert_layout(fade, gl.SliceLayout(1, of_sums), assert_trivial=True)
@@ -276,29 +265,6 @@ def _softmax(
     fade = gl.exp2(best - floor)
     total = total * fade + gl.sum(weight, axis=1)
     return weight, above, total, fade
-
-
-@gluon.jit
-def _hold(total):
-    """Keep what follows behind `total`, which is never negative: the assembler waits for products
-    before it makes the weights otherwise."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred less;
-        .reg .b32 lanes;
-        setp.lt.f32 less, $1, 0f00000000;
-        selp.b32 lanes, 0, -1, less;
-        bar.warp.sync lanes;
-        mov.b32 $0, 0;
-        }
-        """,
-        "=r,f",
-        [total],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

@@ -62,8 +62,6 @@ def attend(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    IN_TURNS: gl.constexpr,
-    HOLD: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -84,15 +82,14 @@ def attend(
     planned = (next_item, plan, plan_full, plan_empty, items)
     where = (chunk_starts, cu_tokens, tiles, window)
     sizes: gl.constexpr = (GROUP, NUM_KV_HEADS, DIM, KEYS, STAGES, CONSUMERS, WINDOW, CHUNKS)
-    ways: gl.constexpr = (SOFTCAP, IN_TURNS, HOLD)
     how = (scale, softcap, sinks)
     to = (q, out, q_stride, q_head_stride, out_stride, out_head_stride)
     pages = (tables, chunk_rows, table_stride)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, planned, where, how, to, sizes, ways, 0)),
-                (consume, (shared, planned, where, how, to, sizes, ways, 1)),
+                (consume, (shared, planned, where, how, to, sizes, SOFTCAP, 0)),
+                (consume, (shared, planned, where, how, to, sizes, SOFTCAP, 1)),
                 (_produce, (keys, values, shared, planned, where, pages, sizes, PAGE)),
             ],
             [4, 1],
@@ -101,9 +98,9 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, planned, where, how, to, sizes, ways, 0)),
-                (consume, (shared, planned, where, how, to, sizes, ways, 1)),
-                (consume, (shared, planned, where, how, to, sizes, ways, 2)),
+                (consume, (shared, planned, where, how, to, sizes, SOFTCAP, 0)),
+                (consume, (shared, planned, where, how, to, sizes, SOFTCAP, 1)),
+                (consume, (shared, planned, where, how, to, sizes, SOFTCAP, 2)),
                 (_produce, (keys, values, shared, planned, where, pages, sizes, PAGE)),
             ],
             [4, 4, 1],
