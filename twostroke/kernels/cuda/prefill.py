@@ -84,7 +84,7 @@ class PrefillScratch(NamedTuple):
     arrived: torch.Tensor  # [L] int32: finished splits; zero between launches
 
 
-NO_SCRATCH = (None, None, None)
+NO_SCRATCH: PrefillScratch | tuple[None, None, None] = (None, None, None)
 
 
 def prefill_scratch(
