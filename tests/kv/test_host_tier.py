@@ -87,7 +87,7 @@ def test_a_cancelled_store_reads_nothing_afterwards(
         store.cancel()
     memory.overwrite(1 + COUNT // 2, 1 + COUNT)  # the pool gives the blocks to a request
     memory.device.steps.synchronize()
-    ended = {}
+    ended: dict[Store, bool] = {}
     while len(ended) < COUNT:
         memory.tier.wait(1.0)
         ended |= {done.store: done.ok for done in memory.tier.finished()}
