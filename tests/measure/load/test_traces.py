@@ -54,6 +54,8 @@ def test_a_part_of_a_trace_starts_at_its_own_time(azure: str) -> None:
     assert last.at_s == pytest.approx(30.0)
     with pytest.raises(ConfigError, match=r"has no requests after 100 s and before 101 s"):
         read_trace(azure, 100.0, 1.0)
+    with pytest.raises(ConfigError, match="--trace-start must be 0 or more seconds, not -5"):
+        read_trace(azure, -5.0)
 
 
 def test_a_scaled_trace_keeps_its_shape(azure: str) -> None:

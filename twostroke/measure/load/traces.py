@@ -38,6 +38,8 @@ class TraceRequest:
 
 def read_trace(path: str, start_s: float = 0.0, seconds: float | None = None) -> list[TraceRequest]:
     """Return the requests that arrive in `seconds` after `start_s`, with times from `start_s`."""
+    if not (math.isfinite(start_s) and start_s >= 0):
+        raise ConfigError(f"--trace-start must be 0 or more seconds, not {start_s:g}")
     found = []
     for request in _read(Path(path)):
         if seconds is not None and request.at_s >= start_s + seconds:

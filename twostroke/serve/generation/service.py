@@ -169,10 +169,11 @@ class Admission:
         limit = self._client.info.max_num_seqs + self._max_queue
         max_count = min(limit, self.max_choices)
         if count > max_count:
+            flag = "--max-choices" if self.max_choices < limit else "--max-queue"
             raise ApiError(
                 400,
                 f"n: the request asks for {count} choices (prompts times n), and at most "
-                f"{max_count} are allowed; send several requests, or raise --max-choices",
+                f"{max_count} are allowed; send several requests, or raise {flag}",
                 param="n",
             )
         # Two counts are checked, because neither is enough. `num_open` is exact, but does not tell
