@@ -76,9 +76,9 @@ def test_every_block_of_every_tile_is_some_programs_once() -> None:
         assert (work.row_tiles - 1) * work.rows < rows <= work.row_tiles * work.rows
         assert work.tiles == work.row_tiles * tiles
         assert work.tiles * work.parts <= programs
-        starts = [part * work.each for part in range(work.parts)]
+        starts = [part * work.blocks_per_part for part in range(work.parts)]
         assert all(start < blocks for start in starts)
-        assert work.parts * work.each >= blocks
+        assert work.parts * work.blocks_per_part >= blocks
     assert heights == {w8a8_hopper.FEW_HEIGHT, *w8a8_hopper.HEIGHTS}
 
 
@@ -125,7 +125,7 @@ class Simulated:
         tile, part = divmod(program, of.parts)
         row = tile % of.row_tiles * of.ROWS
         column = tile // of.row_tiles * 2 * WEIGHT_ROWS + consumer * WEIGHT_ROWS
-        at = slice(part * of.each * BLOCK, (part + 1) * of.each * BLOCK)
+        at = slice(part * of.blocks_per_part * BLOCK, (part + 1) * of.blocks_per_part * BLOCK)
         # What is fetched from beyond a matrix is zero.
         sums = torch.zeros(WEIGHT_ROWS, of.ROWS)
         lines = of.weight.base[column : column + WEIGHT_ROWS, at].float()

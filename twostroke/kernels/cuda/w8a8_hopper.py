@@ -48,7 +48,7 @@ class SplitKPlan:
     row_tiles: int
     tiles: int
     parts: int  # of each tile
-    each: int  # blocks of K of a part; the last one may have fewer
+    blocks_per_part: int  # blocks of K of a part; the last one may have fewer
 
 
 def plan(rows: int, columns: int, blocks: int, programs: int) -> SplitKPlan | None:
@@ -60,8 +60,8 @@ def plan(rows: int, columns: int, blocks: int, programs: int) -> SplitKPlan | No
     tiles = row_tiles * ceil_div(columns, 2 * WEIGHT_ROWS)
     if tiles > programs:
         return None
-    each = ceil_div(blocks, min(programs // tiles, MAX_PARTS, blocks))
-    return SplitKPlan(height, row_tiles, tiles, ceil_div(blocks, each), each)
+    size = ceil_div(blocks, min(programs // tiles, MAX_PARTS, blocks))
+    return SplitKPlan(height, row_tiles, tiles, ceil_div(blocks, size), size)
 
 
 def can_multiply(x: QuantizedActivations, weight: W8Weight) -> bool:
@@ -93,7 +93,7 @@ def multiply(
     tensors = (x.scale, weight.scale, out, partial, weight.arrived)
     of_x = descriptor(_with_room(x.values, work.row_tiles * work.rows), work.rows, BLOCK)
     of_weight = descriptor(weight.values, WEIGHT_ROWS, BLOCK)
-    numbers = (rows, work.row_tiles, work.parts, work.each)
+    numbers = (rows, work.row_tiles, work.parts, work.blocks_per_part)
     variant = _variant(columns, inner // BLOCK, work.rows)
     varying = (of_x, of_weight, *numbers)
     variant((work.tiles * work.parts,), tensors, varying, context=context)
